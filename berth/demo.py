@@ -35,7 +35,7 @@ from berth.load import LoadPlan, LoadReport, run_load
 from berth.load.plan import draw_requests, is_metal
 from berth.metal import announcer, simulated_ironic
 from berth.recordings import Deviation, compare, expected_nodes, scenario_names
-from berth.render import render_load, render_verdicts
+from berth.render import failures_in_words, render_load, render_verdicts
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.up import LocalSystem, site
@@ -86,6 +86,7 @@ class Demo(Struct, frozen=True, kw_only=True):
     requests: int
     active: int
     failed: int
+    planned_failures: int
     boots_per_s: float
     undisturbed: Undisturbed
     latency_ms: dict[str, float]
@@ -135,7 +136,8 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         try:
             console.print(f"up after {time.monotonic() - began:.1f} s: {_inventory(system, ironic)}")
             replayed = await _replay(here, ironic, recordings, console)
-            console.print(planned(plan, seed, ironic.pool.nodes.values()), soft_wrap=True)
+            shortage = short(plan, seed, ironic.pool.nodes.values())
+            console.print(planned(plan, shortage), soft_wrap=True)
             report, accident = await _load(client, system, plan, seed, console)
             undisturbed_builds = undisturbed(list(client.tracks.values()), accident.at)
             await rest(here, timeout_s=REST_TIMEOUT_S)
@@ -143,20 +145,35 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         finally:
             await asyncio.gather(client.close(), watch.close())
             await system.in_process.stop()
-    return _sum_up(report, verdicts, dead=accident.service, replayed=replayed, undisturbed_builds=undisturbed_builds)
+    return _sum_up(
+        report,
+        verdicts,
+        dead=accident.service,
+        replayed=replayed,
+        undisturbed_builds=undisturbed_builds,
+        planned_failures=sum(requested - free for requested, free in shortage.values()),
+    )
 
 
-def planned(plan: LoadPlan, seed: int, nodes: Iterable[Mapping[str, Any]]) -> str:
-    """The plan of the demo, and how many builds cannot succeed: more nodes of a flavor are requested than there are.
+def short(plan: LoadPlan, seed: int, nodes: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """{flavor: (builds, free nodes)} where more nodes are requested than there are: these builds cannot all succeed.
 
     nodes: of the simulated Ironic, as its API has them.
     """
     requested = Counter(request.flavor for request in draw_requests(plan, random.Random(seed)))
     free = Counter(f"{BARE_METAL}{str(node['resource_class']).rpartition('-')[2]}" for node in nodes if _is_free(node))
-    scarce = {flavor: count for flavor, count in requested.items() if is_metal(flavor) and count > free[flavor]}
-    words = [f"{count} are of {flavor}, and there are {free[flavor]} such nodes." for flavor, count in scarce.items()]
-    short = sum(count - free[flavor] for flavor, count in scarce.items())
-    return PLANNED.format(requests=plan.boots, scarce=" ".join(sorted(words)), short=short)
+    return {
+        flavor: (count, free[flavor])
+        for flavor, count in requested.items()
+        if is_metal(flavor) and count > free[flavor]
+    }
+
+
+def planned(plan: LoadPlan, shortage: Mapping[str, tuple[int, int]]) -> str:
+    """The plan of the demo, and how many builds are to fail: more nodes of a flavor are requested than there are."""
+    words = [f"{count} are of {flavor}, and there are {free} such nodes." for flavor, (count, free) in shortage.items()]
+    missing = sum(count - free for count, free in shortage.values())
+    return PLANNED.format(requests=plan.boots, scarce=" ".join(sorted(words)), short=missing)
 
 
 def _is_free(node: Mapping[str, Any]) -> bool:
@@ -245,11 +262,13 @@ def _sum_up(
     dead: str,
     replayed: dict[str, object],
     undisturbed_builds: Undisturbed,
+    planned_failures: int,
 ) -> Demo:
     return Demo(
         requests=report.requests,
         active=report.active,
         failed=report.failed + report.refused,
+        planned_failures=planned_failures,
         boots_per_s=round(report.boots_per_s, 1),
         undisturbed=undisturbed_builds,
         latency_ms=report.latency_ms,
@@ -293,11 +312,12 @@ def show(demo: Demo, console: Console) -> None:
     """The summary a person likes to read."""
     console.rule("what came of it")
     console.print(
-        f"{demo.active} of {demo.requests} are active. Latency: from a request until its last event; as all were "
+        f"{demo.active} of {demo.requests} are active, {failures_in_words(demo.failed, demo.planned_failures)}: more "
+        "bare metal was requested than there is. Latency: from a request until its last event; as all were "
         "requested at once, most of it is waiting. Alternates: builds that their cell moved to another host by itself.",
         soft_wrap=True,
     )
-    render_load(demo.load, console)
+    render_load(demo.load, console, planned_failures=demo.planned_failures)
     console.print(describe(demo), soft_wrap=True)
     console.print(f"claims: {_words(demo.claims)}; retried: {_words(demo.claim_retries)}")
     console.print(f"planned faults: {_words(demo.faults)}", soft_wrap=True)

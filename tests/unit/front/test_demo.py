@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 
+import pytest
+from rich.console import Console
+
 from berth.client import Track
-from berth.demo import Undisturbed, planned, undisturbed
+from berth.demo import Undisturbed, planned, short, undisturbed
 from berth.load import LoadPlan
+from berth.load.summary import sum_up
+from berth.render import failures_in_words, render_load
 
 
 def track(flavor: str, published: float, ended: float | None, state: str = "active") -> Track:
@@ -33,5 +39,20 @@ def test_how_many_builds_are_meant_to_fail_follows_from_the_plan_and_the_nodes()
     plan = LoadPlan(boots=40, mix={"bm.gold": 1.0})
     free = {"provision_state": "available", "maintenance": False, "resource_class": "baremetal-gold"}
     nodes = [free] * 30 + [{**free, "maintenance": True}, {**free, "provision_state": "active"}]
-    assert "40 are of bm.gold, and there are 30 such nodes. So 10 of them" in planned(plan, 1, nodes)
-    assert "So 0 of them" in planned(plan, 1, [free] * 40)
+    assert short(plan, 1, nodes) == {"bm.gold": (40, 30)}
+    assert "40 are of bm.gold, and there are 30 such nodes. So 10 of them" in planned(plan, short(plan, 1, nodes))
+    assert "So 0 of them" in planned(plan, short(plan, 1, [free] * 40))
+
+
+@pytest.mark.parametrize(
+    ("failed", "words"),
+    [(10, "10 failed as planned"), (12, "12 failed, 10 were planned to"), (0, "0 failed, 10 were planned to")],
+)
+def test_planned_failures_are_counted_as_planned(failed: int, words: str) -> None:
+    """A reader stopped at "9 failed", before the explanation."""
+    tracks = [track("bm.gold", 1.0, 2.0, "failed" if number < failed else "active") for number in range(40)]
+    report = sum_up(tracks, started=1.0, now=2.0)
+    console = Console(file=io.StringIO(), width=200)
+    render_load(report, console, planned_failures=10)
+    assert f"a second, {words}\n" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert failures_in_words(failed, 0) == f"{failed} failed"
