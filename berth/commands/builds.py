@@ -20,6 +20,7 @@ from berth.commands.common import (
     AsJson,
     Stop,
     Timeout,
+    check_cell,
     client,
     err,
     out,
@@ -113,8 +114,11 @@ def list_builds(context: typer.Context, *, options: ListOptions) -> None:
     query = _query(options.fields())
 
     async def body() -> None:
-        async with client(settings_of(context)) as berth:
+        settings = settings_of(context)
+        async with client(settings) as berth:
             page = await berth.query(query, timeout_s=QUERY_TIMEOUT_S)
+            if not page.builds:  # else there was the cell, if there is none of this name any more
+                await check_cell(berth, settings, query.cell)
         if page.searched_to is not None:
             err.print(f"searched back to {_when(page.searched_to, day=True)} UTC; older ones: --before")
         if options.as_json:

@@ -27,6 +27,7 @@ from berth.in_process import WorkerEnded
 from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
+from bus.contracts.cells import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
     DatabaseUnprepared,
@@ -102,6 +103,18 @@ def parse_uuid(text: str) -> str:
 def decided_by(by: str | None) -> str:
     """The person on record for a decision: the one named, else the user and host of this command."""
     return by or f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -> None:
+    """Check that there is a cell of this name, by the settings or among those added at run time (None: none is named).
+    Raises SettingsError, RequestTimeout.
+    """
+    if name is None or name in settings.cells:
+        return
+    page = await berth.bus.request(CellsQuery(), CellsPage, timeout_s=QUERY_TIMEOUT_S)
+    known = sorted({*settings.cells, *(one.name for one in page.cells)})
+    if name not in known:
+        raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
 
 
 def print_json(data: object) -> None:

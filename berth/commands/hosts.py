@@ -17,6 +17,7 @@ from berth.commands.common import (
     By,
     Stop,
     Timeout,
+    check_cell,
     client,
     database_of,
     decided_by,
@@ -31,7 +32,6 @@ from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import load
 from berth.render import printable, render_rows
 from berth.settings import Settings
-from berth.site import Site
 from bus.clock import SystemClock
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
@@ -80,9 +80,8 @@ def hosts(
         if unknown:
             show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
             return
-        if cell is not None:
-            Site(settings).check_cell(cell)
         async with client(settings) as berth:
+            await check_cell(berth, settings, cell)
             page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(page.hosts)
@@ -197,11 +196,10 @@ def forget(
 
     async def body() -> int:
         settings = settings_of(context)
-        if cell is not None:
-            Site(settings).check_cell(cell)
         forgotten: list[HostForgotten] = []
         refused: list[tuple[str, Fault]] = []
         async with client(settings) as berth:
+            await check_cell(berth, settings, cell)
             for name in dict.fromkeys(names):
                 command = ForgetHost(host=name, reason=reason, by=who, cell=cell)
                 try:
@@ -226,9 +224,8 @@ def services(
 
     async def body() -> int:
         settings = settings_of(context)
-        if cell is not None:
-            Site(settings).check_cell(cell)
         async with client(settings) as berth:
+            await check_cell(berth, settings, cell)
             page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(page.services)
@@ -258,8 +255,6 @@ def _decide(
 
     async def body() -> int:
         settings = settings_of(context)
-        if cell is not None:
-            Site(settings).check_cell(cell)
         commands = [
             SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
             for name in dict.fromkeys(names)
@@ -314,6 +309,7 @@ async def _set_states(
         clock, fencer = SystemClock(), None
         plugin = load(settings.fencing, clock=clock) if switch_off else None
         berth = await stack.enter_async_context(client(settings))
+        await check_cell(berth, settings, commands[0].cell)
         if plugin is not None:
             stack.push_async_callback(plugin.close)
             fencer = Fencer(berth, plugin, settings.fencing, clock=clock)

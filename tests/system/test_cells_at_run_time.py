@@ -14,6 +14,7 @@ import cell_conductor.app
 import compute_sim.app
 from berth.client import BuildClient
 from berth.commands.book import audited
+from berth.commands.common import check_cell
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
@@ -25,6 +26,7 @@ from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest
 from bus.contracts.cells import CellsPage, CellsQuery, LinkState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.faults import RequestRefused
+from bus.service.settings import SettingsError
 from compute_sim.config import ComputeConfig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
@@ -120,6 +122,10 @@ async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
     await whole.decide("cell2", state="enabled", bus=bus)
     page = await whole.linked(LinkState.UP)
     assert whole.url == MEMORY or whole.url not in str(page), "the URL is shown nowhere"
+    settings = whole.place.settings
+    await check_cell(whole.client, settings, "cell2")  # a command may name it, though its settings do not
+    with pytest.raises(SettingsError, match="there is no cell 'mars'; there are cell1, cell2"):
+        await check_cell(whole.client, settings, "mars")
     await whole.start_cell2()
     await whole.hosts_known()
     await whole.decide("cell1", state="disabled")

@@ -377,6 +377,10 @@ WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "cannot make", ("placement", "serve"), {"BERTH_STATE_DIR": "/dev/null/x"}),
     (USAGE, "--cell cell1", ("run", "conductor"), {}),
     (USAGE, "there is no cell 'mars'", ("run", "conductor", "--cell", "mars"), {}),
+    (USAGE, "there is no cell 'mars'", ("list", "--cell", "mars"), {}),
+    (USAGE, "there is no cell 'mars'", ("hosts", "--cell", "mars"), {}),
+    (USAGE, "there is no cell 'mars'", ("services", "--cell", "mars"), {}),
+    (USAGE, "(cell.unknown)", ("hosts", "disable", "cell1-c1-00001", "--reason", "x", "--cell", "mars"), {}),
     (USAGE, "not a service name", ("run", "compute", "--cell", "cell1", "--service", "a b"), {}),
     (USAGE, "HOST:PORT", ("run", "scheduler", "--http", "here"), {}),
     (USAGE, "'placement'", ("run", "nope"), {}),
@@ -593,11 +597,13 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
 
 def test_builds_are_listed_by_host_code_and_time(berth: Berth) -> None:
     [one] = boot(berth, "--project", "listed")
-    uuid, host = one["instance_uuid"], berth("show", one["instance_uuid"], "--json").data["host"]
+    uuid = one["instance_uuid"]
+    build = berth("show", uuid, "--json").data
+    host, elsewhere = build["host"], {"cell1": "cell2", "cell2": "cell1"}[build["cell"]]
     mine = ("list", "--project", "listed", "--json")
     assert [build["instance_uuid"] for build in berth(*mine, "--host", host).data] == [uuid]
     assert [build["instance_uuid"] for build in berth(*mine, "--after", "2001-01-01").data] == [uuid]
-    for other in (("--host", "no"), ("--code", "no"), ("--cell", "no"), ("--before", "2001-01-01")):
+    for other in (("--host", "no"), ("--code", "no"), ("--cell", elsewhere), ("--before", "2001-01-01")):
         assert berth(*mine, *other).data == []
     assert berth("list", "--cell", "../x").status == USAGE
 
