@@ -205,6 +205,8 @@ class Tracer:
 
     def _parent_of(self, received: Received, queue: str) -> TraceContext | None:
         """The parent of a message's span; with an empty span id a trace that begins here; None: unsampled."""
+        if received.meta.traceparent == NOT_SAMPLED:  # of most messages of berth's own clients
+            return None
         if received.meta.traceparent:
             parsed = parse_traceparent(received.meta.traceparent)
             if parsed is not None:
