@@ -20,7 +20,7 @@ from .fences import FenceKeeper
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .lease_keeper import LeaseKeeper
 from .search import MachineSearch
-from .side_tasks import ReportRequester, purge_forever, sweep_forever
+from .side_tasks import ReportRequester, purge_forever, search_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
 
@@ -93,6 +93,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_task("outbox relay", relay.run)
     announce_presence(service, env, bus, "conductor")
     service.add_task("deadlines", lambda: sweep_forever(engine, env.clock, config))
+    service.add_task("searches", lambda: search_forever(engine, env.clock))
     service.add_task("retention", lambda: purge_forever(store, env.clock, config))
     service.add_task("reports", reporter.run)
     service.add_preparation(fences.prepare)

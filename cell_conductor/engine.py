@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
+from bus.contracts.cell import MAX_FOUND
 from bus.faults import Transient
 from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
@@ -43,7 +44,7 @@ from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.proof import outdated_by
 from .domain.steps import StepContext
-from .domain.table import IllegalStep, step
+from .domain.table import IllegalStep, question_of, step
 from .placement_requests import PendingQuestion, PlacementRequests, due_questions
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
@@ -56,6 +57,8 @@ log = structlog.get_logger(__name__)
 MAX_ROUNDS = 4
 # How often a batch is decided anew when another conductor recorded one of its new instances first.
 MAX_STALE = 5
+# The most instances that wait for a search of their machines; one beyond them comes again with its deadline.
+MAX_UNSEARCHED = MAX_FOUND
 
 
 class FenceView(Protocol):
@@ -129,6 +132,8 @@ class Engine:
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
         self._outdated = outdated
+        self._unsearched: dict[str, PendingQuestion] = {}
+        self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
             cell=cell,
@@ -336,6 +341,22 @@ class Engine:
             self._fences.note_losses(recorded.losses)
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)
 
+    async def search(self) -> None:
+        """Search for the machines of the instances that wait for it (all at once, so one silent service delays none of
+        them longer than another); then send placement the requests of those that have none.
+
+        Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
+        """
+        await self._search_due.wait()
+        self._search_due.clear()
+        questions, self._unsearched = list(self._unsearched.values()), {}
+        found, unsure = await self._find_forgotten(questions)
+        if found:
+            await self._ask_placement(await self._apply(found))
+        answers = await self._placement.ask(await self._still_due(questions, unsure))
+        if answers:
+            await self._ask_placement(await self._apply(answers))
+
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer
         are left to the sweep.
@@ -343,22 +364,40 @@ class Engine:
         A missing answer is no reason to hold the messages back: the request is on record, and repeated until answered.
         """
         for _ in range(MAX_ROUNDS):
-            found, unsure = await self._find_forgotten(questions)
-            ready = [question for question in questions if question.instance.uuid not in unsure]
-            answers = found + await self._placement.ask(ready)
+            answers = await self._placement.ask(self._searched(questions))
             if not answers:
                 return
             questions = await self._apply(answers)
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
+    def _searched(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
+        """Those of instances whose machines need not be searched for first; the others wait for the next search."""
+        ready: list[PendingQuestion] = []
+        for one in questions:
+            uuid = one.instance.uuid
+            if self._search is None or not (is_searched(one.instance) or is_searched_for(one.instance)):
+                ready.append(one)
+            elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
+                self._unsearched[uuid] = one
+                self._search_due.set()
+        return ready
+
+    async def _still_due(self, questions: Sequence[PendingQuestion], unsure: set[str]) -> list[PendingQuestion]:
+        """The requests that are still due after a search, but those of instances which it has left in doubt."""
+        clear = {one.instance.uuid: one for one in questions if one.instance.uuid not in unsure}
+        if not clear:
+            return []
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted(clear))
+        return [one for uuid, one in clear.items() if uuid in known and question_of(known[uuid]) == one.message]
+
     async def _find_forgotten(self, questions: Sequence[PendingQuestion]) -> tuple[list[InstanceEvent], set[str]]:
         """Machines of doubted builds that fail over, and of doubted moves; and the instances for which nothing is to be
         requested of placement now.
         """
+        assert self._search is not None
         doubted = {one.instance.uuid: one.instance for one in questions if is_searched(one.instance)}
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
-        if self._search is None or not (doubted or moved):
-            return [], set()
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
         found, held = await self._search.find_moved(moved, self._down(), self._fences.known)

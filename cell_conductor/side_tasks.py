@@ -38,6 +38,19 @@ async def sweep_forever(engine: Engine, clock: Clock, config: ConductorConfig) -
             await clock.sleep(config.sweep_interval_s)
 
 
+async def search_forever(engine: Engine, clock: Clock) -> None:
+    """Search for machines that a database which was set back may have forgotten, one search at a time.
+
+    An instance that is not searched now comes again with its deadline.
+    """
+    while True:
+        try:
+            await engine.search()
+        except (Transient, BusError) as fault:
+            log.warning("search.waiting", code=fault.code, reason=str(fault))
+            await clock.sleep(UNAVAILABLE_PAUSE_S)
+
+
 async def purge_forever(store: InstanceStore, clock: Clock, config: ConductorConfig) -> None:
     """Drop instances that were deleted or failed long ago; a full batch is followed by the next at once."""
     while True:

@@ -15,12 +15,13 @@ from msgspec.structs import replace
 from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import MoveKind
 
+from . import rules
 from .adopt_rules import MAX_SELECTIONS, taken_of
 from .events import MachineFound, MoveRequested, TimedOut
 from .instance import Instance, State
 from .move_doubts import ask_both
 from .move_events import DONE, after, answer_other, move_of
-from .move_steps import confirm, end_here, is_doubted, undo
+from .move_steps import confirm, end_here, is_doubted, repeat_at, undo
 from .steps import Step, StepContext
 
 FORCED = "move.forced"
@@ -44,6 +45,15 @@ def is_searched_for(instance: Instance) -> bool:
         return False
     is_back = instance.state is State.REVERTING and move.to_cell is not None
     return is_back or (move.kept is not None and instance.state in _SEARCHED)
+
+
+def repeat_in_doubt(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """Placement's answer never arrived, or the instance is searched for first: the same is requested again, in doubt
+    less and less often, because a service that does not answer may be down for long.
+    """
+    if not is_searched_for(instance):
+        return rules.repeat_question(instance, event, context)
+    return Step(replace(instance, deadline=repeat_at(instance, event.at, context)))
 
 
 def services_of(instance: Instance, fenced: Collection[str]) -> set[str]:

@@ -100,11 +100,12 @@ FOLLOW_SOURCE = Rule(move_rules.follow_source)
 FOLLOW_DESTINATION = Rule(move_doubts.follow_destination)
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
 FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.CONFIRMING, State.ACTIVE))
+SEARCH_AGAIN = Rule(arrival_doubts.repeat_in_doubt)
 SKIP = Rule(move_rules.skip_destination, NEXT)
 MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.CLAIMING: {
         **MOVING,
-        TimedOut: AGAIN,
+        TimedOut: SEARCH_AGAIN,
         Claimed: Rule(
             move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE, State.DELETING, State.RELEASING)
         ),
@@ -182,7 +183,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.REVERTING: {
         **MOVING,
-        TimedOut: AGAIN,
+        TimedOut: SEARCH_AGAIN,
         Reverted: Rule(undo_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
     },
     State.RESTARTING: {
@@ -212,7 +213,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.VACATING: {
         **MOVING,
-        TimedOut: AGAIN,
+        TimedOut: SEARCH_AGAIN,
         Released: Rule(change_rules.end_offloaded, (State.OFFLOADED, State.DEPARTED)),
         MachineFound: FOLLOW_FOUND,
     },

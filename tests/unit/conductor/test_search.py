@@ -217,12 +217,14 @@ async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None
         await transaction.insert([over])
     services.silent = {"s1", "s2"}
     assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
     assert (await conductor.recorded() or over).state is State.RECLAIMING
     services.silent = set()
     async with conductor.store.transaction() as transaction:
         await transaction.lock([UUID])
         await transaction.update([over])
     assert await conductor.engine.sweep() == 1
+    await conductor.engine.search()
     recorded = await conductor.recorded()
     assert recorded is not None and (recorded.state, recorded.attempt) == (State.ADOPTING, 2)
 
