@@ -18,6 +18,7 @@ from scheduler_worker.domain.transfers import (
     is_for_good,
     relearned,
     released,
+    settled,
     transfer,
 )
 
@@ -64,7 +65,7 @@ class AnnouncedMoves:
         handed = self.instances[uuid].handed
         if handed is None or not is_for_good(event, handed, self._cell):
             return
-        self.instances[uuid] = replace(self.instances[uuid], handed=None)
+        self.instances[uuid] = replace(self.instances[uuid], handed=settled(handed))
         self.timelines.setdefault(uuid, [])
         if (command := released(handed, self.builds[uuid])) is not None and handed.kept is not None:
             self.messages.append(OutboxMessage(handed.kept.cell, command, event.request_id))

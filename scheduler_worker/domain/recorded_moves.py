@@ -63,7 +63,8 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
     yet. sequence: of the newest event of its cell that changed this. handed: the newest departure by which a cell keeps
-    the instance's stopped machine, or by which it was given back to that cell; None: there is none.
+    the instance's stopped machine, or by which it was given back to that cell; with neither once nothing is kept any
+    more; None: there is none.
     """
 
     instance_uuid: str

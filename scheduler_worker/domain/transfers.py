@@ -81,7 +81,7 @@ def _commanded(move: RecordedMove, arrival: Departure) -> CellMove | None:
     return replace(move.command, to_cell=None, arrival=arrival)
 
 
-def _query(event: MoveEvent, build: RecordedBuild, arrival: Departure) -> CellMoveQuery:
+def _query(event: MoveEvent, build: RecordedBuild, arrival: Departure | None) -> CellMoveQuery:
     return CellMoveQuery(
         request_id=event.request_id,
         instance_uuid=build.instance_uuid,
@@ -97,6 +97,11 @@ def is_for_good(event: MoveEvent, handed: Departure, cell: str) -> bool:
     That no cell is named any more proves nothing: a worker of the version before leaves the name out.
     """
     return handed.kept is not None and handed.cell == cell and event.settled == handed.kept.migration
+
+
+def settled(handed: Departure) -> Departure:
+    """What stays on record of a departure when nothing is kept for it any more: its number, below which all is late."""
+    return replace(handed, kept=None)
 
 
 def released(handed: Departure, build: RecordedBuild) -> CellMove | None:
@@ -121,7 +126,8 @@ def answer_keeper(
     It is to be destroyed if the instance was deleted. A cell that does not know that it has got the instance back is
     sent that once more. Otherwise the cell that has the instance is queried, with the departure: it states whether it
     has it for good, and if it has never had it, it gives it back. These records alone prove neither: the schedulers'
-    database may have been set back.
+    database may have been set back. A cell that the departure is not addressed to is queried without it: it would give
+    back what it has never had, while the instance runs in the cell that the departure is addressed to.
     """
     departure, handed = event.departure, instance.handed
     if not is_kept_by(departure, cell) or departure is None or build.cell is None:
@@ -130,7 +136,7 @@ def answer_keeper(
         return (cell, _query(event, build, handed)) if handed is not None and _is_back(handed, departure) else None
     if build.state is BuildState.DELETED and (command := released(departure, build)) is not None:
         return cell, command
-    return build.cell, _query(event, build, departure)
+    return build.cell, _query(event, build, departure if departure.cell == build.cell else None)
 
 
 def _is_back(handed: Departure, kept: Departure) -> bool:
@@ -151,12 +157,17 @@ def is_kept_by(departure: Departure | None, cell: str) -> bool:
 def relearned(event: MoveEvent, build: RecordedBuild, instance: InstanceRecord, cell: str) -> InstanceRecord:
     """The record of an instance of which a cell announces that it keeps the machine, where no departure is on record:
     the next cell's statement about it is awaited (again).
+
+    A departure to another cell than that on record, or from before one that is settled, is late: nobody would ever
+    settle it, and the instance could leave its cell no more.
     """
     is_elsewhere = build.cell not in (None, cell) and build.state is not BuildState.DELETED
-    is_known = instance.handed is not None and instance.handed.kept is not None
-    if is_known or not is_elsewhere or not is_kept_by(event.departure, cell):
+    departure, handed = event.departure, instance.handed
+    if departure is None or not is_elsewhere or not is_kept_by(departure, cell) or departure.cell != build.cell:
         return instance
-    return replace(instance, handed=event.departure)
+    if handed is not None and (handed.kept is not None or departure.sequence < handed.sequence):
+        return instance
+    return replace(instance, handed=departure)
 
 
 def repeated(move: RecordedMove) -> Message | None:

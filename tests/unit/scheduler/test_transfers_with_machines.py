@@ -44,6 +44,7 @@ BACK = replace(
     kept=None,
     given_back=GivenBack(migration=REQUEST, code="max_retries_exceeded"),
 )
+NOTHING_KEPT = replace(HANDED, kept=None)
 RETURNED = replace(LEFT, state=MoveState.UNDOING, sequence=26, departure=BACK)
 DONE = replace(
     LEFT, state=MoveState.DONE, terminal=True, sequence=25, departure=None, condition=Condition.RESIZED, host="there"
@@ -95,7 +96,7 @@ def test_the_former_cell_is_commanded_only_when_the_instance_is_there_for_good()
     (command,) = sent(batch, "c1")
     assert isinstance(command, CellMove)
     assert (command.request_id, command.active_in, command.arrival) == (REQUEST, "c2", HANDED)
-    assert batch.instances[UUID].handed is None and UUID in batch.timelines
+    assert (handed(after(batch)), UUID in batch.timelines) == (NOTHING_KEPT, True)
 
 
 def test_what_is_under_way_there_or_not_its_cells_word_destroys_nothing() -> None:
@@ -175,7 +176,34 @@ def test_schedulers_that_were_set_back_destroy_what_is_kept_by_the_next_cells_st
         answered = received(after(batch), replace(ACTIVE, sequence=2), "c2")
         (command,) = sent(answered, "c1")
         assert isinstance(command, CellMove) and (command.request_id, command.active_in) == (REQUEST, "c2")
-        assert answered.instances[UUID].handed is None
+        assert answered.instances[UUID].handed == NOTHING_KEPT
+
+
+def test_a_late_announcement_of_what_was_kept_before_does_not_pin_the_instance_to_its_cell() -> None:
+    """Nobody would ever state that it is settled: the instance could leave its cell no more."""
+    later = replace(HANDED, sequence=40, kept=replace(KEPT, migration=OTHER))
+    again = replace(LEFT, request_id=OTHER, sequence=40, departure=later)
+    known = in_next_cell()
+    here = after(received(after(received(known, ACTIVE, "c2")), RETURNED, "c2"))
+    there = after(received(here, again, "c1"))
+    assert handed(there) == later
+    settled = after(received(there, replace(ACTIVE, sequence=45, settled=OTHER), "c2"))
+    assert handed(settled) == replace(later, kept=None)
+    late = after(received(settled, LEFT, "c1"))
+    assert handed(late) == handed(settled)
+    same = after(received(settled, again, "c1"))
+    assert handed(same) == later, "its cell still keeps it: it has not had the command"
+
+
+def test_a_departure_to_another_cell_than_that_on_record_is_neither_recorded_nor_passed_on() -> None:
+    """The cell on record would give back what it has never had, while the instance runs in the other one."""
+    known = in_next_cell()
+    assert known.build is not None
+    elsewhere = replace(known, instance=None, build=replace(known.build, cell="c3"))
+    batch = received(elsewhere, LEFT, "c1")
+    (query,) = sent(batch, "c3")
+    assert isinstance(query, CellMoveQuery) and query.arrival is None
+    assert handed(after(batch)) is None
 
 
 def test_what_a_worker_of_the_version_before_announces_destroys_nothing() -> None:
