@@ -23,6 +23,7 @@ from bus.contracts.placement import (
 from bus.faults import Fault, RequestRefused
 
 from . import metrics
+from .domain.arrival_doubts import is_taken_back
 from .domain.events import REASSIGNED, Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
 from .domain.instance import Instance
 from .domain.table import question_of
@@ -158,6 +159,17 @@ class PlacementRequests:
             return None
         if reply.outcome == "consumer_changed":
             log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
+            if is_taken_back(instance):
+                metrics.HELD_MOVES.inc()
+                log.warning(
+                    "move.held",
+                    instance=instance.uuid,
+                    state=instance.state,
+                    cause=instance.cause or instance.uuid,
+                    hint="the book has the instance with a newer claim, of another cell or another client: it may run"
+                    " there. `berth revert --force` has it started here all the same",
+                )
+                return None
         return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:

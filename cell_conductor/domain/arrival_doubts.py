@@ -17,12 +17,13 @@ from bus.contracts.moves import MoveKind
 
 from . import rules
 from .adopt_rules import MAX_SELECTIONS, taken_of
-from .events import MachineFound, MoveRequested, TimedOut
+from .events import MachineFound, MoveRequested, Reverted, TimedOut
 from .instance import Instance, State
 from .move_doubts import ask_both
 from .move_events import DONE, after, answer_other, move_of
 from .move_steps import confirm, end_here, is_doubted, repeat_at, undo
 from .steps import Step, StepContext
+from .undo_rules import return_to_source
 
 FORCED = "move.forced"
 # The allocation is claimed, released or reverted in these: the instance may be built, given back or started next.
@@ -47,11 +48,20 @@ def is_searched_for(instance: Instance) -> bool:
     return is_back or (move.kept is not None and instance.state in _SEARCHED)
 
 
-def repeat_in_doubt(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """Placement's answer never arrived, or the instance is searched for first: the same is requested again, in doubt
-    less and less often, because a service that does not answer may be down for long.
+def is_taken_back(instance: Instance) -> bool:
+    """Whether it has come back from another cell, and the book has not given it its allocation here again.
+
+    Another consumer of that is no client of the book's: it may be what still runs in the other cell.
     """
-    if not is_searched_for(instance):
+    move = instance.move
+    return instance.state is State.REVERTING and move is not None and move.to_cell is not None and move.claimed
+
+
+def repeat_in_doubt(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """Placement's answer never arrived, or the instance is held: the same is requested again, in doubt less and less
+    often, because a service that does not answer may be down for long.
+    """
+    if not is_searched_for(instance) and not is_taken_back(instance):
         return rules.repeat_question(instance, event, context)
     return Step(replace(instance, deadline=repeat_at(instance, event.at, context)))
 
@@ -114,9 +124,12 @@ def may_end(instance: Instance, event: MoveRequested) -> bool:
 def force_back(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
     """An operator, who has looked at both cells, has a doubted move given back; None: it is not that.
 
-    The operator's request ends here: the one that it ends goes on, and fails in the former cell.
+    The operator's request ends here: the one that it ends goes on, and fails in the former cell. There, the machine
+    that is held is started, whatever the search has found and whatever the book has.
     """
     is_meant = event.request.kind is MoveKind.REVERT and event.request.force and not event.is_query
+    if is_meant and is_taken_back(instance):
+        return _start_here(instance, event, context)
     if not is_meant or instance.state not in _UNDER_WAY or not is_unsure(instance, context):
         return None
     move = move_of(instance)
@@ -126,6 +139,16 @@ def force_back(instance: Instance, event: MoveRequested, context: StepContext) -
     forced = replace(instance, move=named, doubted=False, cause=event.cause)
     earlier = answer_other(forced, DONE, event.at, context)
     return after(earlier, undo(earlier.instance, event.at, context, FORCED, "an operator has forced it back"))
+
+
+def _start_here(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """The request that had it reverted, if another one did, is done as well."""
+    by = event.request.request_id
+    is_another = move_of(instance).by not in ("", by)
+    earlier = answer_other(instance, DONE, event.at, context) if is_another else Step(instance)
+    move = replace(move_of(earlier.instance), by=by, by_kind=MoveKind.REVERT)
+    named = replace(earlier.instance, move=move, doubted=False, cause=event.cause)
+    return after(earlier, return_to_source(named, Reverted(at=event.at, attempt=named.next_attempt), context))
 
 
 def confirm_seen(instance: Instance, event: TimedOut, context: StepContext) -> Step:

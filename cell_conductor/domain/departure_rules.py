@@ -55,8 +55,19 @@ def answer_unbegun(instance: Instance, event: MoveRequested, context: StepContex
     if instance.state in ELSEWHERE or is_arrival(instance, event):
         return None
     if event.is_query or event.request.arrival is not None:  # a late arrival begins nothing, and refuses nothing either
-        return answer_query(instance, event, context)
+        return answer_query(_settled_before(instance, event.request.arrival), event, context)
     return refuse_given_up(instance, event, context) if event.given_up is not None else None
+
+
+def _settled_before(instance: Instance, arrival: Departure | None) -> Instance:
+    """An instance whose move a version before `settled` has closed: it is here for good by its record, where the move's
+    request is done and no machine is kept for it any more.
+    """
+    kept, move = None if arrival is None else arrival.kept, instance.move
+    if kept is None or (move is not None and move.kept is not None):
+        return instance
+    is_done = any((one.request_id, one.state) == (kept.migration, MoveState.DONE) for one in instance.ended)
+    return replace(instance, settled=kept.migration) if is_done else instance
 
 
 def begin_or_depart(instance: Instance, event: MoveRequested, context: StepContext) -> Step:

@@ -242,6 +242,21 @@ def test_a_confirm_states_that_it_does_not_go_back(how: str) -> None:
     assert (there.destroys, question_of(there.instance)) == ([], None)
 
 
+@pytest.mark.parametrize("how", ["closed", "awaits its confirm", "not arrived", "of another move"])
+def test_a_move_that_an_older_conductor_has_closed_is_settled_when_its_cell_is_queried(how: str) -> None:
+    """Versions before `settled` kept no trace of it in the record, and the former cell kept its machine for ever."""
+    _, departure = kept()
+    there = active_there(departure) if how != "not arrived" else in_next_cell(arrives(departure, 2))
+    if how in ("closed", "of another move"):
+        there.apply(request(MoveKind.CONFIRM, request_id=OTHER))
+        there.instance = replace(there.instance, settled="")
+    if how == "of another move":
+        assert departure.kept is not None
+        departure = replace(departure, kept=replace(departure.kept, migration=LATER))
+    there.apply(replace(arrives(departure), is_query=True))
+    assert last_event(there).settled == (MOVE if how == "closed" else None)
+
+
 def test_one_that_was_stopped_stays_stopped_in_its_next_cell() -> None:
     made = Scenario(active())
     made.apply(request(MoveKind.STOP, request_id=OTHER))

@@ -4,12 +4,16 @@ may be the only one, and what is in doubt is held until a host, a client or an o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from bus.contracts.cell import Destroy, FoundMachine
 from bus.contracts.moves import Departure, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Release, Revert
+from bus.contracts.placement import Release, Revert, RevertResult
 from cell_conductor.domain import events as e
 from cell_conductor.domain.arrival_doubts import is_searched_for, services_of, unexpected
 from cell_conductor.domain.fences import Fence
@@ -17,6 +21,7 @@ from cell_conductor.domain.instance import SET_BACK_GAP, Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.rules import numbered_on
 from cell_conductor.domain.table import question_of
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from tests.unit.conductor.move_scenario import OTHER, Scenario, active, claimed, refused, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 from tests.unit.conductor.test_leaving import (
@@ -320,6 +325,56 @@ def test_a_record_that_keeps_what_was_given_back_before_is_given_it_back_again()
     made.apply(request(MoveKind.MIGRATE, arrival=given_back(departure)))
     assert is_searched_for(made.instance), "it may have moved on in this cell"
     started_again(made)
+
+
+class Foreign:
+    """A book that has the instance with a newer attempt than any of this cell."""
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[RevertResult]:
+        return [RevertResult(outcome="consumer_changed", consumer_generation=3) for _ in messages]
+
+
+async def reverted(instance: Instance) -> list[e.InstanceEvent]:
+    question = question_of(instance)
+    assert isinstance(question, Revert)
+    requests = PlacementRequests(Foreign(), SystemClock(), 1.0)  # type: ignore[arg-type]
+    return await requests.ask([PendingQuestion(instance, question)])
+
+
+async def test_what_was_kept_is_not_started_while_the_book_has_the_instance_elsewhere() -> None:
+    """It was: beside the machine that runs in the cell that gave it back by a record that had forgotten it."""
+    made, departure = kept()
+    made.apply(request(MoveKind.MIGRATE, arrival=given_back(departure)))
+    assert made.instance.state is State.REVERTING
+    assert await reverted(made.instance) == []
+    at = made.instance.since + 15.0
+    for _ in range(2):
+        made.apply(e.TimedOut(at=at))
+        assert made.instance.deadline is not None and made.instance.deadline > at + AFTER.claim_retry_s
+        at = made.instance.deadline
+    # What never left is this cell's, whoever else has the consumer.
+    stays = leaving()
+    stays.end(1, 1, image="snapshot-1", runs=False)
+    stays.apply(replace(refused(stays.instance.next_attempt), consumer_changed=True))
+    assert stays.instance.state is State.REVERTING
+    (one,) = await reverted(stays.instance)
+    assert isinstance(one.event, e.Reverted)
+
+
+@pytest.mark.parametrize("by", ["", OTHER])
+def test_an_operator_has_what_is_held_in_its_former_cell_started(by: str) -> None:
+    made, departure = kept()
+    back = given_back(departure)
+    assert back.given_back is not None
+    back = replace(back, given_back=replace(back.given_back, by=by or None))
+    made.apply(request(MoveKind.MIGRATE, arrival=back))
+    for force in (False, True):
+        made.apply(request(MoveKind.REVERT, request_id=LATER if force else f"{LATER[:-1]}9", force=force))
+        assert made.instance.state is (State.RESTARTING if force else State.REVERTING)
+    made.end(1, 1)
+    assert (made.instance.state, len(starts(made))) == (State.ACTIVE, 1)
+    done = [(kind, state) for kind, state, _ in made.terminals if state is MoveState.DONE]
+    assert done == [(MoveKind.REVERT, MoveState.DONE)] * (2 if by else 1)
 
 
 def test_what_was_kept_by_a_database_that_was_not_set_back_is_started_without_a_search() -> None:
