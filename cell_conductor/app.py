@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from bus.bus import API, Bus
@@ -67,9 +68,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     keeper = LeaseKeeper(
         store, bus, clock=env.clock, config=config, cell=cell, process=env.process, on_fence=fences.on_announced
     )
-    search = MachineSearch(
-        store, bus, timeout_s=config.answer_timeout_s, up=keeper.up, unexplained=lambda: hosts.unexplained
-    )
+    search = _search_of(store, bus, config, keeper, lambda: hosts)
     engine = Engine(
         store=store,
         bus=bus,
@@ -104,6 +103,19 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     service.add_check("database", lambda: store.ready)
     service.add_drain(relay.drain)
     return service
+
+
+def _search_of(
+    store: InstanceStore, bus: Bus, config: ConductorConfig, keeper: LeaseKeeper, hosts: Callable[[], HostHandlers]
+) -> MachineSearch:
+    return MachineSearch(
+        store,
+        bus,
+        timeout_s=config.answer_timeout_s,
+        up=keeper.up,
+        unexplained=lambda: hosts().unexplained,
+        listed=lambda services: hosts().listed(services),
+    )
 
 
 async def _declare(bus: Bus) -> None:

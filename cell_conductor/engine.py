@@ -301,14 +301,7 @@ class Engine:
         outgoing: list[OutboxMessage] = []
         steps: Counter[tuple[State, str]] = Counter()
         ended: list[Instance] = []
-        context = replace(
-            self._context,
-            deployment=self._store.deployment,
-            set_back_at=self._store.set_back_at,
-            down=self._down(),
-            fences=self._fences.known,
-            still_running=self._fences.still_running,
-        )
+        context = self._context_now()
         ended_by = FenceSteps()
         for instance_event in incoming:
             before = now.get(instance_event.uuid) or Instance(uuid=instance_event.uuid)
@@ -333,6 +326,17 @@ class Engine:
         await transaction.update(changed)
         await transaction.send_later(outgoing)
         return Transition(now, outgoing, steps, ended, ended_by.losses)
+
+    def _context_now(self) -> StepContext:
+        return replace(
+            self._context,
+            deployment=self._store.deployment,
+            set_back_at=self._store.set_back_at,
+            made_at=self._store.made_at,
+            down=self._down(),
+            fences=self._fences.known,
+            still_running=self._fences.still_running,
+        )
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
@@ -371,7 +375,7 @@ class Engine:
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
     def _searched(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
-        """Those of instances whose machines need not be searched for first; the others wait for the next search."""
+        """The requests of instances that need not be searched for first; the others wait for the next search."""
         ready: list[PendingQuestion] = []
         for one in questions:
             uuid = one.instance.uuid

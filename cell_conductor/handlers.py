@@ -229,6 +229,10 @@ class HostHandlers:
         """Instances of which a host has a machine that no record explains."""
         return self._guard.unexplained
 
+    def listed(self, services: Collection[str]) -> set[str]:
+        """The hosts that these services have reported."""
+        return self._listings.hosts_of(services)
+
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
         for received in batch:

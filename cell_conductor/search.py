@@ -19,7 +19,7 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines
-from .domain.arrival_doubts import services_of, unexpected
+from .domain.arrival_doubts import hosts_of, services_of, unexpected
 from .domain.instance import Instance, State
 from .store.port import InstanceStore
 
@@ -30,11 +30,13 @@ LOGGED_SERVICES = 10
 
 class Searched(Struct, frozen=True):
     """machines: by instance. missing: services that are up and have not answered; "": it is not
-    known yet which are up.
+    known yet which are up. services: that were queried; hosts: that they have looked at, of a thorough search.
     """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
+    services: frozenset[str] = frozenset()
+    hosts: frozenset[str] = frozenset()
 
     def of(self, uuid: str) -> tuple[FoundMachine, ...] | None:
         """The machines of this instance; None: it is not known whether there is one."""
@@ -53,13 +55,17 @@ class MachineSearch:
         timeout_s: float,
         up: Callable[[], Collection[str] | None],
         unexplained: Callable[[], Collection[str]] = frozenset,
+        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
     ) -> None:
-        """`unexplained()`: instances of which a host has a machine that no record explains."""
+        """`unexplained()`: instances of which a host has a machine that no record explains. `listed(services)`: the
+        hosts that these have reported.
+        """
         self._store = store
         self._bus = bus
         self._timeout_s = timeout_s
         self._up = up
         self._unexplained = unexplained
+        self._listed = listed
 
     @property
     def set_back_at(self) -> float:
@@ -77,8 +83,12 @@ class MachineSearch:
         briefs = await self._store.briefs([], sorted(uuids))
         return set(uuids) - {one.uuid for one in briefs if one.state is not State.TOMBSTONE}
 
-    async def find(self, uuids: Collection[str], also: Collection[str] = ()) -> Searched:
-        """Query every service that is up, and these others, about these instances."""
+    async def find(self, uuids: Collection[str], also: Collection[str] = (), *, thorough: bool = False) -> Searched:
+        """Query every service that is up, and these others, about these instances.
+
+        thorough: about machines of other deployments as well; an answer that does not name the hosts that were looked
+        at (of a service of a version before) is none.
+        """
         up = self._up()
         if not uuids:
             return Searched()
@@ -87,7 +97,7 @@ class MachineSearch:
         wanted = sorted(uuids)
         pages = [tuple(wanted[start : start + MAX_FOUND]) for start in range(0, len(wanted), MAX_FOUND)]
         questions = [
-            FindMachines(service=service, deployment=self._store.deployment, instance_uuids=page)
+            FindMachines(service=service, deployment=self._store.deployment, instance_uuids=page, thorough=thorough)
             for service in sorted({*up, *also})
             for page in pages
         ]
@@ -95,24 +105,23 @@ class MachineSearch:
         answers = await self._bus.request_all(questions, MachinesFound, timeout_s=self._timeout_s, causes=causes)
         machines: dict[str, list[FoundMachine]] = defaultdict(list)
         missing: dict[str, str] = {}
+        hosts: set[str] = set()
         for question, answer in zip(questions, answers, strict=True):
             if isinstance(answer, Fault):
                 missing[question.service] = answer.code
                 continue
+            if thorough and answer.hosts is None:
+                missing[question.service] = "of a version before"
+                continue
+            hosts.update(answer.hosts or ())
             for one in answer.machines:
                 if one.instance_uuid in uuids:
                     machines[one.instance_uuid].append(one)
         metrics.SEARCHED.labels("found").inc(len(machines))
         metrics.SEARCHED.labels("unanswered" if missing else "nothing").inc(len(wanted) - len(machines))
         if missing or machines:
-            log.warning(
-                "build.searched",
-                instances=len(wanted),
-                found={uuid: [one.host for one in found] for uuid, found in list(machines.items())[:LOGGED_SERVICES]},
-                unanswered=dict(list(missing.items())[:LOGGED_SERVICES]),
-                cause=wanted[0],
-            )
-        return Searched(machines, tuple(missing))
+            _log_searched(wanted, machines, missing)
+        return Searched(machines, tuple(missing), frozenset({*up, *also}), frozenset(hosts))
 
     async def find_moved(
         self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
@@ -121,32 +130,25 @@ class MachineSearch:
         is to be requested of placement now.
 
         Every service of the cell has to answer, also those that are down and those of the hosts that the record names:
-        without a limit, because what is given back is started in another cell.
+        without a limit, because what is given back is started in another cell. And every host of these has to have been
+        looked at: another process of a service's name answers for hosts of its own.
         """
         if not moved:
             return {}, set()
         also = {one for instance in moved.values() for one in services_of(instance, fenced)}
         missing = sorted(set(down)) or None
-        searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also)
+        searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
+        listed = set(self._listed(searched.services)) - searched.hosts - set(fenced)
         found: dict[str, tuple[FoundMachine, ...]] = {}
         held: set[str] = set()
         for uuid, instance in moved.items():
             machines = () if searched.missing else unexpected(instance, searched.of(uuid) or ())
+            unseen = () if searched.missing else sorted(listed | (hosts_of(instance, fenced) - searched.hosts))
             if machines:
                 found[uuid] = machines
-            if machines or searched.missing:
+            if machines or searched.missing or unseen:
                 held.add(uuid)
-                metrics.HELD_MOVES.inc()
-                log.warning(
-                    "move.held",
-                    instance=uuid,
-                    state=instance.state,
-                    found=[one.host for one in machines],
-                    unanswered=list(searched.missing[:LOGGED_SERVICES]),
-                    cause=instance.cause or uuid,
-                    hint="the cell's database was set back in the middle of a move from or to another cell: its"
-                    " machine may run here. `berth revert --force` has it given back all the same",
-                )
+                _log_held(instance, machines, searched.missing, unseen)
         return found, held
 
     async def find_forgotten(
@@ -170,3 +172,32 @@ class MachineSearch:
                 unsure.add(uuid)
                 found[uuid] = forgotten
         return found, unsure
+
+
+def _log_searched(
+    wanted: Sequence[str], machines: Mapping[str, Sequence[FoundMachine]], missing: Mapping[str, str]
+) -> None:
+    log.warning(
+        "build.searched",
+        instances=len(wanted),
+        found={uuid: [one.host for one in found] for uuid, found in list(machines.items())[:LOGGED_SERVICES]},
+        unanswered=dict(list(missing.items())[:LOGGED_SERVICES]),
+        cause=wanted[0],
+    )
+
+
+def _log_held(
+    instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Sequence[str]
+) -> None:
+    metrics.HELD_MOVES.inc()
+    log.warning(
+        "move.held",
+        instance=instance.uuid,
+        state=instance.state,
+        found=[one.host for one in machines],
+        unanswered=list(missing[:LOGGED_SERVICES]),
+        unseen=list(unseen[:LOGGED_SERVICES]),
+        cause=instance.cause or instance.uuid,
+        hint="the cell's database was set back in the middle of a move from or to another cell: its machine may run"
+        " here. `berth revert --force` has it given back all the same",
+    )

@@ -24,25 +24,29 @@ class Finder:
         """Every machine of these instances with this deployment's mark that no order has ended.
 
         Also those that are still being built, and those that are not on record here but were listed by their hosts
-        when these were last looked at. Raises DriverUnavailable.
+        when these were last looked at. A thorough query is answered with those of other deployments as well. Raises
+        DriverUnavailable.
         """
-        wanted = frozenset(question.instance_uuids)
+        wanted, ours, thorough = frozenset(question.instance_uuids), question.deployment, question.thorough
         recorded = {
-            key: entry for key, entry in self._records.live(wanted).items() if is_there(entry, question.deployment)
+            key: entry
+            for key, entry in self._records.live(wanted).items()
+            if is_there(entry, (entry.deployment or ours) if thorough else ours)
         }
         unrecorded = {
             (one.host_uuid, one.instance_uuid): one
             for one in self._survey.unrecorded(wanted)
-            if one.deployment == question.deployment and not one.left
+            if (thorough or one.deployment == ours) and not one.left
         }
         places = sorted({host for host, _ in recorded})
         listed = await self._driver.list(places) if places else {}
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
-        found = [self._recorded(key, entry, seen.get(key)) for key, entry in recorded.items()]
-        found += [self._unrecorded(one) for key, one in unrecorded.items() if key not in recorded]
-        return MachinesFound(service=self._service, machines=tuple(found))
+        found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
+        found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
+        hosts = self._survey.listed if thorough else None
+        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts)
 
-    def _recorded(self, key: Key, entry: Entry, machine: Machine | None) -> FoundMachine:
+    def _recorded(self, key: Key, entry: Entry, machine: Machine | None, ours: str) -> FoundMachine:
         return FoundMachine(
             instance_uuid=key[1],
             host_uuid=key[0],
@@ -52,9 +56,10 @@ class Finder:
             built=entry.phase is Phase.RUNNING,
             project_id=entry.project or None,
             allocations=_taken(machine),
+            foreign=entry.deployment not in (None, ours),
         )
 
-    def _unrecorded(self, machine: Machine) -> FoundMachine:
+    def _unrecorded(self, machine: Machine, ours: str) -> FoundMachine:
         return FoundMachine(
             instance_uuid=machine.instance_uuid,
             host_uuid=machine.host_uuid,
@@ -63,6 +68,7 @@ class Finder:
             attempt=machine.attempt or 0,
             built=machine.built,
             allocations=_taken(machine),
+            foreign=machine.deployment != ours,
         )
 
 

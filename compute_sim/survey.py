@@ -31,18 +31,25 @@ class Survey:
         self._records = records
         self._on_listed = on_listed
         self._names: dict[str, str] = {}
+        self._listed: set[str] = set()
         self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a mark that are not on record
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
         hosts = await self._driver.hosts()
         self.hosts = frozenset(host.uuid for host in hosts)
+        self._listed &= self.hosts
         self._names = {host.uuid: host.name for host in hosts}
         return hosts
 
     def name_of(self, host: str) -> str:
         """The name of a host; its uuid where that is all that is known."""
         return self._names.get(host) or host
+
+    @property
+    def listed(self) -> tuple[str, ...]:
+        """The hosts whose machines have been read: what is unrecorded there is known."""
+        return tuple(sorted(self._listed))
 
     def unrecorded(self, instances: Collection[str]) -> list[Machine]:
         """Machines of these instances that carry a mark and are not on record here, as their hosts last listed them."""
@@ -55,6 +62,7 @@ class Survey:
 
     def note_listed(self, listed: Mapping[str, Sequence[Machine]]) -> None:
         """Remember of what these hosts carry the part that is not on record."""
+        self._listed.update(listed)
         for host, machines in listed.items():
             unrecorded = [
                 one

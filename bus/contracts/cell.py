@@ -132,23 +132,26 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
 
 
 MAX_FOUND = 1000
+MAX_LOOKED_AT = 100_000  # hosts of one service
 
 
 class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     """Queries a compute service: which of its hosts have a machine of these instances, complete or being built.
 
     It waits in the service's queue behind the commands that were published before, so those count. deployment: as in
-    Spawn; machines with the mark of another one are left out.
+    Spawn; machines with the mark of another one are left out. thorough: they are not, and the answer names the hosts
+    that the service has looked at.
     """
 
     service: Word
     deployment: Uuid
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
+    thorough: bool = False
 
 
 class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A machine that no order has ended. project_id: that it was built for; allocations: its resources, by provider
-    (None: the service does not know). built: it is complete.
+    (None: the service does not know). built: it is complete. foreign: it has the mark of another deployment.
     """
 
     instance_uuid: Uuid
@@ -159,13 +162,18 @@ class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     built: bool = True
     project_id: Word | None = None
     allocations: Allocations | None = None
+    foreign: bool = False
 
 
 class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
-    """All that one compute service has of the instances that it was queried about."""
+    """All that one compute service has of the instances that it was queried about.
+
+    hosts: that it has looked at, if the query was thorough (None: it was not, or the service does not know that).
+    """
 
     service: Word
     machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
+    hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT)] | None = None
 
 
 class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):

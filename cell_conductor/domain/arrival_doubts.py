@@ -51,7 +51,7 @@ def is_searched_for(instance: Instance) -> bool:
 def is_taken_back(instance: Instance) -> bool:
     """Whether it has come back from another cell, and the book has not given it its allocation here again.
 
-    Another consumer of that is no client of the book's: it may be what still runs in the other cell.
+    If the book has a newer claim for it, the instance may still run in the other cell.
     """
     move = instance.move
     return instance.state is State.REVERTING and move is not None and move.to_cell is not None and move.claimed
@@ -68,27 +68,41 @@ def repeat_in_doubt(instance: Instance, event: TimedOut, context: StepContext) -
 
 def services_of(instance: Instance, fenced: Collection[str]) -> set[str]:
     """The services of the hosts in this cell that it may be on by its record, but those of hosts that are fenced."""
+    return {one.service for one in _here(instance) if one.host_uuid not in fenced}
+
+
+def hosts_of(instance: Instance, fenced: Collection[str]) -> set[str]:
+    """The hosts in this cell that it may be on by its record, but those that are fenced."""
+    return {one.host_uuid for one in _here(instance)} - set(fenced)
+
+
+def _here(instance: Instance) -> tuple[Selection, ...]:
     # The first selection of one that has come from another cell is its host there.
-    here = instance.selections if instance.state is State.REVERTING else instance.selections[1:]
-    return {one.service for one in here if one.host_uuid not in fenced}
+    return instance.selections if instance.state is State.REVERTING else instance.selections[1:]
 
 
 def unexpected(instance: Instance, found: Sequence[FoundMachine]) -> tuple[FoundMachine, ...]:
-    """The machines among these because of which the record is not continued: all but one that was kept here."""
-    if instance.state is not State.REVERTING:
-        return tuple(found)
+    """The machines among these because of which the record is not continued: all but the one that is kept, which a
+    service of this cell may see as well if its former cell keeps it.
+    """
     move = move_of(instance)
-    kept = (move.source_attempt, None if move.source is None else move.source.host_uuid)
+    attempt, source = move.source_attempt, move.source
+    if instance.state is not State.REVERTING:
+        attempt, source = (0, None) if move.kept is None else (move.kept.attempt, move.kept.here)
+    kept = (attempt, None if source is None else source.host_uuid)
     return tuple(one for one in found if (one.attempt, one.host_uuid) != kept)
 
 
 def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
     """A host has a machine of it that the record does not have: it becomes the destination that is given up, which its
     host ends unless it is complete. One that is not proved to be its project's, or that is older than the departure
-    (the instance was in this cell before), holds the move.
+    (the instance was in this cell before), holds the move, and so does one with the mark of another deployment: this
+    one cannot end it.
     """
     move, spec = instance.move, instance.spec
     if move is None or move.kept is None or spec is None or not event.machines:
+        return Step(instance)
+    if any(one.foreign for one in event.machines):
         return Step(instance)
     if not move.delete and any(one.attempt <= move.book_attempt for one in event.machines):
         return Step(instance)
@@ -142,7 +156,7 @@ def force_back(instance: Instance, event: MoveRequested, context: StepContext) -
 
 
 def _start_here(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """The request that had it reverted, if another one did, is done as well."""
+    """Start the machine here. A request that had the instance reverted before is done as well."""
     by = event.request.request_id
     is_another = move_of(instance).by not in ("", by)
     earlier = answer_other(instance, DONE, event.at, context) if is_another else Step(instance)

@@ -104,8 +104,8 @@ def arrive(instance: Instance, event: MoveRequested, context: StepContext) -> St
 def _take_over(instance: Instance, event: MoveRequested, kept: KeptMachine, context: StepContext) -> Step:
     """Its former cell keeps its stopped machine: it is built here from its image, or goes back there at once.
 
-    Since the database was set back, a record of it may be lost here that has a machine: it is searched for, adopted if
-    it is found, and given back only if it is not (`arrival_doubts`).
+    If the database was set back or made anew since, a record of it may be lost here that has a machine: it is searched
+    for, adopted if it is found, and given back only if it is not (`arrival_doubts`).
     """
     request = event.request
     is_deleted = instance.state is State.TOMBSTONE
@@ -122,7 +122,7 @@ def _take_over(instance: Instance, event: MoveRequested, kept: KeptMachine, cont
     elif not request.selections:
         code, reason = "move.no_host", "no host was named that it can go to"
     begun = replace(begun, move=replace(move, lost_code=code, lost_reason=reason))
-    if context.set_back_at > 0 and kept.at <= context.set_back_at + steps.CLOCKS_APART_S:
+    if context.may_lack(kept.at):
         lost = replace(move_of(begun), began=kept.at, lost_code=code or IN_DOUBT, lost_reason=reason or WHY)
         doubted = replace(begun, move=lost, doubted=True, sequence=begun.sequence + SET_BACK_GAP)
         return Step(revert_book(doubted, event.at, context))

@@ -66,6 +66,10 @@ class Listings:
         listed = self._services.get(service)
         return listed is None or not listed.whole or host in listed.hosts
 
+    def hosts_of(self, services: Collection[str]) -> set[str]:
+        """The hosts that these services list."""
+        return {host for service in services if service in self._services for host in self._services[service].hosts}
+
     def contested(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
         """{host of this report: another service that is up and lists it}, unless both are in a ring."""
         found: dict[str, str] = {}

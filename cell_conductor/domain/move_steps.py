@@ -337,7 +337,7 @@ def end_here(instance: Instance, context: StepContext) -> Step:
 def is_doubted(instance: Instance, context: StepContext) -> bool:
     """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
     began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and began <= context.set_back_at + steps.CLOCKS_APART_S
+    return instance.doubted and context.may_lack(began)
 
 
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:

@@ -34,7 +34,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
     fences: hosts on which nothing is begun at all, by uuid. still_running: {fenced host: {instance: attempt}} of
     machines that run there all the same, by a report from after the fence. set_back_at: when the database was last
-    found to be set back or replaced (0: never).
+    found to be set back or replaced (0: never). made_at: when its schema was made (0: that is not known).
     """
 
     cell: str
@@ -43,6 +43,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     fences: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, int]] = {}
     set_back_at: float = 0.0
+    made_at: float = 0.0
     claim_retry_s: float = 15.0
     answer_timeout_s: float = 10.0
     destroy_retry_s: float = 30.0
@@ -50,6 +51,13 @@ class StepContext(Struct, frozen=True, kw_only=True):
     doubt_limit_s: float = 3600.0
     report_grace_s: float = 30.0
     live_copy_mb_s: float = 0.0
+
+    def may_lack(self, at: float) -> bool:
+        """Whether the database may have no record of what happened then: it was set back since, or its schema was made
+        anew (by an operator, who has stopped its conductors: clocks that differ by seconds change nothing).
+        """
+        is_set_back = self.set_back_at > 0 and at <= self.set_back_at + CLOCKS_APART_S
+        return is_set_back or 0 < at <= self.made_at
 
     @property
     def closed(self) -> ClosedHosts:

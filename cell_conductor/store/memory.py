@@ -54,6 +54,7 @@ class MemoryInstanceTable(MemoryDatabase):
         self.place = 1  # no row: what a restore leaves behind, as a cluster and its timeline
         self.origin = self.place
         self.set_back_at = 0.0
+        self.made_at = self.clock.time()
         self.instances: dict[str, Instance] = {}
         self.unexplained: dict[tuple[str, str], UnexplainedRecord] = {}
         self.breakers: dict[str, Breaker] = {}
@@ -229,9 +230,15 @@ class MemoryInstances:
         """When the table was last recognised as set back; 0: never."""
         return self._seen.set_back_at
 
+    @property
+    def made_at(self) -> float:
+        """When the table was made; 0: that is not known."""
+        return self._seen.made_at
+
     async def open(self) -> None:
         """Nothing to migrate."""
         self._seen.deployment, self._seen.set_back_at = self._table.deployment, self._table.set_back_at
+        self._seen.made_at = self._table.made_at
         self.ready = True
 
     async def close(self) -> None:

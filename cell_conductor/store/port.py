@@ -51,6 +51,7 @@ class KnownDatabase(Struct):
 
     deployment: str = ""
     set_back_at: float = 0.0
+    made_at: float = 0.0
 
 
 class DatabaseChange(Struct, frozen=True):
@@ -143,6 +144,10 @@ class InstanceStore(Protocol):
     @property
     def set_back_at(self) -> float:
         """When the database was last recognised as set back, in seconds since the epoch; 0: never."""
+
+    @property
+    def made_at(self) -> float:
+        """When the schema was made, in seconds since the epoch; 0: that is not known."""
 
     async def open(self) -> None:
         """Connect and migrate; waits while the database is unavailable."""

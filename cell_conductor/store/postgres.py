@@ -49,7 +49,7 @@ LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
-IDENTITY = "SELECT deployment::text, set_back_at FROM identity"
+IDENTITY = "SELECT deployment::text, set_back_at, made_at FROM identity"
 RECOGNISE = "SELECT deployment::text, origin <> cell_origin(), set_back_at FROM identity"
 NOTHING_DUE = """
 SELECT deployment::text = $2 AND origin = cell_origin() AND set_back_at = $3
@@ -233,12 +233,18 @@ class PostgresInstances:
         """When the database was last recognised as set back; 0: never."""
         return self._seen.set_back_at
 
+    @property
+    def made_at(self) -> float:
+        """When the schema was made."""
+        return self._seen.made_at
+
     async def open(self) -> None:
         """Migrate, and read the schema's identity. Waits for a database that is unavailable."""
         await self._database.open(MIGRATIONS)
         async with self._database.raw() as connection:
             await connection.execute(f"{NOTE_ORIGIN} WHERE origin = ''")
-            self._seen.deployment, self._seen.set_back_at = await connection.fetchrow(IDENTITY)
+            seen = self._seen
+            seen.deployment, seen.set_back_at, seen.made_at = await connection.fetchrow(IDENTITY)
 
     async def close(self) -> None:
         """Close the pool."""

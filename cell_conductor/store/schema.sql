@@ -30,12 +30,14 @@ CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';
 -- The identity of this cell's database, which marks every machine that the cell orders. It is made with the schema: an
 -- empty or another database never takes this one's machines for its own. origin: cell_origin() when the database was
 -- last looked at ('': never); one that was restored or promoted since has another. set_back_at: when that was last seen,
--- in seconds since the epoch; a build that was requested before may have been handed in before.
+-- in seconds since the epoch; a build that was requested before may have been handed in before. made_at: likewise; an
+-- instance may have come from another cell before, into a schema that was here earlier.
 CREATE TABLE identity (
     deployment uuid NOT NULL DEFAULT gen_random_uuid(),
     one boolean PRIMARY KEY DEFAULT true CHECK (one),
     origin text NOT NULL DEFAULT '',
-    set_back_at double precision NOT NULL DEFAULT 0
+    set_back_at double precision NOT NULL DEFAULT 0,
+    made_at double precision NOT NULL DEFAULT extract(epoch FROM clock_timestamp())
 );
 INSERT INTO identity DEFAULT VALUES;
 

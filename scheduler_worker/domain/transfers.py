@@ -100,7 +100,7 @@ def is_for_good(event: MoveEvent, handed: Departure, cell: str) -> bool:
 
 
 def settled(handed: Departure) -> Departure:
-    """What stays on record of a departure when nothing is kept for it any more: its number, below which all is late."""
+    """The departure as it stays on record when no cell keeps a machine for it any more: lower numbers are late."""
     return replace(handed, kept=None)
 
 
@@ -158,8 +158,8 @@ def relearned(event: MoveEvent, build: RecordedBuild, instance: InstanceRecord, 
     """The record of an instance of which a cell announces that it keeps the machine, where no departure is on record:
     the next cell's statement about it is awaited (again).
 
-    A departure to another cell than that on record, or from before one that is settled, is late: nobody would ever
-    settle it, and the instance could leave its cell no more.
+    A departure to another cell than that on record, or from before one that is settled, is late: no cell would ever
+    state that it is settled, and the instance could not leave its cell again.
     """
     is_elsewhere = build.cell not in (None, cell) and build.state is not BuildState.DELETED
     departure, handed = event.departure, instance.handed

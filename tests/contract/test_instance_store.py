@@ -90,6 +90,7 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
         async with store.transaction() as transaction:
             assert await transaction.recognise() is None
         assert store.set_back_at == 0
+        assert store.made_at > 0
     await restored(one)
     async with one.transaction() as transaction:
         change = await transaction.recognise()

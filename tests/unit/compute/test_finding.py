@@ -106,6 +106,25 @@ async def test_another_deployments_machine_is_left_out(recorded: bool) -> None:
     assert await ask(service) == ()
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+async def test_a_thorough_query_finds_it_and_its_answer_names_the_hosts_that_were_looked_at(recorded: bool) -> None:
+    driver = Marking()
+    driver.mark = THEIRS
+    driver.machines[HOSTS[0], INSTANCES[0]] = 1
+    service = Service(driver)
+    if recorded:
+        service.records.put((HOSTS[0], INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=THEIRS))
+    question = FindMachines(service="s", deployment=OURS, instance_uuids=(INSTANCES[0],), thorough=True)
+    assert (await finder_of(service).find(question)).hosts == ()
+    await service.agent.resume()
+    answer = await finder_of(service).find(question)
+    assert [(one.host_uuid, one.foreign) for one in answer.machines] == [(HOSTS[0], True)]
+    assert answer.hosts == tuple(sorted(HOSTS))
+    ours = await finder_of(service).find(replace(question, deployment=THEIRS))
+    assert [one.foreign for one in ours.machines] == [False]
+    assert (await finder_of(service).find(replace(question, thorough=False))).hosts is None
+
+
 async def test_without_its_driver_a_service_gives_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     service = await built()
 

@@ -244,7 +244,7 @@ def test_a_confirm_states_that_it_does_not_go_back(how: str) -> None:
 
 @pytest.mark.parametrize("how", ["closed", "awaits its confirm", "not arrived", "of another move"])
 def test_a_move_that_an_older_conductor_has_closed_is_settled_when_its_cell_is_queried(how: str) -> None:
-    """Versions before `settled` kept no trace of it in the record, and the former cell kept its machine for ever."""
+    """Versions before `settled` left it out of the record, and the former cell kept its machine for ever."""
     _, departure = kept()
     there = active_there(departure) if how != "not arrived" else in_next_cell(arrives(departure, 2))
     if how in ("closed", "of another move"):

@@ -34,13 +34,18 @@ class Services:
     def __init__(self, **machines: Sequence[FoundMachine]) -> None:
         self.machines = machines
         self.silent: set[str] = set()
+        self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
         self.queried: list[FindMachines] = []
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
         """One answer or fault each."""
         self.queried += [one for one in messages if isinstance(one, FindMachines)]
         return [
-            MachinesFound(service=one.service, machines=tuple(self.machines[one.service]))
+            MachinesFound(
+                service=one.service,
+                machines=tuple(self.machines[one.service]),
+                hosts=self.hosts if one.thorough else None,
+            )
             if isinstance(one, FindMachines) and one.service not in self.silent
             else Transient("no answer", code="request.timeout")
             for one in messages
@@ -52,6 +57,7 @@ class Conductor:
 
     def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
         self.table = MemoryInstanceTable(clock := SystemClock())
+        self.listed: set[str] = set()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
@@ -60,6 +66,7 @@ class Conductor:
             timeout_s=1.0,
             up=lambda: up,
             unexplained=lambda: unexplained,
+            listed=lambda _services: self.listed,
         )
         self.engine = Engine(
             store=self.store,

@@ -47,7 +47,7 @@ class Silent(Services):
         self.under_way = 0
         self.most = 0
         self.released: list[str] = []
-        self.asked, self.answers, self.all_released = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.has_begun, self.answers, self.all_released = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
         if not all(isinstance(one, FindMachines) for one in messages):
@@ -56,7 +56,7 @@ class Silent(Services):
                 self.all_released.set()
             return [ReleaseResult(outcome="released") for _ in messages]
         self.under_way += 1
-        self.asked.set()
+        self.has_begun.set()
         self.most = max(self.most, self.under_way)
         await self.answers.wait()
         self.under_way -= 1
@@ -71,7 +71,7 @@ async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> No
         searching = group.create_task(search_forever(conductor.engine, SystemClock()))
         await conductor.engine.sweep()
         assert services.released == [OTHER]
-        await services.asked.wait()
+        await services.has_begun.wait()
         async with conductor.store.transaction() as transaction:
             await transaction.insert([replace(second, deadline=1.0)])
         await conductor.engine.sweep()
@@ -89,7 +89,7 @@ async def test_what_has_changed_during_the_search_is_not_requested_any_more() ->
     await conductor.engine.sweep()
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
         group.create_task(conductor.engine.search())
-        await services.asked.wait()
+        await services.has_begun.wait()
         async with conductor.store.transaction() as transaction:
             (now,) = (await transaction.lock([UUID])).values()
             await transaction.update([replace(now, newest=now.newest + 5)])

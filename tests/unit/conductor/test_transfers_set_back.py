@@ -163,7 +163,9 @@ def test_every_service_is_queried_and_fenced_hosts_of_the_record_need_not_answer
     assert unexpected(instance, (machine(9),)) == (machine(9),)
 
 
-@pytest.mark.parametrize("how", ["nothing", "found", "silent", "down", "unknown"])
+@pytest.mark.parametrize(
+    "how", ["nothing", "found", "silent", "down", "unknown", "a destination unseen", "a host unseen", "fenced", "older"]
+)
 async def test_placement_is_requested_once_all_services_have_answered_that_they_have_none(how: str) -> None:
     there, _ = at_state(State.CLAIMING)
     services = Services(s1=(), s2=(machine(9),) if how == "found" else ())
@@ -171,9 +173,41 @@ async def test_placement_is_requested_once_all_services_have_answered_that_they_
     conductor = Conductor(services, None if how == "unknown" else ("s1", "s2"))
     await conductor.store.open()
     down = {"s3": object()} if how == "down" else {}
-    machines, held = await conductor.search.find_moved({UUID: there.instance}, down, ())
-    assert held == (set() if how == "nothing" else {UUID})
+    # Another process of one of the names has answered, for hosts of its own.
+    if how == "older":
+        services.hosts = None
+    elif how in ("a destination unseen", "fenced"):
+        services.hosts = (host(1), host(2))
+    elif how == "a host unseen":
+        conductor.listed = {host(1), host(11)}
+    fenced = {"fenced": {host(3)}, "older": {host(2), host(3)}}.get(how, set())
+    machines, held = await conductor.search.find_moved({UUID: there.instance}, down, fenced)
+    assert held == (set() if how in ("nothing", "fenced") else {UUID})
     assert bool(machines) is (how == "found")
+
+
+@pytest.mark.parametrize("how", ["query", "command"])
+def test_a_cell_whose_schema_was_made_anew_searches_for_what_came_before(how: str) -> None:
+    """Its machine runs there, with the mark of the former schema."""
+    _, departure = kept()
+    assert departure.kept is not None
+    arrival = replace(arrives(departure, 2), is_query=how == "query")
+    later = replace(THERE, made_at=departure.kept.at - 1.0)
+    sure = Scenario(Instance(uuid=UUID), later)
+    sure.apply(arrival)
+    assert sure.instance.state is (State.DEPARTED if how == "query" else State.CLAIMING)
+    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at + 1.0))
+    anew.apply(arrival)
+    assert anew.instance.state is State.VACATING and is_searched_for(anew.instance) and departures(anew) == []
+    before = anew.instance
+    anew.apply(found(machine(9, foreign=True)))
+    assert (anew.instance, anew.commands) == (before, anew.commands), "it is not this schema's to end"
+    attempt, here = departure.kept.attempt, departure.kept.here
+    assert here is not None
+    kept_there = replace(machine(attempt, 1, foreign=True), host_uuid=here.host_uuid)
+    assert unexpected(before, (kept_there, machine(9, foreign=True))) == (machine(9, foreign=True),)
+    anew.apply(e.Released(at=1_700.0))
+    assert len(departures(anew)) == 1
 
 
 # --- the next cell was set back to before the confirm
@@ -352,7 +386,7 @@ async def test_what_was_kept_is_not_started_while_the_book_has_the_instance_else
         made.apply(e.TimedOut(at=at))
         assert made.instance.deadline is not None and made.instance.deadline > at + AFTER.claim_retry_s
         at = made.instance.deadline
-    # What never left is this cell's, whoever else has the consumer.
+    # An instance that has never left belongs to this cell, also where another client has the consumer.
     stays = leaving()
     stays.end(1, 1, image="snapshot-1", runs=False)
     stays.apply(replace(refused(stays.instance.next_attempt), consumer_changed=True))

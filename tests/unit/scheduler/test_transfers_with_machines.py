@@ -180,7 +180,7 @@ def test_schedulers_that_were_set_back_destroy_what_is_kept_by_the_next_cells_st
 
 
 def test_a_late_announcement_of_what_was_kept_before_does_not_pin_the_instance_to_its_cell() -> None:
-    """Nobody would ever state that it is settled: the instance could leave its cell no more."""
+    """No cell would ever state that it is settled, and the instance could not leave its cell again."""
     later = replace(HANDED, sequence=40, kept=replace(KEPT, migration=OTHER))
     again = replace(LEFT, request_id=OTHER, sequence=40, departure=later)
     known = in_next_cell()
