@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import random
 from collections.abc import Sequence
 
@@ -16,11 +17,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
+from bus.tracing import otlp_json
 from bus.tracing.context import CURRENT, Span, SpanKind, TraceContext, context_of, parse_traceparent, traceparent_of
 from bus.tracing.otlp_json import OtlpJsonExporter
 from bus.tracing.tracer import MAX_SPANS, ExportFailed, TraceLimit, Tracer, work_for
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+LIMIT_S = 20.0
 SAMPLED = f"00-{TRACE}-{SPAN}-01"
 
 
@@ -226,3 +229,51 @@ async def test_a_collector_that_takes_no_json_is_reported_with_what_to_set() -> 
         with pytest.raises(ExportFailed, match=r"takes no JSON: set traces\.protocol"):
             await exporter.export([])
         await exporter.close()
+
+
+async def test_an_export_goes_on_after_the_collector_has_closed_the_connection() -> None:
+    bodies: list[int] = []
+
+    async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        bodies.append(len(await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")  # without "connection: close"
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(take_one, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        for _ in range(3):
+            await exporter.export([])
+        await exporter.close()
+    assert len(bodies) == 3
+
+
+async def test_a_collector_that_answers_for_ever_holds_neither_export_nor_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each read gets a byte, so no time-out of the socket ever ends it."""
+    monkeypatch.setattr(otlp_json, "EXPORT_TIMEOUT_S", 0.2)
+    gone = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nx: ")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        with pytest.raises(ExportFailed, match="TimeoutError"):
+            await exporter.export([])
+        async with asyncio.timeout(LIMIT_S):
+            await gone.wait()
+            # The thread that waited on the socket has ended: the executor can be shut down.
+            await asyncio.get_running_loop().shutdown_default_executor()
