@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import selectors
 import time
+from typing import Any
 
 import pytest
 
-from berth.sim.loop import Deadlock, Livelock, Process, run
+from berth.sim.loop import Deadlock, Livelock, Process, VirtualLoop, run
 from berth.sim.turn_limit import EndlessTurn
 
 
@@ -21,6 +24,56 @@ def test_a_thousand_hours_pass_at_once() -> None:
             await asyncio.sleep(3600.0)
 
     assert run(main, on_unseen=received).now == pytest.approx(3_600_000.0)
+
+
+class Jump(selectors.DefaultSelector):
+    """Moves the time of asyncio's own loop, as the virtual loop moves its own."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        self.now += timeout or 0.0
+        return []
+
+
+def order_of_steps(loop: asyncio.AbstractEventLoop, seed: int) -> list[tuple[int, float]]:
+    """Steps as they run: many at the same times, many cancelled, some of which the loop clears away at once."""
+    rng, ran, handles = random.Random(seed), [], []
+
+    def step(number: int) -> None:
+        ran.append((number, loop.time()))
+        for handle in rng.sample(handles[-200:], 2):
+            handle.cancel()
+        if number < 2000:
+            for _ in range(rng.randrange(5)):
+                begin(number + 100 + rng.randrange(1000))
+
+    def begin(number: int) -> None:
+        if rng.random() < 0.2:
+            handles.append(loop.call_soon(step, number))
+        else:
+            handles.append(loop.call_later(rng.choice((0.0, 0.1, 0.1 + 1e-10, 0.3, 1.0)), step, number))
+
+    async def main() -> None:
+        for number in range(300):
+            begin(number)
+        for handle in rng.sample(handles, 200):
+            handle.cancel()
+        await asyncio.sleep(100.0)
+
+    loop.run_until_complete(main())
+    loop.close()
+    return ran
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_have_the_order_and_the_times_of_asyncios_own_loop(seed: int) -> None:
+    jump = Jump()
+    own = asyncio.SelectorEventLoop(jump)
+    own.time = lambda: jump.now  # type: ignore[method-assign]
+    ran = order_of_steps(own, seed)
+    assert len(ran) > 300
+    assert order_of_steps(VirtualLoop(), seed) == ran
 
 
 def test_a_deadlock_is_raised() -> None:
