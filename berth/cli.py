@@ -40,7 +40,7 @@ COMMANDS = {
     "hosts": ("hosts", "app"),
     "host-metrics": ("host_metrics", "host_metrics"),
     "fencer": ("fencer", "fencer"),
-    "services": ("hosts", "services"),
+    "services": ("services", "app"),
     "workers": ("workers", "workers"),
     "drain": ("drain", "drain"),
     "drains": ("drain", "drains"),

@@ -27,8 +27,10 @@ from bus.contracts.build import (
 from bus.contracts.operations import (
     AdminStateSet,
     ForgetHost,
+    ForgetService,
     HostAdminState,
     HostForgotten,
+    ServiceForgotten,
     ServicesPage,
     ServicesQuery,
     SetAdminState,
@@ -292,6 +294,10 @@ class BuildClient:
     async def forget_host(self, command: ForgetHost, *, timeout_s: float) -> HostForgotten:
         """Forget a host that is gone for good. Raises RequestTimeout, or RequestRefused with what stands in the way."""
         return await self.bus.request(command, HostForgotten, timeout_s=timeout_s)
+
+    async def forget_service(self, command: ForgetService, *, timeout_s: float) -> ServiceForgotten:
+        """Forget a service that is gone for good. Raises RequestTimeout, or RequestRefused with what keeps it."""
+        return await self.bus.request(command, ServiceForgotten, timeout_s=timeout_s)
 
     async def _on_events(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         own = [self._note(received.message) for received in batch if isinstance(received.message, BuildEvent)]

@@ -18,6 +18,7 @@ from bus.service.service import Service
 from .config import ConductorConfig
 from .engine import Engine
 from .fences import FenceKeeper
+from .forgetting import LeaseForgetter
 from .handlers import GIVEN_UP_QUEUE, HostHandlers, RequestHandlers
 from .lease_keeper import LeaseKeeper
 from .search import MachineSearch
@@ -81,7 +82,8 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         search=search,
         outdated=keeper.note_outdated,
     )
-    requests = RequestHandlers(engine, env.clock, fences, search)
+    forgetter = LeaseForgetter(store, bus, clock=env.clock, cell=cell, up=keeper.up)
+    requests = RequestHandlers(engine, env.clock, fences, search, forgetter)
     hosts = HostHandlers(
         engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
     )
@@ -115,6 +117,7 @@ def _search_of(
         up=keeper.up,
         unexplained=lambda: hosts().unexplained,
         listed=lambda services: hosts().listed(services),
+        forgotten=keeper.forgotten,
     )
 
 

@@ -21,6 +21,7 @@ from bus.contracts.cell import (
     ComputeHosts,
     ComputeOutcome,
     ComputeResult,
+    ForgetServiceInCell,
     RescanHosts,
 )
 from bus.contracts.fences import CellFence
@@ -46,6 +47,7 @@ from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
 from .engine import Engine
 from .fences import FenceKeeper
+from .forgetting import LeaseForgetter
 from .guard import Guard
 from .owners import HostOwners, Leases
 from .quarantine_reservations import QuarantineReservations
@@ -65,18 +67,29 @@ class RequestHandlers:
     """Queues conductor.requests, .given_up and .results: requests for instances, and results of attempts."""
 
     def __init__(
-        self, engine: Engine, clock: Clock, fences: FenceKeeper | None = None, search: MachineSearch | None = None
+        self,
+        engine: Engine,
+        clock: Clock,
+        fences: FenceKeeper | None = None,
+        search: MachineSearch | None = None,
+        forgetter: LeaseForgetter | None = None,
     ) -> None:
         """`search`: how the cell's services are queried about doubted builds (None: they are not)."""
+        self._forgetter = forgetter
         self._engine = engine
         self._clock = clock
         self._fences = fences
         self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellMoveQuery, CellDelete; and CellFence, which is handled first: the others depend on
-        it.
+        """CellBuild, CellMove, CellMoveQuery, CellDelete; and ForgetServiceInCell and CellFence, which are handled
+        first: the others depend on them.
         """
+        forgotten = {at: await self._forget(one) for at, one in enumerate(batch) if _is_about_service(one.message)}
+        if forgotten:
+            rest = [one for at, one in enumerate(batch) if at not in forgotten]
+            handled = iter(await self.requests(rest) if rest else ())
+            return [forgotten[at] if at in forgotten else next(handled) for at in range(len(batch))]
         if self._fences is None:
             return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]
@@ -90,6 +103,12 @@ class RequestHandlers:
             else ()
         )
         return [DONE if isinstance(received.message, CellFence) else next(others) for received in batch]
+
+    async def _forget(self, received: Received) -> Outcome:
+        command = received.message
+        if self._forgetter is None or not isinstance(command, ForgetServiceInCell):
+            return Refuse("message.unexpected", type(command).__name__)
+        return await self._forgetter.forget(command)
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
@@ -325,6 +344,10 @@ class HostHandlers:
             flushed = await self._engine.take(piece, source="reports")
             if flushed is not None:
                 await flushed
+
+
+def _is_about_service(message: Message) -> bool:
+    return isinstance(message, ForgetServiceInCell)
 
 
 def _is_evacuation(message: Message) -> bool:

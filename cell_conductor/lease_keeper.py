@@ -19,6 +19,7 @@ from bus.contracts.cell import (
     Heartbeat,
     RingMembers,
     ServiceDown,
+    ServiceGone,
     ServiceOutdated,
     ServicesDigest,
 )
@@ -98,6 +99,10 @@ class LeaseKeeper:
         """Compute services that are up; None: this conductor has not listened for long enough to know."""
         return self._table.up
 
+    def forgotten(self) -> Collection[str]:
+        """Compute services that are gone for good, as an operator has stated since this conductor started."""
+        return self._table.forgotten
+
     @property
     def is_keeper(self) -> bool:
         """Whether this conductor is the one that records which services are up, and so has the whole record."""
@@ -120,6 +125,8 @@ class LeaseKeeper:
                 # A service that was down before this conductor started sends nothing here; only the keeper reads the
                 # record.
                 self._table.adopt(map(_lease_of, received.message.down))
+            if isinstance(received.message, ServiceGone) and received.message.cell == self._cell:
+                self._forget(received.message)
             if isinstance(received.message, HostFence):
                 self._on_fence(received.message)
             beat = received.message
@@ -137,6 +144,11 @@ class LeaseKeeper:
                     lease = self._table.leases[beat.service]
                     log.info("service.state", service=beat.service, state=lease.state, reason=lease.reason)
         return [Done()] * len(batch)
+
+    def _forget(self, gone: ServiceGone) -> None:
+        self._table.forget(gone.service, gone.at)
+        # Where it is up after all, the keeper puts it on record again.
+        self._recorded = {service: lease for service, lease in self._recorded.items() if service != gone.service}
 
     async def run(self, engine: Engine) -> None:
         """Until cancelled."""

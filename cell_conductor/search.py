@@ -56,10 +56,12 @@ class MachineSearch:
         up: Callable[[], Collection[str] | None],
         unexplained: Callable[[], Collection[str]] = frozenset,
         listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
+        forgotten: Callable[[], Collection[str]] = frozenset,
     ) -> None:
         """`unexplained()`: instances of which a host has a machine that no record explains. `listed(services)`: the
-        hosts that these have reported.
+        hosts that these have reported. `forgotten()`: services that are gone for good, as an operator has stated.
         """
+        self._forgotten = forgotten
         self._store = store
         self._bus = bus
         self._timeout_s = timeout_s
@@ -131,11 +133,13 @@ class MachineSearch:
 
         Every service of the cell has to answer, also those that are down and those of the hosts that the record names:
         without a limit, because what is given back is started in another cell. And every host of these has to have been
-        looked at: another process of a service's name answers for hosts of its own.
+        looked at: another process of a service's name answers for hosts of its own. A forgotten service has not to: an
+        operator has stated that it is gone with its machines.
         """
         if not moved:
             return {}, set()
         also = {one for instance in moved.values() for one in services_of(instance, fenced)}
+        also -= set(self._forgotten())
         missing = sorted(set(down)) or None
         searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
         listed = set(self._listed(searched.services)) - searched.hosts - set(fenced)

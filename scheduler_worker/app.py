@@ -45,6 +45,7 @@ from scheduler_worker.evacuations import EvacuationTask
 from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet_metrics import FLEET
 from scheduler_worker.forgetting import HostForgetter
+from scheduler_worker.forgetting_services import ServiceForgetter
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.host_metrics import QUEUE as METRICS_QUEUE
 from scheduler_worker.host_metrics import HostMetricsListener, age
@@ -96,7 +97,8 @@ def build(
         parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
     )
     drains = _add_drains(parts, registry, moves)
-    _add_objects(parts, registry, drains)
+    services = ServiceForgetter(registry, parts.selector, lambda: links.buses, clock=env.clock)
+    _add_objects(parts, registry, drains, services)
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
@@ -272,7 +274,9 @@ def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngi
     return drains
 
 
-def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainKeeper) -> None:
+def _add_objects(
+    parts: SchedulerParts, registry: ObjectRegistry, drains: DrainKeeper, services: ServiceForgetter
+) -> None:
     """Operators' objects: loaded before the first request is taken, and again whenever they change."""
     service, bus = parts.service, parts.api
     bus.transport.on_reconnect(registry.on_reconnected)
@@ -282,6 +286,7 @@ def _add_objects(parts: SchedulerParts, registry: ObjectRegistry, drains: DrainK
         parts.selector,
         drains,
         HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
+        services,
         clock=bus.clock,
         warmup_s=parts.config.hosts_warmup_s,
     )

@@ -13,13 +13,21 @@ from bus.contracts.base import Refusal
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.drains import DrainCommand, DrainStart
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsRevision
-from bus.contracts.operations import AdminState, AdminStateSet, ForgetHost, HostAdminState, SetAdminState
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    ForgetHost,
+    ForgetService,
+    HostAdminState,
+    SetAdminState,
+)
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.forgetting import CELL_SILENT, HostForgetter
+from scheduler_worker.forgetting_services import UNKNOWN, ServiceForgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 
 RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
@@ -29,8 +37,8 @@ REASON_MISSING = "host.reason_missing"
 
 
 class ChangeHandler:
-    """Handles queue `scheduler.changes`: changes of objects, drains, and decisions about hosts, which name a host by
-    its name or uuid.
+    """Handles queue `scheduler.changes`: changes of objects, drains, services to forget, and decisions about hosts,
+    which name a host by its name or uuid.
 
     warmup_s: how long after its start a scheduler may not have received every host's announcement.
     """
@@ -41,6 +49,7 @@ class ChangeHandler:
         selector: Selector,
         drains: DrainKeeper,
         forgetter: HostForgetter,
+        services: ServiceForgetter,
         *,
         clock: Clock,
         warmup_s: float,
@@ -48,6 +57,7 @@ class ChangeHandler:
         self._registry = registry
         self._drains = drains
         self._forgetter = forgetter
+        self._services = services
         self._selector = selector
         self._clock = clock
         self._warmup_s = warmup_s
@@ -65,6 +75,8 @@ class ChangeHandler:
             return await self._decide(message, received)
         if isinstance(message, ForgetHost):
             return await self._forget(message, received)
+        if isinstance(message, ForgetService):
+            return await self._forget_service(message, received)
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
@@ -128,6 +140,19 @@ class ChangeHandler:
             return Done(reply=answer)
         if answer.code == CELL_SILENT and self._is_warming_up() and received.meta.attempt < RETRIES:
             return Retry(answer.code, answer.reason)
+        return Refuse(answer.code, answer.reason)
+
+    async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
+        if received.until is not None and self._clock.monotonic() > received.until:
+            return Refuse(TOO_LATE, "the requester's time was over")
+        try:
+            answer = await self._services.forget(command)
+        except Transient as fault:
+            return Refuse(fault.code, fault.reason)
+        if not isinstance(answer, Refusal):
+            return Done(reply=answer)
+        if answer.code == UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
+            return Retry("services.unknown", "not every service has been announced yet")
         return Refuse(answer.code, answer.reason)
 
     def _one_of(self, found: Sequence[str], name: str, received: Received) -> str | Outcome:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServicesDigest
+from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
 from scheduler_worker import metrics
@@ -50,6 +50,8 @@ class HostsListener:
             message = received.message
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 self._table.apply(message, now_s)
+            elif isinstance(message, ServiceGone) and message.cell == self._bus.name:
+                self._table.forget_service(message, now_s)
             elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
                 self._waiting.apply(message, now_s)
             elif isinstance(message, WorkerHeartbeat):

@@ -148,7 +148,7 @@ class QueryHandler:
         requested = [
             (index, one)
             for index, one in found
-            if query.cell in (None, one.cell) and query.up in (None, one.down is None)
+            if query.cell in (None, one.cell) and query.up in (None, one.down is None) and not one.forgotten
         ]
         return ServicesPage(
             services=tuple(

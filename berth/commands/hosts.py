@@ -1,4 +1,4 @@
-"""`berth hosts` and `berth services`: the schedulers' records of hosts, and an operator's decisions about them."""
+"""`berth hosts`: the schedulers' records of hosts, and an operator's decisions about them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ from bus.contracts.operations import (
     ForgetHost,
     HostAdminState,
     HostForgotten,
-    ServiceRecord,
     SetAdminState,
 )
 from bus.faults import Fault, RequestRefused
@@ -213,30 +212,6 @@ def forget(
     run(body)
 
 
-def services(
-    context: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
-    cell: OnlyCell = None,
-    up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """List compute services as a scheduler sees them. Exit status 1 when one of those listed is not up."""
-
-    async def body() -> int:
-        settings = settings_of(context)
-        async with client(settings) as berth:
-            await check_cell(berth, settings, cell)
-            page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-        if as_json:
-            print_json(page.services)
-        else:
-            headers = ["service", "cell", "state", "hosts", "enabled", "last seen", "why"]
-            render_rows(out, headers, [_service_row(one) for one in page.services])
-        return EXIT_NO if any(not one.up for one in page.services) else 0
-
-    run(body)
-
-
 def _decide(
     context: typer.Context,
     names: list[str],
@@ -367,9 +342,3 @@ def _host_row(host: HostRecord) -> list[str | Text]:
         service = f"{service} (refused: {host.contested_by})"
     used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
     return [host.name, host.cell or "", service, state, str(host.failed_builds or ""), used, decided]
-
-
-def _service_row(one: ServiceRecord) -> list[str | Text]:
-    state = Text("up", "green") if one.up else Text("down", "red")
-    why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
-    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.last_seen_s:.0f} s ago", why]

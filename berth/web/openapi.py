@@ -28,7 +28,7 @@ from bus.contracts.objects import (
     SchedulingRules,
     StoredObject,
 )
-from bus.contracts.operations import HostAdminState, HostForgotten, ServiceRecord
+from bus.contracts.operations import HostAdminState, HostForgotten, ServiceForgotten, ServiceRecord
 from bus.contracts.workers import WorkerRecord
 
 _REF = "#/components/schemas/{name}"
@@ -49,6 +49,7 @@ class _Operation(Struct, frozen=True):
 _IN_PATH: dict[str, Any] = {
     "uuid": Uuid,
     "host": Label,
+    "service": Word,
     "name": Label,
     "project": Word,
     "bus": Word,
@@ -98,6 +99,7 @@ def _of_hosts() -> dict[str, _Operation]:
         "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=_WRITES),
         "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
+        "forget_service": _Operation(ServiceForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
         "list_workers": _Operation(tuple[WorkerRecord, ...], query={"role": Word, "limit": int}, errors=_READS),
         "list_cells": _Operation(tuple[CellView, ...], errors=_READS),
         "plan_drain": _Operation(DrainPlan, query=plan, errors=(422, *_READS)),

@@ -31,7 +31,9 @@ from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
     ForgetHost,
+    ForgetService,
     HostForgotten,
+    ServiceForgotten,
     ServicesQuery,
     SetAdminState,
 )
@@ -53,7 +55,9 @@ class AdminStateRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ForgetRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request to forget a host. cell: where a name is looked for; the caller's name goes on record."""
+    """The body of a request to forget a host or a service. cell: where a name is looked for; the caller's name goes on
+    record.
+    """
 
     reason: Annotated[Reason, Bound(min_length=1)]
     cell: Word | None = None
@@ -73,6 +77,7 @@ class WebOperations:
             Route("/hosts/{host}/admin-state", self.decide_about_host, methods=["PUT"]),
             Route("/hosts/{host}/forget", self.forget_host, methods=["POST"]),
             Route("/services", self.list_services, methods=["GET"]),
+            Route("/services/{service}/forget", self.forget_service, methods=["POST"]),
             Route("/workers", self.list_workers, methods=["GET"]),
             Route("/cells", self.list_cells, methods=["GET"]),
         ]
@@ -122,6 +127,20 @@ class WebOperations:
         }
         query = parsed(lambda: msgspec.convert(requested, ServicesQuery))
         return json_response(await self._fleet.services(query))
+
+    async def forget_service(self, request: Request) -> Response:
+        """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request)
+        body = converted(await object_of(request), ForgetRequest)
+        command = parsed(
+            lambda: msgspec.convert(
+                {"service": request.path_params["service"], "by": caller.name, **msgspec.to_builtins(body)},
+                ForgetService,
+            )
+        )
+        return json_response(await self._bus.request(command, ServiceForgotten, timeout_s=ASK_TIMEOUT_S))
 
     async def list_workers(self, request: Request) -> Response:
         """Workers by their heartbeats: ?role=&limit=. Not for role project."""

@@ -464,6 +464,35 @@ class ServicesDigest(Message, frozen=True, kw_only=True, tag="conductor.services
     at: float = 0.0
 
 
+class ForgetServiceInCell(Message, frozen=True, kw_only=True, tag="cell.service.forget.v1"):
+    """An operator states that a compute service of this cell is gone for good. The conductor refuses it while the
+    service is up, or an instance of its record may have a machine there.
+    """
+
+    service: Word
+    reason: Reason = ""
+    by: str = ""
+
+
+class ServiceForgottenInCell(Message, frozen=True, kw_only=True, tag="cell.service.forgotten.v1"):
+    """Reply to a ForgetServiceInCell. removed: False: the service was not on record. at: seconds since the epoch."""
+
+    service: Word
+    removed: bool
+    at: float
+
+
+class ServiceGone(Message, frozen=True, kw_only=True, tag="conductor.service_gone.v1"):
+    """A service of this cell is forgotten: each conductor and scheduler drops it, until it sends something again.
+
+    at: seconds since the epoch; a service that is down since later was back.
+    """
+
+    cell: Word
+    service: Word
+    at: float = 0.0
+
+
 MAX_NAMED_MACHINES = 20
 
 

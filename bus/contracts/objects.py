@@ -45,6 +45,7 @@ class ObjectKind(StrEnum):
     DRAIN = "drain"
     GROUP = "group"
     REPAIR = "repair"
+    SERVICE = "service"
 
 
 class Flavor(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -169,6 +170,14 @@ class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     found: Reason
     proof: Reason
     held: dict[Uuid, dict[Label, int]] = {}
+
+
+class ForgottenService(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A compute service that was gone for good, and that its cell has forgotten. It is only in the log of changes, as
+    an object of the service's name that was there before: none is ever on record.
+    """
+
+    cell: Label
 
 
 class CellState(StrEnum):

@@ -103,6 +103,30 @@ class HostForgotten(Message, frozen=True, kw_only=True, tag="hosts.forgotten.v1"
     aggregates: tuple[str, ...] = ()
 
 
+class ForgetService(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.forget.v1"):
+    """Forget a compute service that is gone for good, with the machines that it may have had. Idempotent.
+
+    Its cell drops its lease, so nothing waits for its answer any more: neither moves between cells in doubt after a
+    database was set back, nor `berth check`. Refused while it is up (`service.up`), while the book has hosts of it
+    (`service.has_hosts`: forget or re-home them first), or while instances are on record there, on hosts that are not
+    fenced (`service.has_instances`). cell: that it is in (None: it is found by its name, which one cell has). A service
+    that sends a heartbeat once more is a new service.
+    """
+
+    service: Word
+    reason: Annotated[Reason, Bound(min_length=1)]
+    by: Label
+    cell: Word | None = None
+
+
+class ServiceForgotten(Message, frozen=True, kw_only=True, tag="services.forgotten.v1"):
+    """Reply to a ForgetService. removed: False: its cell had it on record no more."""
+
+    service: Word
+    cell: Word
+    removed: bool
+
+
 class ServicesQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="services.query.v1"):
     """Ask a scheduler which compute services it knows. cell: only this cell's. up: only those up, or not."""
 

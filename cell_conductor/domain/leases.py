@@ -82,6 +82,7 @@ class LeaseTable:
         self._clock = 0.0
         self._delivered: float | None = None
         self._outdated: dict[str, int] = {}
+        self._forgotten: dict[str, float] = {}  # services that are gone for good, and since when
 
     def __len__(self) -> int:
         return len(self._held)
@@ -106,6 +107,11 @@ class LeaseTable:
         if self._clock < LISTEN_BEATS * max(intervals, default=DEFAULT_BEAT_S):
             return None
         return tuple(service for service, held in self._held.items() if held.lease.state is LeaseState.UP)
+
+    @property
+    def forgotten(self) -> frozenset[str]:
+        """Services that are gone for good, as an operator has stated since this conductor started."""
+        return frozenset(self._forgotten.keys() - self._held.keys())
 
     @property
     def abandoned(self) -> dict[str, Lease]:
@@ -140,10 +146,20 @@ class LeaseTable:
             held = self._held.get(lease.service)
             if held is not None and held.lease.epoch < lease.epoch:
                 self.note_outdated(lease.service, lease.epoch)
-            if held is None and len(self._held) < MAX_SERVICES:
+            is_forgotten = lease.state is not LeaseState.UP and lease.since <= self._forgotten.get(lease.service, -1.0)
+            if held is None and not is_forgotten and len(self._held) < MAX_SERVICES:
                 # After its departure no message of that epoch counts: it is a copy, or was overtaken.
                 sequence = _LAST if lease.state is LeaseState.STOPPED else -1
                 self._held[lease.service] = _Held(lease, sequence, self._clock)
+
+    def forget(self, service: str, at: float) -> None:
+        """Drop a service that an operator has stated to be gone. at: when; seconds since the epoch.
+
+        A digest from before that may come later, and is not adopted. One that is up is kept: it sends heartbeats.
+        """
+        self.remove([service])
+        if service in self._forgotten or len(self._forgotten) < MAX_SERVICES:
+            self._forgotten[service] = at
 
     def advance_clock(self, now_s: float) -> None:
         """Record that the bus has delivered a message; now_s: monotonic."""

@@ -31,6 +31,9 @@ class LeaseStore(Protocol):
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """Delete services that are down since before this time, oldest first, up to a bound; returns which."""
 
+    async def forget(self, service: str) -> bool:
+        """Delete the lease of a service, whatever its state. False: there is none."""
+
 
 KEEP = """
 INSERT INTO lease_keeper AS k (process, term, until)
@@ -54,6 +57,7 @@ PURGE = """
 DELETE FROM leases WHERE service IN (
     SELECT service FROM leases WHERE state <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
 """
+FORGET = "DELETE FROM leases WHERE service = $1 RETURNING 1"
 
 
 class PostgresLeases:
@@ -102,3 +106,8 @@ class PostgresLeases:
             if await connection.fetchval(_MINE, term) is None:
                 return []
             return sorted(row[0] for row in await connection.fetch(PURGE, before, limit))
+
+    async def forget(self, service: str) -> bool:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return await connection.fetchval(FORGET, service) is not None

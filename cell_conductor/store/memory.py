@@ -21,6 +21,7 @@ from cell_conductor.domain.instance import MOVING, UNDER_WAY, Instance, State
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import EXPECTED
 from cell_conductor.domain.rules import numbered_on
+from cell_conductor.domain.service_places import is_at
 
 from . import memory_fences
 from .memory_fences import MemoryFences
@@ -319,6 +320,14 @@ class MemoryInstances:
                 for uuid, instance in sorted(self._table.instances.items())
                 if instance.state in (State.BUILDING, State.PREPARING) and instance.here.service in named
             ]
+
+    async def at_service(self, service: str, limit: int) -> list[str]:
+        """The instances that have a machine at this compute service."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            fenced = self._table.fences
+            found = sorted(self._table.instances.items())
+            return [uuid for uuid, instance in found if is_at(instance, service, fenced)][:limit]
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Delete instances that were deleted before this time, up to a bound."""

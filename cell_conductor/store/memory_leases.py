@@ -84,6 +84,13 @@ class MemoryLeases:
             transaction.will(partial(_drop, self._table.leases, gone))
             return sorted(gone)
 
+    async def forget(self, service: str) -> bool:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            transaction.will(partial(_drop, self._table.leases, [service]))
+            return service in self._table.leases
+
     def _is_mine(self, term: int) -> bool:
         held = self._table.lease_keeper.get(ONE)
         return held is not None and held.term == term

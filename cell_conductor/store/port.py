@@ -191,6 +191,11 @@ class InstanceStore(Protocol):
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """(uuid, service) of the instances that these compute services were commanded to build, or to check."""
 
+    async def at_service(self, service: str, limit: int) -> list[str]:
+        """The instances that have a machine at this compute service (`service_places.is_at`), in order of
+        uuids.
+        """
+
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Delete instances that ended as deleted (or were deleted unbuilt) before this time, up to a bound; returns how
         many.

@@ -98,6 +98,16 @@ SELECT uuid, service FROM (
     WHERE deadline IS NOT NULL AND state IN ('building', 'preparing')) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
+# As `domain.service_places.is_at`.
+AT_SERVICE = f"""
+SELECT uuid::text FROM instances
+WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed') AND (
+    ({_SERVICE} = $1 AND state NOT IN ('claiming', 'vacating')
+        AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
+    OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
+        SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
+ORDER BY uuid LIMIT $2
+"""
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
@@ -304,6 +314,11 @@ class PostgresInstances:
         """The instances that these compute services were commanded to build."""
         async with self._database.raw() as connection:
             return [(row[0], row[1]) for row in await connection.fetch(BUILDING_AT, list(services))]
+
+    async def at_service(self, service: str, limit: int) -> list[str]:
+        """The instances that have a machine at this compute service; it reads the whole table, once an order."""
+        async with self._database.raw() as connection:
+            return [row[0] for row in await connection.fetch(AT_SERVICE, service, limit)]
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Delete instances that were deleted before this time, up to a bound."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
 from bus.contracts.operations import AdminState, HostAdminState
 
 Rows = npt.NDArray[np.intp]
@@ -41,6 +41,7 @@ DOWN_HOLD_S = 3600.0
 MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
+FORGOTTEN = "service.forgotten"
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 
@@ -49,7 +50,8 @@ class ServiceState(Struct):
 
     first_sequence: the sequence of the first page of its newest full report; pages_received: of it; listing:
     its number here. unanswered: how many requests for its hosts it has left unanswered since. ring: of its newest
-    announcement, by which members of its ring it goes ((0, 0): it shares no hosts).
+    announcement, by which members of its ring it goes ((0, 0): it shares no hosts). forgotten: an operator has stated
+    that it is gone for good, and it has announced nothing since.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ServiceState(Struct):
     listing: int = 0
     unanswered: int = 0
     ring: tuple[int, int] = NO_RING
+    forgotten: bool = False
 
 
 class CellDigest(Struct):
@@ -140,6 +143,7 @@ class HostTable:
                 service.first_sequence = 0  # its sequence starts again
             service.epoch, service.sequence, service.last_seen_s = message.epoch, message.sequence, now_s
             service.unanswered = 0
+            service.forgotten = False
         digest = self._digests.get(message.cell)
         if digest is not None:
             self._assess(self.services[known], digest, now_s)
@@ -222,6 +226,28 @@ class HostTable:
         """The hosts (uuids) that belong to a drain, and the decisions about them."""
         return {uuid: decision for uuid, decision in self._decided.items() if decision.drain == drain}
 
+    def cells_of_service(self, name: str) -> list[str]:
+        """The cells that have a compute service of this name: one that is announced, or that its cell lists as down."""
+        announced = {one.cell for one in self.services if one.name == name and not one.forgotten}
+        return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
+
+    def service_of(self, cell: str, name: str) -> int:
+        """The index of a compute service; NO_SERVICE: it has not announced itself here, or is forgotten."""
+        index = self._service_index.get((cell, name), NO_SERVICE)
+        return NO_SERVICE if index != NO_SERVICE and self.services[index].forgotten else index
+
+    def forget_service(self, gone: ServiceGone, now_s: float) -> None:
+        """Drop a compute service that is gone for good; it is back once it announces its hosts."""
+        index = self._service_index.get((gone.cell, gone.service))
+        if index is None:
+            return
+        service = self.services[index]
+        service.forgotten, service.down_s = True, now_s
+        service.down = ServiceDown(
+            service=gone.service, epoch=service.epoch, code=FORGOTTEN, reason="an operator has stated that it is gone"
+        )
+        self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
+
     def is_down(self, uuid: str) -> bool:
         """Whether the compute service of a host is known, and is down."""
         index = self._index.get(uuid)
@@ -257,6 +283,8 @@ class HostTable:
         """The state that its cell lists for this service's present epoch or a later one; otherwise
         its silence decides.
         """
+        if service.forgotten:
+            return
         down = digest.down.get(service.name)
         if down is not None and down.epoch < service.epoch:
             down = None

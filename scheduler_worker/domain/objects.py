@@ -28,6 +28,7 @@ from bus.contracts.objects import (
     ChangedObject,
     FenceRecord,
     Flavor,
+    ForgottenService,
     GroupDefinition,
     HostDecision,
     ObjectKind,
@@ -72,6 +73,7 @@ Body = (
     | DrainRecord
     | GroupDefinition
     | AuditRepair
+    | ForgottenService
 )
 BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.FLAVOR: Flavor,
@@ -84,15 +86,26 @@ BODIES: Mapping[ObjectKind, type[Body]] = {
     ObjectKind.DRAIN: DrainRecord,
     ObjectKind.GROUP: GroupDefinition,
     ObjectKind.REPAIR: AuditRepair,
+    ObjectKind.SERVICE: ForgottenService,
 }
 # The reasons why a change of objects refuses certain kinds.
 DERIVED: Mapping[ObjectKind, str] = {
     ObjectKind.FENCE: "follows from a decision about its host, and is not changed",
     ObjectKind.DRAIN: "has commands of its own (drain.command.v1), and is not changed",
     ObjectKind.REPAIR: "is an entry of the log, and no object",
+    ObjectKind.SERVICE: "is an entry of the log, and no object",
 }
 # Kinds that are about existing hosts, and not part of a configuration.
-NOT_CONFIGURATION = frozenset({ObjectKind.HOST, ObjectKind.FENCE, ObjectKind.CELL, ObjectKind.DRAIN, ObjectKind.REPAIR})
+NOT_CONFIGURATION = frozenset(
+    {
+        ObjectKind.HOST,
+        ObjectKind.FENCE,
+        ObjectKind.CELL,
+        ObjectKind.DRAIN,
+        ObjectKind.REPAIR,
+        ObjectKind.SERVICE,
+    }
+)
 
 Key = tuple[ObjectKind, str]
 Objects = Mapping[Key, StoredObject]

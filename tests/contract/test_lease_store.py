@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from cell_conductor.domain.instance import Instance, State
+from bus.contracts.moves import MoveKind
+from cell_conductor.domain.fences import Fence
+from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.store.port import InstanceStore
 from tests.unit.conductor.scenario import SPEC, selection
@@ -74,3 +76,37 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
         (kept[2].uuid, "b"),
     ]
     assert await instances.building_at([]) == []
+
+
+async def test_a_lease_is_deleted_though_another_is_the_keeper(instances: InstanceStore) -> None:
+    term = await instances.leases.keep("one", LONG_S)
+    assert term is not None
+    await instances.leases.record(term, [UP, SILENT])
+    assert await instances.leases.forget("b")
+    assert not await instances.leases.forget("b")
+    assert await instances.leases.leases() == [UP]
+
+
+async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fenced(instances: InstanceStore) -> None:
+    kept = [
+        instance(1, "a", State.ACTIVE),
+        instance(2, "a", State.ACTIVE, position=1),
+        instance(3, "b", State.ACTIVE),
+        instance(4, "a", State.BUILDING),
+        instance(5, "a", State.DELETED),
+        instance(6, "a", State.VACATING),
+        instance(7, "a", State.CLAIMING),
+        instance(8, "b", State.RESIZED),
+        instance(9, "b", State.DEPARTED),
+    ]
+    source = replace(selection(9), service="a")
+    move = Move(request_id=kept[7].uuid, kind=MoveKind.MIGRATE, source=source, spec=SPEC)
+    kept[7:] = [replace(one, move=move) for one in kept[7:]]
+    async with instances.transaction() as transaction:
+        await transaction.insert(kept)
+    assert await instances.at_service("a", 10) == [kept[at].uuid for at in (0, 1, 3, 7)]
+    assert await instances.at_service("a", 1) == [kept[0].uuid]
+    assert await instances.at_service("none", 10) == []
+    for fenced in (selection(1), source):
+        await instances.fences.put(Fence(host_uuid=fenced.host_uuid, host="h", version=1))
+    assert await instances.at_service("a", 10) == [kept[1].uuid]

@@ -20,7 +20,15 @@ from berth.up import LocalSystem
 from berth.up import site as local_site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest, HostRecord, HostsPage, HostsQuery
-from bus.contracts.operations import AdminState, ForgetHost, HostForgotten, SetAdminState
+from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery
+from bus.contracts.operations import (
+    AdminState,
+    ForgetHost,
+    ForgetService,
+    HostForgotten,
+    ServiceForgotten,
+    SetAdminState,
+)
 from bus.faults import RequestRefused
 from compute_sim.config import ComputeConfig
 
@@ -54,6 +62,15 @@ class Whole:
     async def refused(self, host: str) -> str:
         with pytest.raises(RequestRefused) as fault:
             await self.forget(host)
+        return fault.value.code
+
+    async def forget_service(self, name: str, cell: str | None = None) -> ServiceForgotten:
+        command = ForgetService(service=name, reason="burnt", by="ann", cell=cell)
+        return await self.client.forget_service(command, timeout_s=WAIT_S)
+
+    async def refused_service(self, name: str, cell: str | None = None) -> str:
+        with pytest.raises(RequestRefused) as fault:
+            await self.forget_service(name, cell)
         return fault.value.code
 
     async def decide(self, host: str, state: AdminState, *, force: bool = False) -> None:
@@ -94,9 +111,12 @@ async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(who
     await whole.client.boot([build])
     assert await whole.client.wait(WAIT_S)
     assert await whole.refused(mine) == "host.service_up"
+    assert await whole.refused_service("c2") == "service.up"
+    assert await whole.refused_service("none", cell="nowhere") == "cell.unknown"
     await whole.system.in_process.kill("c2")
     await whole.until(lambda found: not found[mine].up)
     assert await whole.refused(mine) == "host.has_instances"
+    assert await whole.refused_service("c2") == "service.has_hosts"
     await whole.decide(mine, AdminState.FENCED)
     query = BuildQuery(instance_uuid=build.instance_uuid)
     await whole.client.delete((await whole.client.query(query, timeout_s=WAIT_S)).builds)
@@ -116,6 +136,12 @@ async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(who
     facts = await gather(place)
     # The service has its own record, in its cell, which drops it in `conductor.services_retention_s`.
     assert {one.name for one in check_invariants(facts) if not one.holds} <= {"services_there"}
+    assert (await whole.forget_service("c2")).removed
+    assert [one.name for one in check_invariants(await gather(place)) if not one.holds] == []
+    page = await whole.client.services(limit=10, timeout_s=WAIT_S)
+    assert [one.name for one in page.services if not one.up] == []
+    log = await whole.client.bus.request(ObjectLogQuery(kind=ObjectKind.SERVICE), ObjectLogPage, timeout_s=WAIT_S)
+    assert [(one.name, one.who, one.why) for one in log.entries] == [("c2", "ann", "burnt")]
     assert not any((await audited(place, repair=False, grace_s=0.0)).values())
     settings = place.settings
     again = compute_sim.app.build(place.environment("c2", "compute"), settings.compute, "cell1", "c2")

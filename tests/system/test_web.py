@@ -209,6 +209,11 @@ def test_an_operator_decides_about_a_host_and_is_named(web: Web) -> None:
         assert {one["cell"] for one in services} == {"cell1", "cell2"} and all(one["up"] for one in services)
         assert sum(one["hosts"] for one in services) == 6
         assert code_of(alice.get("/api/v1/services"), 403) == "role.forbidden"
+        forget = f"/api/v1/services/{services[0]['name']}/forget"
+        assert code_of(client.post(forget, json={"reason": "scrapped"}), 409) == "service.up"
+        assert code_of(client.post(forget, json={}), 400) == "request.invalid"
+        unknown = client.post("/api/v1/services/none/forget", json={"reason": "scrapped", "cell": "cell1"}).json()
+        assert (unknown["service"], unknown["cell"], unknown["removed"]) == ("none", "cell1", False)
 
 
 def test_the_document_describes_every_route(web: Web) -> None:
@@ -219,7 +224,8 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/moves", "/moves",
             "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/forget",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
-            "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services", "/workers", "/cells",
+            "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services",
+            "/services/{service}/forget", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",
             "/groups", "/groups/{name}", "/rules", "/rules/{name}", "/objects", "/objects/log",

@@ -194,6 +194,7 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("POST", "/objects", {"changes": []}),
     ("PUT", "/hosts/x/admin-state", {"state": "fenced"}),
     ("POST", "/hosts/x/forget", {"reason": "scrapped"}),
+    ("POST", "/services/x/forget", {"reason": "scrapped"}),
     ("POST", "/hosts/x/drain", {}),
     ("DELETE", f"/drains/{UNKNOWN}", None),
     ("POST", "/drains", {"name": "cell1"}),

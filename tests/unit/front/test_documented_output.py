@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from berth.commands import services
 from berth.commands.audit import show_finding
 from berth.commands.drain import show_begun, show_drain, show_progress
 from berth.commands.hosts import show_decision, show_forgotten, show_hosts
@@ -13,7 +14,7 @@ from berth.findings import findings
 from bus.contracts.build import HostRecord
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
-from bus.contracts.operations import AdminState, HostAdminState, HostForgotten
+from bus.contracts.operations import AdminState, HostAdminState, HostForgotten, ServiceForgotten
 from tests.kit.documents import PAGES, ROOT
 from tests.unit.front.test_findings import HELD, look
 
@@ -66,6 +67,7 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
         resources={"VCPU": (2, 16)},
         contested_by="c2",
     )
+    services.show_forgotten(ServiceForgotten(service="c1", cell="cell1", removed=True))
     show_hosts([contested])
     assert printed(capsys) == output_of(HOSTS)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceGone, ServicesDigest
 from scheduler_worker.domain import hosts
 
 
@@ -247,3 +247,24 @@ def test_a_node_is_not_taken_from_a_service_that_goes_by_newer_members() -> None
     down = ServiceDown(service="m2", epoch=1, code="service.silent")
     table.apply(ServicesDigest(cell="c1", term=1, number=1, down=(down,)), 5.0)
     assert table.apply(of_ring("m1", 4, 1), 6.0) and has_it() == "m1", "a service that is down holds nothing"
+
+
+def test_a_forgotten_service_has_no_hosts_and_is_back_with_its_next_announcement() -> None:
+    table = hosts.HostTable()
+    table.apply(report(1, "a", "b", complete=True), 0.0)
+    silent = ServiceDown(service="s", epoch=1, code="service.silent")
+    table.apply(ServicesDigest(cell="c1", term=1, number=1, down=(silent,), up=0), 1.0)
+    assert table.cells_of_service("s") == ["c1"] and table.service_of("c1", "s") == 0
+    for cell in ("c2", "c1"):
+        assert managed(table) == "ab"
+        table.forget_service(ServiceGone(cell=cell, service="s"), 2.0)
+    assert managed(table) == "" and table.service_of("c1", "s") == hosts.NO_SERVICE
+    assert table.cells_of_service("s") == ["c1"], "its cell lists it until the next digest"
+    table.apply(ServicesDigest(cell="c1", term=1, number=2, up=0), 3.0)
+    assert table.cells_of_service("s") == [] and not table.knows_more("c1")
+    assert table.down().tolist() == [True, True], "it does not count as up"
+    table.apply(report(1, "a", complete=True), 4.0)
+    assert managed(table) == "", "a late copy"
+    table.apply(report(2, "a", complete=True), 5.0)
+    assert managed(table) == "a" and table.cells_of_service("s") == ["c1"]
+    assert table.down().tolist() == [False, True]
