@@ -25,7 +25,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.practice import practise_search
+from placement_worker.replica.warm_up import warm_up_search
 from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.cells import CellKeeper
@@ -256,7 +256,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
 
 async def _prepare_search(follower: Follower) -> None:
     await follower.ready.wait()
-    practise_search()
+    warm_up_search()
 
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine) -> DrainKeeper:

@@ -10,9 +10,9 @@ import msgspec
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
-from placement_worker.replica.practice import practise_search
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.time_budget import TimeBudget, TooLong
+from placement_worker.replica.warm_up import warm_up_search
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import ParsedQuery, parse_candidates
 from placement_worker.rest.faults import HttpFault
@@ -61,12 +61,12 @@ async def search(api: Api, request: HttpRequest) -> Response:
 
 
 @cache
-def practise() -> None:
+def warm_up() -> None:
     """Answer a search of a book of one host, once in a process: the first one compiles JSON schemas, among others, and
     takes 1 ms longer.
     """
-    book = practise_search()
-    requested = parse_candidates(QueryString(b"resources=VCPU:1&required=CUSTOM_PRACTICE&limit=1"), NEWEST)
+    book = warm_up_search()
+    requested = parse_candidates(QueryString(b"resources=VCPU:1&required=CUSTOM_WARM_UP&limit=1"), NEWEST)
     time_budget = TimeBudget(thread_time, AT_ONCE_S, keeps_partial=True)
     found = candidates(book, requested.request, limit=1, rng=None, budget=1_000, time_budget=time_budget)
     _rendered(book, found, requested, NEWEST, time_budget)

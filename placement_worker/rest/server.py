@@ -17,7 +17,7 @@ from bus.service.health import Health
 from bus.service.settings import SettingsError
 from placement_worker.rest.application import App
 from placement_worker.rest.auth import Auth, local_auth
-from placement_worker.rest.candidates import practise
+from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.health import with_health
 from placement_worker.rest.in_process import application_over
@@ -88,7 +88,7 @@ class RestServer:
         """Serve until drained; `open` is called first if it was not. Raises CannotListen, BrokenInvariant."""
         try:
             await self.api.replica.fresh()  # loads the book before the first search needs it
-            practise()
+            warm_up()
             if self._serving is None:
                 await self.open()
             assert self._serving is not None

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from bus.clock import SystemClock
-from placement_worker.replica.practice import practise_search
-from placement_worker.rest.candidates import practise
+from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.rest.candidates import warm_up
 from placement_worker.store.memory import MemoryBookTable
 from tests.integration.placement_rest.conftest import serving
 
@@ -57,12 +57,12 @@ def calls(rest: str) -> list[int]:
 
 
 def test_item_19_the_first_search_of_a_process_makes_the_calls_of_each_later_one() -> None:
-    first, *later = calls("route.practise()\nprint([calls_of(answered, amount) for amount in range(1, 4)])")
+    first, *later = calls("route.warm_up()\nprint([calls_of(answered, amount) for amount in range(1, 4)])")
     assert [first, *later] == [first] * 3
 
 
-async def test_item_19_a_server_is_ready_after_a_practice_search() -> None:
-    practise.cache_clear()
-    practise_search.cache_clear()
+async def test_item_19_a_server_is_ready_after_its_warm_up() -> None:
+    warm_up.cache_clear()
+    warm_up_search.cache_clear()
     async with serving(MemoryBookTable(SystemClock())):
-        assert practise.cache_info().currsize == practise_search.cache_info().currsize == 1
+        assert warm_up.cache_info().currsize == warm_up_search.cache_info().currsize == 1

@@ -1,4 +1,4 @@
-"""A practice search before a process is ready, so that the first request of a client is answered like any other."""
+"""A warm-up search before a process is ready, so that the first request of a client is answered like any other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INVENTORY = (1.0, 1, 1, 1, 1, 0, 1.0)
 
 
 @cache
-def practise_search() -> Book:
+def warm_up_search() -> Book:
     """Search a book of one host, once in a process. Returns the book.
 
     The first call of a function takes longer than the next one; those of a search are 0.3 ms together.
@@ -29,11 +29,11 @@ def practise_search() -> Book:
         shape=1,
         inventories={"VCPU": INVENTORY, "MEMORY_MB": INVENTORY},
         used={},
-        traits=("CUSTOM_PRACTICE",),
+        traits=("CUSTOM_WARM_UP",),
         aggregates=(),
     )
     book.load([host], 1)
-    query = Query(resources={"VCPU": 1}, required=(("CUSTOM_PRACTICE",),))
+    query = Query(resources={"VCPU": 1}, required=(("CUSTOM_WARM_UP",),))
     for root in search(book, query).roots.tolist():
         options(book, query, root)
     return book
