@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
@@ -113,7 +113,7 @@ class ScanId(Struct, frozen=True, order=True):
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
 # Of moves that are over: as many attempts as two of them can have.
-MAX_LEFT = 32
+MAX_ENDED_ATTEMPTS = 32
 
 
 class EndedMove(Struct, frozen=True, omit_defaults=True):
@@ -203,7 +203,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     machine that is being adopted is complete. settled: the migration by which it has come from another cell for good.
     departure: the record with which it left for another cell; departed_by:
     the request by which it left. claims_refused: how often in a row placement has refused the claim of the adopted
-    machine. left: the attempts whose machines its moves have ended, the newest last.
+    machine. ended_attempts: the attempts whose machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -244,7 +244,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departed_by: str = ""
     settled: str = ""
     claims_refused: int = 0
-    left: tuple[int, ...] = ()
+    ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
 
     @property
     def is_unclaimed(self) -> bool:

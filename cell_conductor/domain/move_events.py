@@ -10,7 +10,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
 from .events import MoveRequested
-from .instance import MAX_ENDED, MAX_LEFT, EndedMove, Instance, Move, Power, State
+from .instance import MAX_ENDED, MAX_ENDED_ATTEMPTS, EndedMove, Instance, Move, Power, State
 from .steps import Step, StepContext, cut
 
 _AT_REST = {
@@ -125,9 +125,9 @@ def close(instance: Instance, ending: MoveEnd, at: float, context: StepContext) 
 def without_move(instance: Instance) -> Instance:
     """No move is under way any more; the attempts whose machines it has ended stay on record."""
     move = move_of(instance)
-    given_out = (*instance.left, move.source_attempt, *(one.attempt for one in move.history), instance.newest)
-    left = tuple(attempt for attempt in dict.fromkeys(given_out) if attempt not in (0, instance.attempt))
-    return replace(instance, move=None, left=left[-MAX_LEFT:])
+    given_out = (*instance.ended_attempts, move.source_attempt, *(one.attempt for one in move.history), instance.newest)
+    ended = tuple(attempt for attempt in dict.fromkeys(given_out) if attempt not in (0, instance.attempt))
+    return replace(instance, move=None, ended_attempts=ended[-MAX_ENDED_ATTEMPTS:])
 
 
 def refuse_request(instance: Instance, event: MoveRequested, context: StepContext, code: str, reason: str = "") -> Step:

@@ -214,7 +214,7 @@ def is_ordered(instance: Instance, event: Event) -> bool:
     if (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid):
         return True
     tried = instance.history if instance.move is None else (*instance.history, *instance.move.history)
-    return event.attempt in instance.left or any(
+    return event.attempt in instance.ended_attempts or any(
         one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in tried
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -9,11 +10,12 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.moves import MoveKind
 from cell_conductor.domain import events as e
 from cell_conductor.domain.breaker import Breaker
-from cell_conductor.domain.instance import MAX_LEFT, State
+from cell_conductor.domain.instance import MAX_ENDED_ATTEMPTS, State
 from cell_conductor.domain.proof import is_ordered
 from cell_conductor.domain.report import differences
+from cell_conductor.store import rows
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, request, to_resized
-from tests.unit.conductor.scenario import host, spawned
+from tests.unit.conductor.scenario import UUID, host, spawned
 from tests.unit.conductor.test_outdated_reports import (
     CONFIG,
     MANY,
@@ -45,7 +47,7 @@ async def test_a_machine_that_its_record_ordered_destroyed_is_not_counted_as_ove
     """A chaos run with moves: services that had been paused came back with 7, 10 and 19 attempts that had gone on
     elsewhere meanwhile, reported them before they took the waiting orders, and three breakers opened."""
     ended = AttemptRecord(attempt=1, host="source", outcome=outcome, at=MOVED_AT)
-    instances = [replace(moved(number, ELSEWHERE), history=(ended,), left=left) for number in range(MANY)]
+    instances = [replace(moved(number, ELSEWHERE), history=(ended,), ended_attempts=left) for number in range(MANY)]
     async with guarded(instances) as (store, guard):
         if is_open:
             await store.safety.trip(Breaker(service=SERVICE, tripped_at=1.0))
@@ -85,7 +87,7 @@ def test_the_source_of_a_move_is_no_finding_from_its_confirm_on() -> None:
     made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
     assert (made.instance.state, lists(made, 1, 1)) == (State.RELEASING_SOURCE, True)
     made.apply(e.Released(at=221.0, consumer=MOVE))
-    assert (made.instance.state, made.instance.left, lists(made, 1, 1)) == (State.ACTIVE, (1,), True)
+    assert (made.instance.state, made.instance.ended_attempts, lists(made, 1, 1)) == (State.ACTIVE, (1,), True)
     assert not lists(made, 2, 2)  # what runs is none
 
 
@@ -104,8 +106,14 @@ def test_the_destination_of_a_move_that_is_reverted_is_no_finding() -> None:
 
 def test_so_many_attempts_of_moves_stay_on_record() -> None:
     made = confirmed()
-    made.instance = replace(made.instance, left=tuple(range(101, 101 + MAX_LEFT)))
+    made.instance = replace(made.instance, ended_attempts=tuple(range(101, 101 + MAX_ENDED_ATTEMPTS)))
     made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)), e.Released(at=221.0, consumer=MOVE))
-    assert made.instance.left == (*range(102, 101 + MAX_LEFT), 1)
+    assert made.instance.ended_attempts == (*range(102, 101 + MAX_ENDED_ATTEMPTS), 1)
     made.apply(spawned(attempt=2, at=230.0))
-    assert len(made.instance.left) == MAX_LEFT
+    assert len(made.instance.ended_attempts) == MAX_ENDED_ATTEMPTS
+
+
+def test_ended_attempts_of_records_of_earlier_versions_are_read() -> None:
+    stored = b'{"uuid":"%s","left":[1,3]}' % UUID.encode()
+    assert rows.decode(stored).ended_attempts == (1, 3)
+    assert msgspec.json.encode(rows.decode(stored)) == stored
