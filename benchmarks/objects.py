@@ -9,15 +9,10 @@ scheduler takes a build, so a row has several for each.
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
 
-import msgspec
-import uvloop
-
-from benchmarks.street import positive
+from benchmarks.in_effect import TIMEOUT_S, Figures, in_effect_ms, run
 from benchmarks.street_moves import spread_of
 from berth.client import BuildClient
 from berth.servers import SystemPlan, real_servers, running_processes
@@ -25,11 +20,9 @@ from berth.site import Site, process_name
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 
 BUILDS_IN_A_ROW = 8  # of each scheduler
-TIMEOUT_S = 60.0
 PROJECT = "measured"
 SIZE = {"vcpus": 1, "memory_mb": 1, "disk_gb": 0}
 
@@ -47,18 +40,11 @@ class Measured:
         await self._client.bus.request(
             ObjectsChange(who="bench", changes=(change,)), ObjectsChanged, timeout_s=TIMEOUT_S
         )
-        changed = since = time.perf_counter()
-        agreed = 0
-        while agreed < self._in_a_row:
-            if time.perf_counter() - changed > TIMEOUT_S:
-                raise SystemExit(f"{change.kind.value} {change.name}: not in effect after {TIMEOUT_S:g} s")
-            before = time.perf_counter()
-            if await self._ends(flavor) != code:
-                agreed = 0
-                continue
-            since = since if agreed else before
-            agreed += 1
-        return (since - changed) * 1000
+
+        async def ends() -> bool:
+            return await self._ends(flavor) == code
+
+        return await in_effect_ms(ends, self._in_a_row, f"{change.kind.value} {change.name}")
 
     async def _ends(self, flavor: str) -> str:
         """The code that a build fails with; "": it is active."""
@@ -71,7 +57,7 @@ class Measured:
         return "" if event.state is BuildState.ACTIVE else event.code
 
 
-async def measure(rounds: int, schedulers: int) -> dict[str, dict[str, float]]:
+async def measure(rounds: int, schedulers: int) -> Figures:
     """Milliseconds until in effect everywhere, by what was changed."""
     size = HostSize(vcpus=4096, memory_mb=2**20, disk_gb=2**10)
     plan = SystemPlan(cells=("cell1",), schedulers=schedulers, compute=ComputeConfig(hosts=4, sizes=(size,)))
@@ -80,7 +66,7 @@ async def measure(rounds: int, schedulers: int) -> dict[str, dict[str, float]]:
             return await _rounds(site, rounds, BUILDS_IN_A_ROW * schedulers)
 
 
-async def _rounds(site: Site, rounds: int, in_a_row: int) -> dict[str, dict[str, float]]:
+async def _rounds(site: Site, rounds: int, in_a_row: int) -> Figures:
     process = process_name("bench")
     client = BuildClient(site.bus(process), clock=SystemClock(), process=process)
     await client.open()
@@ -101,17 +87,5 @@ async def _rounds(site: Site, rounds: int, in_a_row: int) -> dict[str, dict[str,
         await client.close()
 
 
-def main() -> int:
-    """Print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=positive, default=20)
-    parser.add_argument("--schedulers", type=positive, default=3)
-    options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
-    figures = uvloop.run(measure(options.rounds, options.schedulers))
-    print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(measure, description=__doc__, rounds=20))
