@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import asyncpg
@@ -195,6 +196,26 @@ async def destroyed(site: Site, client: BuildClient) -> None:
                 await delete(client, late)
 
 
+async def deleted_by_all(site: Site, client: BuildClient, url: str, facts: Facts, gone: Sequence[str]) -> None:
+    """An operator decides about the rest, and the client deletes what it has: then every invariant holds.
+
+    The client requests the instances again that the cell has and schedulers do not know: it is one request.
+    """
+    await decide(site, facts)
+    known = {one.instance_uuid for one in facts.instances} - set(gone)
+    await request_again(client, sorted(known - set(facts.requests)))
+    await delete(client, sorted(known))
+    await age(url)
+    await destroyed(site, client)
+    broken = ["not judged yet"]
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            while broken := await breaches(site):
+                await decide(site, await gather(site))
+                await repaired(site)
+    assert broken == []
+
+
 @pytest.mark.parametrize(("seed", "top_forgets"), [(1, False), (2, False), (3, True)])
 async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_and_put_right(
     tmp_path: Path, *, seed: int, top_forgets: bool
@@ -242,20 +263,5 @@ async def test_after_a_restore_each_machine_runs_on_and_what_differs_is_found_an
         facts = await claimed_in_time(it.site, url)
         assert unclaimed(facts) == {}
 
-        # An operator decides about the rest, and the client deletes what it has: then every invariant holds.
-        # The client requests the instances again that the cell has and schedulers do not know: it is one request.
-        await decide(it.site, facts)
-        await request_again(
-            client, sorted({one.instance_uuid for one in facts.instances} - set(gone) - set(facts.requests))
-        )
-        await delete(client, sorted({one.instance_uuid for one in facts.instances} - set(gone)))
-        await age(url)
-        await destroyed(it.site, client)
-        broken = ["not judged yet"]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(PATIENCE_S):
-                while broken := await breaches(it.site):
-                    await decide(it.site, await gather(it.site))
-                    await repaired(it.site)
-        assert broken == []
+        await deleted_by_all(it.site, client, url, facts, gone)
         assert not running(await gather(it.site))
