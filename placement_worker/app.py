@@ -117,7 +117,7 @@ def _handlers(
         store,
         clock=env.clock,
         committed=publisher.wake,
-        claimed=publisher.wake_later,
+        claimed=partial(publisher.wake, at_once=False),
         publish=publish,
     )
 

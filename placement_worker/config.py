@@ -33,9 +33,7 @@ class PlacementConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     feed_gap_s: Annotated[float, Bound(ge=0, le=1)] = 0.01
     """Seconds between two turns of publishing while commits go on, so that a turn carries many changes."""
     feed_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.05
-    """Seconds that a claim's change waits for further ones at least. The scheduler that claimed knows it already."""
-    feed_gather_s: Annotated[float, Bound(ge=0, le=1)] = 0.25
-    """Seconds, about, that it waits while fewer than 16 claims are to be published."""
+    """Seconds that a claim's change waits for further ones. The scheduler that claimed knows it already."""
     feed_page: Some = 1000
     """The most changes in one event of the feed."""
     feed_retention: Annotated[int, Bound(ge=1000)] = 500_000

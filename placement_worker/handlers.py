@@ -50,8 +50,8 @@ class PlacementHandlers:
     """The handlers of placement's queues. All messages of a batch are from one queue, and so from one bus.
 
     committed: a function that is called after every transaction of inventory or aggregates, to publish its changes at
-    once. claimed: the same after a transaction of so many claims, whose changes need not leave before the reply.
-    publish: a function that publishes messages on a bus, without the outbox.
+    once. claimed: the same after a transaction of claims, whose changes need not leave before the reply. publish: a
+    function that publishes messages on a bus, without the outbox.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class PlacementHandlers:
         *,
         clock: Clock,
         committed: Callable[[], None],
-        claimed: Callable[[int], None],
+        claimed: Callable[[], None],
         publish: Callable[[str, Sequence[Message]], Awaitable[None]] | None = None,
     ) -> None:
         self._store = store
@@ -76,7 +76,7 @@ class PlacementHandlers:
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
         started = self._clock.monotonic()
         replies = iter(await self._store.apply(items, bus=batch[0].bus))
-        self._claimed(len(items))
+        self._claimed()
         _measure("claims", len(items), self._clock.monotonic() - started)
         return [
             self._answer(received, next(replies))

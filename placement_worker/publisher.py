@@ -7,7 +7,7 @@ import asyncio
 import structlog
 
 from bus.bus import Bus
-from bus.clock import Clock, shared_delay_s
+from bus.clock import Clock
 from bus.contracts.placement import FeedChanges
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
@@ -19,7 +19,6 @@ log = structlog.get_logger("placement.feed")
 
 MAX_NAMED_ROOTS = 10  # roots in one line of the log, at most
 STALL_S = 0.5  # wait between attempts while the database or the bus is unavailable
-MANY_CLAIMS = 16  # so many claims that are not published end the wait for further ones
 TAKEN_WAIT_S = 0.02  # wait before checking whether the publishing process has published this one's changes, too
 
 
@@ -33,58 +32,32 @@ class FeedPublisher:
         self._config = config
         self._committed = asyncio.Event()
         self._at_once = False
-        self._claims = 0  # committed since the last turn began
-        self._gathering: asyncio.Task[None] | None = None
 
-    def wake(self) -> None:
-        """Record that changes were committed that are published at once."""
-        self._at_once = True
+    def wake(self, *, at_once: bool = True) -> None:
+        """Record that changes were committed. at_once: publish without lingering; False after claims, so that their
+        replies leave first.
+        """
+        self._at_once |= at_once
         self._committed.set()
-        self._end_gathering()
-
-    def wake_later(self, claims: int) -> None:
-        """Record that so many claims were committed. Their replies leave first, and their changes wait for others."""
-        self._claims += claims
-        self._committed.set()
-        if self._claims >= MANY_CLAIMS:
-            self._end_gathering()
 
     async def run(self) -> None:
         """Publish whenever changes were committed, until cancelled.
 
-        After a pause the changes are published at once, but those of claims linger. While commits continue, they are
-        published at the interval, because a turn takes two round trips, for one change or a thousand.
+        After a pause the changes are published at once (but see `wake`). While commits continue, they are published at
+        the interval, because a turn takes two round trips, for one change or a thousand.
         """
         while True:
             await self._committed.wait()
             if not self._at_once:
-                await self._linger()
+                await self._clock.sleep(self._config.feed_linger_s)
             self._committed.clear()
-            self._at_once, self._claims = False, 0
+            self._at_once = False
             try:
                 await self._publish_all()
             except (Transient, BusError) as error:
                 await self._stall(error)
                 self._committed.set()
             await self._clock.sleep(self._config.feed_gap_s)
-
-    async def _linger(self) -> None:
-        """Wait for the shorter time, and while few claims have come for the longer one."""
-        config = self._config
-        await self._clock.sleep(config.feed_linger_s)
-        if self._at_once or self._claims >= MANY_CLAIMS or config.feed_gather_s <= config.feed_linger_s:
-            return
-        left_s = shared_delay_s(self._clock.monotonic(), config.feed_gather_s - config.feed_linger_s)
-        self._gathering = asyncio.create_task(self._clock.sleep(left_s))
-        try:
-            await asyncio.wait([self._gathering])
-        finally:
-            self._end_gathering()
-
-    def _end_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.cancel()
-            self._gathering = None
 
     async def announce(self) -> None:
         """Publish the newest number at intervals, and look for changes that other processes left unpublished, until

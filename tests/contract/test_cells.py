@@ -152,7 +152,7 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
 
 
 async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
-    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda _: None)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await notify(store, "c1", host(MINE, 1))
     (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
     assert isinstance(refused, Refuse)
@@ -169,9 +169,7 @@ async def test_a_source_learns_which_version_of_its_report_the_book_has(store: P
     async def send(bus: str, messages: Sequence[Message]) -> None:
         sent.extend((bus, message) for message in messages)
 
-    handlers = PlacementHandlers(
-        store, clock=SystemClock(), committed=lambda: None, claimed=lambda _: None, publish=send
-    )
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=send)
     for version in (7, 7, 3, 8):
         await handlers.inventory([Received(host(MINE, version), Meta(id="m"), "c1", "placement.inventory")])
     known = InventoryOutdated(source=host(MINE, 1).source, root_uuid=MINE, version=7)

@@ -55,7 +55,7 @@ class BusRig(Rig):
             Bus(API, MemoryTransport(broker, process), process=process, clock=clock, rng=random.Random(process))
             for process in ("scheduler", "placement")
         ]
-        handlers = PlacementHandlers(book, clock=clock, committed=lambda: None, claimed=lambda _: None)
+        handlers = PlacementHandlers(book, clock=clock, committed=lambda: None, claimed=lambda: None)
         self.consumers = [
             self.buses[1].consumer("placement.requests", handlers.requests),
             self.buses[1].consumer("placement.reads", handlers.reads),

@@ -100,7 +100,7 @@ async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: 
 
 
 async def test_a_release_counts_for_the_reports_that_come_with_it(store: PlacementStore) -> None:
-    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda _: None)
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await outcomes(store, first(1))
     released = InventoryReleased(source=FIRST, roots=(MINE,))
     batch = [
@@ -135,7 +135,7 @@ async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementSto
         published.extend((bus, message) for message in messages)
 
     handlers = PlacementHandlers(
-        store, clock=SystemClock(), committed=lambda: None, claimed=lambda _: None, publish=publish
+        store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=publish
     )
     batch = [Received(one, Meta(id=str(one.version)), "c1", "placement.inventory") for one in (first(1), second(2))]
     results = await handlers.inventory(batch)

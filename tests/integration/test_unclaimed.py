@@ -124,7 +124,7 @@ async def requests_to(
     store: PlacementStore, clock: SystemClock, rng: random.Random
 ) -> AsyncIterator[PlacementRequests]:
     """A conductor's requests to placement, answered by this book."""
-    handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda _: None)
+    handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda: None)
     bus = Bus("cell1", MemoryTransport(MemoryBroker(clock), "cell1"), process="both", clock=clock, rng=rng)
     await bus.open()
     consumer = bus.consumer("placement.requests", handlers.requests)

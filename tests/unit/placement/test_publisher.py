@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-
-import pytest
 
 from bus.bus import API, Bus
 from bus.contracts.placement import (
@@ -20,7 +17,7 @@ from bus.contracts.placement import (
 )
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.config import PlacementConfig
-from placement_worker.publisher import MANY_CLAIMS, TAKEN_WAIT_S, FeedPublisher
+from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from tests.unit.front.world import HandClock
 
@@ -113,58 +110,27 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
     assert sent == [1, 2]
 
 
-async def turns(*wakes: Callable[[FeedPublisher], None], config: PlacementConfig) -> list[float]:
-    """When a publisher's turns began, in seconds. Each of these wakes it, after the turn of the one before."""
+async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
     clock = HandClock()
     store = MemoryBook(MemoryBookTable(clock).session())
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
     publisher = FeedPublisher(store, bus, clock=clock, config=config)
     published_at: list[float] = []
-    started = clock.monotonic()
 
     async def publish_all() -> None:
-        published_at.append(clock.monotonic() - started)
+        published_at.append(clock.monotonic())
 
     publisher._publish_all = publish_all  # type: ignore[method-assign]
     running = asyncio.create_task(publisher.run())
+    started = clock.monotonic()
+    publisher.wake()
     async with asyncio.timeout(20):
-        for number, wake in enumerate(wakes, 1):
-            wake(publisher)
-            while len(published_at) < number:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
-                await asyncio.sleep(0)
+        while len(published_at) < 1:  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
+            await asyncio.sleep(0)
+        publisher.wake(at_once=False)
+        while len(published_at) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    return published_at
-
-
-async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
-    config = PlacementConfig(feed_linger_s=0.5, feed_gather_s=0.0, feed_gap_s=0.0)
-    found = await turns(FeedPublisher.wake, lambda publisher: publisher.wake_later(1), config=config)
-    assert found == [0.0, config.feed_linger_s]
-
-
-async def test_the_events_of_few_claims_wait_for_others_and_those_of_many_do_not() -> None:
-    config = PlacementConfig(feed_linger_s=0.5, feed_gather_s=1.0, feed_gap_s=0.0)
-    (many,) = await turns(lambda publisher: publisher.wake_later(MANY_CLAIMS), config=config)
-    assert many == config.feed_linger_s
-    (few,) = await turns(lambda publisher: publisher.wake_later(1), config=config)
-    assert 0.75 <= few <= 1.25
-
-
-@pytest.mark.parametrize("end", [FeedPublisher.wake, lambda publisher: publisher.wake_later(MANY_CLAIMS - 1)])
-async def test_a_wait_for_further_claims_ends_with_an_event_that_waits_for_nothing_or_with_many(
-    end: Callable[[FeedPublisher], None],
-) -> None:
-    def claim(publisher: FeedPublisher) -> None:
-        publisher.wake_later(1)
-        ending.append(asyncio.create_task(end_it(publisher)))
-
-    async def end_it(publisher: FeedPublisher) -> None:
-        while publisher._gathering is None:  # noqa: ASYNC110
-            await asyncio.sleep(0)
-        end(publisher)
-
-    ending: list[asyncio.Task[None]] = []
-    config = PlacementConfig(feed_linger_s=0.5, feed_gather_s=1.0, feed_gap_s=0.0)
-    assert await turns(claim, config=config) == [config.feed_linger_s]
-    await asyncio.gather(*ending)
+    assert published_at == [started, started + config.feed_linger_s]
