@@ -61,20 +61,18 @@ def _padded(cell: Text, width: int) -> Text:
 
 
 def failures_in_words(failed: int, planned: int) -> str:
-    """How many builds failed, and how many of them were to fail."""
+    """How many builds failed, and how many of them as planned."""
     if not planned:
         return f"{failed} failed"
-    if failed == planned:
-        return f"{failed} failed as planned"
-    return f"{failed} failed, {planned} were planned to"
+    return f"{failed} failed as planned" if failed == planned else f"{failed} failed, {planned} of them as planned"
 
 
 def render_load(report: LoadReport, console: Console, *, planned_failures: int = 0) -> None:
-    """The load's summary. planned_failures: how many builds cannot succeed."""
+    """The load's summary. planned_failures: how many of them failed as planned."""
     console.print(
         f"[bold]{report.active}[/bold] of {report.requests} active in {report.seconds:.2f} s: "
         f"[bold]{report.boots_per_s:.0f} boots a second[/bold]"
-        + (f", {failures_in_words(report.failed, planned_failures)}" if report.failed or planned_failures else "")
+        + (f", {failures_in_words(report.failed, planned_failures)}" if report.failed else "")
         + (f", {report.refused} refused" if report.refused else "")
         + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else ""),
         soft_wrap=True,
