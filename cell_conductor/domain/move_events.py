@@ -45,6 +45,7 @@ _PROGRESS = {
     State.REASSIGNING: MoveState.MIGRATING,
 }
 MOVE_LOST = "move.lost"
+LEFT = "the instance has left the cell by it, and has come back since: its end is not known here"
 IN_DOUBT = "move.in_doubt"
 WHY = "the cell's database was set back in the middle of the move: its hosts are queried first"
 
@@ -217,8 +218,14 @@ def has_ended(instance: Instance, request_id: str) -> bool:
 
 
 def repeat_end(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
-    """The end of a request that has ended, once more; None: it is a new one."""
+    """The end of a request that has ended, once more; None: it is a new one.
+
+    One by which the instance has left, before it came back, has ended in another cell. Only schedulers whose database
+    was set back to before request it here again, and they would wait for its end for ever.
+    """
     known = next((one for one in instance.ended if one.request_id == event.request.request_id), None)
+    if known is not None and known.state not in ENDS_OF_MOVES:
+        known = replace(known, state=MoveState.FAILED, code=MOVE_LOST, reason=LEFT)
     return None if known is None else _event(instance, known, event.at, context, condition=condition_of(instance))
 
 

@@ -150,6 +150,22 @@ def test_it_comes_back_to_a_cell_that_it_has_left() -> None:
     assert former.instance.state is State.CLAIMING
 
 
+@pytest.mark.parametrize("is_query", [False, True])
+def test_a_request_that_it_has_left_by_ends_for_schedulers_that_were_set_back_to_before(is_query: bool) -> None:
+    """Seed 33008 of `transfers-restored`: the cell announced `scheduled` again and again."""
+    former, first = departed()
+    there = in_next_cell(arrives(first, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
+    second = last_event(there.apply(leaves("c1", BACK))).departure
+    assert second is not None
+    former.apply(arrives(second, request_id=BACK))
+    assert former.instance.state is State.OFFLOADED
+    former.commands = []
+    former.apply(replace(leaves(), is_query=is_query))
+    assert former.instance.state is State.OFFLOADED
+    assert former.terminals == [(MoveKind.UNSHELVE, MoveState.FAILED, "move.lost")]
+
+
 @pytest.mark.parametrize("how", ["query", "given_up"])
 def test_it_is_on_record_in_its_next_cell_though_its_request_is_not_carried_out(how: str) -> None:
     _, departure = departed()
