@@ -37,6 +37,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
+from cell_conductor.side_tasks import search_forever
 from cell_conductor.store.postgres import PostgresInstances
 
 CELL = "c1"
@@ -218,6 +219,8 @@ class Cell:
             await bus.open()
             stack.push_async_callback(bus.close)
         self.relay = Relay(self.store.outbox, {CELL: self.bus}, clock=self.clock)
+        self.searches: list[asyncio.Task[None]] = []
+        stack.push_async_callback(_cancel, self.searches)
         self.search = MachineSearch(self.store, self.bus, timeout_s=ASK_S, up=lambda: ("s1",))
         self.engine = self.new_engine()
         requests = RequestHandlers(self.engine, self.clock, search=self.search)
@@ -225,7 +228,7 @@ class Cell:
             self.engine, self.store, self.clock, self.config, self.bus, outdated=lambda _service, _epoch: None
         )
         relay = asyncio.create_task(self.relay.run())
-        stack.push_async_callback(_cancel, relay)
+        stack.push_async_callback(_cancel, [relay])
         for consumer in (
             self.around.bus.consumer("placement.requests", self.around.placement),
             self.around.bus.consumer("compute.{service}", self.around.compute, service="s1"),
@@ -245,7 +248,8 @@ class Cell:
             await consumer.drain(WAIT_S)
 
     def new_engine(self) -> Engine:
-        return Engine(
+        """Of a conductor, which searches in a task of its own."""
+        engine = Engine(
             store=self.store,
             bus=self.bus,
             relay=self.relay,
@@ -254,6 +258,8 @@ class Cell:
             cell=CELL,
             search=self.search,
         )
+        self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
+        return engine
 
     def host(self, n: int) -> str:
         return f"10000000-0000-4000-8000-{n:012d}"
@@ -283,9 +289,10 @@ class Cell:
         assert {(host, uuid): attempt for uuid, (attempt, host, _) in self.around.held.items()} == instances
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
