@@ -133,13 +133,13 @@ class MachineSearch:
 
         Every service of the cell has to answer, also those that are down and those of the hosts that the record names:
         without a limit, because what is given back is started in another cell. And every host of these has to have been
-        looked at: another process of a service's name answers for hosts of its own. A forgotten service has not to: an
-        operator has stated that it is gone with its machines.
+        looked at: another process of a service's name answers for hosts of its own. A forgotten service has not to,
+        nor its hosts: an operator has stated that it is gone with its machines.
         """
         if not moved:
             return {}, set()
         also = {one for instance in moved.values() for one in services_of(instance, fenced)}
-        also -= set(self._forgotten())
+        also -= (gone := set(self._forgotten()))
         missing = sorted(set(down)) or None
         searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
         listed = set(self._listed(searched.services)) - searched.hosts - set(fenced)
@@ -147,7 +147,9 @@ class MachineSearch:
         held: set[str] = set()
         for uuid, instance in moved.items():
             machines = () if searched.missing else unexpected(instance, searched.of(uuid) or ())
-            unseen = () if searched.missing else sorted(listed | (hosts_of(instance, fenced) - searched.hosts))
+            at_gone = {one.host_uuid for one in instance.selections if one.service in gone}
+            named = hosts_of(instance, fenced) - searched.hosts - at_gone
+            unseen = () if searched.missing else sorted(listed | named)
             if machines:
                 found[uuid] = machines
             if machines or searched.missing or unseen:
@@ -203,5 +205,6 @@ def _log_held(
         unseen=list(unseen[:LOGGED_SERVICES]),
         cause=instance.cause or instance.uuid,
         hint="the cell's database was set back in the middle of a move from or to another cell: its machine may run"
-        " here. `berth revert --force` has it given back all the same",
+        " here. `berth revert --force` has it given back all the same; `berth services forget` states that a service"
+        " is gone for good",
     )

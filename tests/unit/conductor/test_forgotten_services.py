@@ -71,7 +71,7 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
     keeper = keeper_of()
     await receive(keeper, digest(DOWN))
     services = Services(s1=(), s2=())
-    services.silent = {"s3"}
+    services.silent, services.hosts = {"s3"}, (host(8),)
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     search = MachineSearch(
@@ -81,14 +81,20 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         up=lambda: ("s1", "s2"),
         forgotten=keeper.forgotten,
     )
-    selections = tuple(replace(one, service="s3") for one in there.instance.selections)
-    for instance in (there.instance, replace(there.instance, selections=selections)):
+    of_it = [replace(one, service="s3") for one in there.instance.selections]
+    elsewhere = [replace(one, host_uuid=host(8)) for one in there.instance.selections]
+    named, unnamed, both = (
+        replace(there.instance, selections=tuple(made)) for made in (of_it, elsewhere, (*of_it[:2], *elsewhere[2:]))
+    )
+    for instance in (named, unnamed, both):
         _, held = await search.find_moved({UUID: instance}, keeper.down(), ())
         assert held == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    for instance in (there.instance, replace(there.instance, selections=selections)):
+    for instance in (named, unnamed, both):
         _, held = await search.find_moved({UUID: instance}, keeper.down(), ())
-        assert held == set(), "also where the record names it"
+        assert held == set(), "nor are its hosts waited for, which no service looks at"
+    _, held = await search.find_moved({UUID: there.instance}, keeper.down(), ())
+    assert held == {UUID}, "the hosts of another service are"
 
 
 @pytest.mark.parametrize(
