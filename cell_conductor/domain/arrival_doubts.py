@@ -21,11 +21,13 @@ from .events import MachineFound, MoveRequested, Reverted, TimedOut
 from .instance import Instance, State
 from .move_doubts import ask_both
 from .move_events import DONE, after, answer_other, move_of
-from .move_steps import confirm, end_here, is_doubted, repeat_at, undo
+from .move_steps import confirm, end_here, is_doubted, undo
 from .steps import Step, StepContext
 from .undo_rules import return_to_source
 
 FORCED = "move.forced"
+# The longest pause between two searches for an instance that is held: when the services have answered, it goes on then.
+MAX_SEARCH_PAUSE_S = 60.0
 # The allocation is claimed, released or reverted in these: the instance may be built, given back or started next.
 _SEARCHED = frozenset({State.CLAIMING, State.VACATING})
 _UNDER_WAY = frozenset({State.CLAIMING, State.PREPARING, State.FINISHING, State.UNDOING, State.VACATING})
@@ -63,7 +65,8 @@ def repeat_in_doubt(instance: Instance, event: TimedOut, context: StepContext) -
     """
     if not is_searched_for(instance) and not is_taken_back(instance):
         return rules.repeat_question(instance, event, context)
-    return Step(replace(instance, deadline=repeat_at(instance, event.at, context)))
+    pause_s = min(max(context.claim_retry_s, event.at - instance.since), MAX_SEARCH_PAUSE_S)
+    return Step(replace(instance, deadline=event.at + pause_s))
 
 
 def services_of(instance: Instance, fenced: Collection[str]) -> set[str]:
