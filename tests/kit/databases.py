@@ -6,17 +6,20 @@ schemas a test changed is not lent again.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
+from typing import Any
 
 import asyncpg
 
 from bus.persistence.database import Database
 from bus.persistence.known_types import TypedConnection
-from tests.kit.servers import administer, in_thread, named, plain
+from tests.kit.servers import administer, named, plain
 
 # The schemas that are there, and the package that owns each.
 SCHEMAS = {
@@ -88,6 +91,9 @@ class LentDatabases:
         self._admin_url = admin_url
         self._free: list[str] = []
         self._structure: dict[str, str] = {}
+        # One for each database. A new one costs a process of the server, which reads the catalogue of 50 tables anew.
+        self._cleaners: dict[str, asyncpg.Connection] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def lend(self) -> Iterator[str]:
@@ -107,21 +113,36 @@ class LentDatabases:
         """Drop them."""
         while self._free:
             self._drop(self._free.pop())
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        self._loop = None
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """To its end, on a loop in a thread of its own: the connections stay open between two tests."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="test-databases", daemon=True)
+            self._thread.start()
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _made(self) -> str:
         name = f"berth_test_{uuid.uuid4().hex[:16]}"
         administer(self._admin_url, f'CREATE DATABASE "{name}" TEMPLATE template0 STRATEGY FILE_COPY')
-        in_thread(self._migrate(name))
+        self._run(self._migrate(name))
         return name
 
     def _drop(self, name: str) -> None:
         self._structure.pop(name, None)
+        if (cleaner := self._cleaners.pop(name, None)) is not None:
+            self._run(_closed(cleaner))
         administer(self._admin_url, f'DROP DATABASE IF EXISTS "{name}" WITH (FORCE)')
 
     def _cleaned(self, name: str) -> bool:
         try:
-            in_thread(self._clean(name))
-        except (Changed, asyncpg.PostgresError, OSError):
+            self._run(self._clean(name))
+        except (Changed, asyncpg.PostgresError, asyncpg.InterfaceError, OSError):
             return False
         return True
 
@@ -131,25 +152,20 @@ class LentDatabases:
             await database.open(f"{package}.store.migrations")
             await database.close()
         connection = await asyncpg.connect(plain(named(self._admin_url, name)), connection_class=TypedConnection)
-        try:
-            self._structure[name] = await connection.fetchval(_STRUCTURE, list(SCHEMAS))
-        finally:
-            await connection.close()
+        self._cleaners[name] = connection
+        self._structure[name] = await connection.fetchval(_STRUCTURE, list(SCHEMAS))
 
     async def _clean(self, name: str) -> None:
-        connection = await asyncpg.connect(plain(named(self._admin_url, name)), connection_class=TypedConnection)
-        try:
-            await connection.fetch(_OTHERS, GOODBYE_MS)
-            schemas = list(SCHEMAS)
-            if await connection.fetchval(_STRUCTURE, schemas) != self._structure[name]:
-                raise Changed(name)
-            if await connection.fetchval(_PUBLIC):
-                raise Changed(name)
-            for (foreign,) in await connection.fetch(_FOREIGN, schemas):
-                await connection.execute(f'DROP SCHEMA "{foreign}" CASCADE')
-            await self._empty(connection, name)
-        finally:
-            await connection.close()
+        connection = self._cleaners[name]
+        await connection.fetch(_OTHERS, GOODBYE_MS)
+        schemas = list(SCHEMAS)
+        if await connection.fetchval(_STRUCTURE, schemas) != self._structure[name]:
+            raise Changed(name)
+        if await connection.fetchval(_PUBLIC):
+            raise Changed(name)
+        for (foreign,) in await connection.fetch(_FOREIGN, schemas):
+            await connection.execute(f'DROP SCHEMA "{foreign}" CASCADE')
+        await self._empty(connection, name)
 
     async def _empty(self, connection: asyncpg.Connection, name: str) -> None:
         """Delete every row, and insert what a migrated schema begins with."""
@@ -166,9 +182,15 @@ class LentDatabases:
             await connection.fetch(_SEQUENCES, schemas)
             for schema, package in SCHEMAS.items():
                 await connection.execute(f'SET LOCAL search_path TO "{schema}"; {first_rows(package)}')
+        # This connection's own statistics go too, and not to the next test.
+        await connection.execute("SELECT pg_stat_force_next_flush()")
         await connection.execute("SELECT pg_stat_reset()")
         if grown:
             self._structure[name] = await connection.fetchval(_STRUCTURE, schemas)
+
+
+async def _closed(connection: asyncpg.Connection) -> None:
+    connection.terminate()
 
 
 def first_rows(package: str) -> str:

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.postgres
 SET_BACK = """
 UPDATE placement.feed_head SET number = $1; DELETE FROM placement.changes WHERE last > $1;
 """
+END_SESSIONS = "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = $1"
 
 
 async def set_back(book: Book, number: int) -> None:
@@ -45,6 +46,8 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
         target = make_url(url).database
         admin = await asyncpg.connect(make_url(postgres_server).set(drivername="postgresql").render_as_string(False))
         await admin.execute(f'DROP DATABASE "{target}"')
+        # No other session may use the one that is copied; the lender of databases keeps one.
+        await admin.fetch(END_SESSIONS, make_url(book.url).database)
         await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(book.url).database}"')
         await admin.close()
         restored = PostgresStore(Database(url, "placement"))
