@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from importlib import metadata
+from urllib.parse import urlsplit
 
 from berth.settings import TraceSettings
 from bus.service.settings import SettingsError
@@ -17,7 +18,8 @@ _ROLE = re.compile(r"[a-z_]+")
 def make_tracer(settings: TraceSettings, process: str, role: str = "") -> Tracer:
     """A tracer whose spans name the role as their service, and the process as its instance.
 
-    Raises SettingsError (`traces.protocol`): OpenTelemetry's SDK is named and not installed.
+    Raises SettingsError: OpenTelemetry's SDK is named and not installed (`traces.protocol`), or no address
+    (`traces.endpoint`).
     """
     named = _ROLE.match(process)
     resource = {
@@ -31,6 +33,10 @@ def make_tracer(settings: TraceSettings, process: str, role: str = "") -> Tracer
 
 
 def _exporter(settings: TraceSettings, resource: dict[str, str]) -> SpanExporter:
+    try:
+        _ = urlsplit(settings.endpoint).port
+    except ValueError as error:
+        raise SettingsError("traces.endpoint", str(error)) from None
     if settings.protocol == "http/json":
         return OtlpJsonExporter(settings.endpoint, resource)
     try:

@@ -7,11 +7,12 @@ Measured on the reference machine: 1.6 microseconds a span here, 60 with the enc
 from __future__ import annotations
 
 import asyncio
+import base64
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -32,62 +33,98 @@ class OtlpJsonExporter:
     """Posts to `<endpoint>/v1/traces`. resource: attributes of this process, such as `service.name`."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
-        self._endpoint = urlsplit(f"{endpoint.rstrip('/')}/v1/traces")
+        parts = urlsplit(f"{endpoint.rstrip('/')}/v1/traces")
+        self._url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()  # without a password
+        self._headers = {"content-type": "application/json", **_authorization(parts)}
         self._resource = {"attributes": _attributes(resource)}
-        self._connection: HTTPConnection | None = None
+        self._idle: HTTPConnection | None = None  # of the export before
 
     async def export(self, spans: Sequence[Span]) -> None:
         """Returns when the collector has taken them; raises ExportFailed."""
-        url = self._endpoint.geturl()
+        exchange = _Exchange(self._url, self._headers, self._idle)
+        self._idle = None
         try:
             async with asyncio.timeout(EXPORT_TIMEOUT_S):
                 # In a thread, by the standard library: a third of the processor time that httpx takes for it.
-                status = await asyncio.to_thread(self._post, self.encode(spans))
-        except asyncio.CancelledError:  # its thread may still use the connection
-            self._disconnect()
+                status = await asyncio.to_thread(exchange.post, self.encode(spans))
+        except asyncio.CancelledError:  # its thread goes on until it notices
+            exchange.give_up()
             raise
-        except (OSError, HTTPException) as error:  # TimeoutError is an OSError
-            self._disconnect()
-            raise ExportFailed(f"{url}: {type(error).__name__}") from error
+        except (OSError, HTTPException, ValueError) as error:  # TimeoutError is an OSError; ValueError: no host or port
+            exchange.give_up()
+            raise ExportFailed(f"{self._url}: {type(error).__name__}") from error
+        self._idle = exchange.connection
         if status == _UNSUPPORTED_MEDIA_TYPE:
-            raise ExportFailed(f'{url} takes no JSON: set traces.protocol to "http/protobuf"')
+            raise ExportFailed(f'{self._url} takes no JSON: set traces.protocol to "http/protobuf"')
         if status >= _FIRST_ERROR:
-            raise ExportFailed(f"{url} answered {status}")
+            raise ExportFailed(f"{self._url} answered {status}")
 
     async def close(self) -> None:
         """Let go of the connection."""
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        """A thread that still waits on the connection ends."""
-        connection, self._connection = self._connection, None
-        if connection is not None and connection.sock is not None:
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            connection.close()
-
-    def _post(self, body: bytes) -> int:
-        """The status of the collector's answer."""
-        if (connection := self._connection) is not None:
-            with suppress(ConnectionError):  # the collector has closed it since the export before
-                return self._exchange(connection, body)
-            connection.close()
-        of_scheme = HTTPSConnection if self._endpoint.scheme == "https" else HTTPConnection
-        host, port = self._endpoint.hostname or "", self._endpoint.port
-        connection = self._connection = of_scheme(host, port, timeout=EXPORT_TIMEOUT_S)
-        return self._exchange(connection, body)
-
-    def _exchange(self, connection: HTTPConnection, body: bytes) -> int:
-        connection.request("POST", self._endpoint.path, body, {"content-type": "application/json"})
-        answer = connection.getresponse()
-        if len(answer.read(MAX_ANSWER)) == MAX_ANSWER:
-            connection.close()
-        return answer.status
+        if self._idle is not None:
+            self._idle.close()
+            self._idle = None
 
     def encode(self, spans: Sequence[Span]) -> bytes:
         """The spans as one `ExportTraceServiceRequest`, by OTLP's mapping to JSON: ids as hexadecimal digits."""
         scope = {"scope": {"name": "berth"}, "spans": [_span(span) for span in spans]}
         return _encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]})
+
+
+class _Exchange:
+    """One request and its answer, in a thread. connection: one that is idle, or else it makes its own."""
+
+    def __init__(self, url: str, headers: Mapping[str, str], connection: HTTPConnection | None) -> None:
+        self.connection = connection
+        self._url = urlsplit(url)
+        self._headers = headers
+        self._given_up = False
+
+    def post(self, body: bytes) -> int:
+        """The status of the collector's answer."""
+        with ExitStack() as on_error:
+            on_error.callback(self._close)
+            status = self._status_of(body)
+            on_error.pop_all()
+        return status
+
+    def _status_of(self, body: bytes) -> int:
+        if self.connection is not None:
+            try:
+                return self._send(self.connection, body)
+            except ConnectionError:
+                self.connection.close()
+                if self._given_up:
+                    raise
+                # The collector has closed it since the export before.
+        of_scheme = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
+        self.connection = of_scheme(self._url.hostname or "", self._url.port, timeout=EXPORT_TIMEOUT_S)
+        return self._send(self.connection, body)
+
+    def _send(self, connection: HTTPConnection, body: bytes) -> int:
+        connection.request("POST", self._url.path, body, dict(self._headers))
+        answer = connection.getresponse()
+        if len(answer.read(MAX_ANSWER)) == MAX_ANSWER or self._given_up:
+            connection.close()
+        return answer.status
+
+    def _close(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+
+    def give_up(self) -> None:
+        """Called from another thread: the exchange ends as soon as its thread is on the connection."""
+        self._given_up = True
+        if self.connection is not None and (connected := self.connection.sock) is not None:
+            with suppress(OSError):
+                connected.shutdown(socket.SHUT_RDWR)
+
+
+def _authorization(url: SplitResult) -> dict[str, str]:
+    if url.username is None:
+        return {}
+    named = f"{unquote(url.username)}:{unquote(url.password or '')}"
+    return {"authorization": f"Basic {base64.b64encode(named.encode()).decode()}"}
 
 
 # Structs instead of dicts: a fifth of the time.

@@ -24,6 +24,7 @@ from bus.tracing.tracer import MAX_SPANS, ExportFailed, TraceLimit, Tracer, work
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 LIMIT_S = 20.0
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 SAMPLED = f"00-{TRACE}-{SPAN}-01"
 
 
@@ -237,7 +238,7 @@ async def test_an_export_goes_on_after_the_collector_has_closed_the_connection()
     async def take_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         bodies.append(len(await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))))
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")  # without "connection: close"
+        writer.write(ANSWER)  # without "connection: close"
         await writer.drain()
         writer.close()
 
@@ -273,7 +274,62 @@ async def test_a_collector_that_answers_for_ever_holds_neither_export_nor_thread
     async with server:
         with pytest.raises(ExportFailed, match="TimeoutError"):
             await exporter.export([])
-        async with asyncio.timeout(LIMIT_S):
-            await gone.wait()
-            # The thread that waited on the socket has ended: the executor can be shut down.
-            await asyncio.get_running_loop().shutdown_default_executor()
+        await ended(gone)
+
+
+async def test_the_spans_of_an_export_that_was_given_up_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector takes one export, and hangs with the next on the same connection."""
+    connections: list[None] = []
+    gone = asyncio.Event()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.append(None)
+        await reader.readuntil(b"]}]}]}")
+        writer.write(ANSWER)
+        await reader.read()  # until the exporter lets go
+        writer.close()
+        gone.set()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        await exporter.export([])
+        monkeypatch.setattr(otlp_json, "EXPORT_TIMEOUT_S", 0.2)
+        with pytest.raises(ExportFailed, match="TimeoutError"):
+            await exporter.export([])
+        await ended(gone)
+    assert len(connections) == 1
+
+
+async def ended(gone: asyncio.Event) -> None:
+    """Wait until the connection is gone, and with it the thread that waited on it."""
+    async with asyncio.timeout(LIMIT_S):
+        await gone.wait()
+        await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_an_export_signs_in_and_names_no_password() -> None:
+    heads: list[bytes] = []
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://me:se%20cret@127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        with pytest.raises(ExportFailed, match="answered 401") as failed:
+            await exporter.export([])
+        await exporter.close()
+    assert b"basic " + base64.b64encode(b"me:se cret") in heads[0].replace(b"Basic", b"basic")
+    assert "cret" not in str(failed.value) and "me" not in str(failed.value)
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", f"http://{'a' * 70}.example"])
+async def test_an_endpoint_that_is_no_address_fails_the_export(endpoint: str) -> None:
+    exporter = OtlpJsonExporter(endpoint, {})
+    with pytest.raises(ExportFailed):
+        await exporter.export([])
+    await exporter.close()

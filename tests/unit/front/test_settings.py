@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from berth.commands.as_toml import as_toml
 from berth.reference.settings import _struct
-from berth.settings import Settings, read_settings
+from berth.settings import Settings, TraceSettings, read_settings
+from berth.tracing import make_tracer
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 
@@ -156,3 +157,10 @@ def test_a_setting_is_explained_above_it() -> None:
     assert "# http_port is not set" in lines
     assert "# CPUs: `VCPU`, unless `extra_specs` override it." in lines, "of a table by name, too"
     assert tomllib.loads(text) == tomllib.loads(as_toml(plain))
+
+
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:99999", "http://[::1"])
+def test_an_address_of_traces_that_is_none_is_named_at_the_start(endpoint: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        make_tracer(TraceSettings(endpoint=endpoint), "scheduler-1")
+    assert refused.value.code == "traces.endpoint"
