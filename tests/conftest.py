@@ -6,13 +6,14 @@ import gc
 import logging
 import signal
 from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
 from tests.kit import forks, lent
-from tests.kit.distribution import in_order
+from tests.kit.distribution import ByFile, in_order
 from tests.kit.fixtures import (
     amqp,
     amqp_server,
@@ -40,6 +41,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = in_order(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """For `--dist loadscope`, with which scripts/test runs."""
+    return ByFile(config, log) if config.option.dist == "loadscope" else None
 
 
 def pytest_collection_finish() -> None:

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
@@ -65,3 +69,20 @@ def next_of(paths: Sequence[str], process: int, processes: int, borrowing: Calla
     else:
         wanted = (path for path in paths if not never_waits(path) and not borrowing(path))
     return next(wanted, paths[0])
+
+
+class ByFile(LoadScopeScheduling):
+    """A unit of work is a file."""
+
+    def __init__(self, config: pytest.Config, log: Producer | None = None) -> None:
+        super().__init__(config, log)
+        self._borrows = cache(partial(borrows, config.rootpath))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid.partition("::")[0]
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        processes = list(self.registered_collections)
+        chosen = next_of([*self.workqueue], processes.index(node), len(processes), self._borrows)
+        self.workqueue.move_to_end(chosen, last=False)
+        super()._assign_work_unit(node)

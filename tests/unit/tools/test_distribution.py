@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from tests.kit.distribution import FOLDERS, LONGEST, borrows, in_order, next_of
-from tests.kit.prefork import Prefork, Worker
+from tests.kit.distribution import FOLDERS, LONGEST, ByFile, borrows, in_order, next_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,6 +30,14 @@ def test_the_longest_come_first_and_a_files_tests_stay_together_and_in_order() -
     ]
     items = cast("list[pytest.Item]", [SimpleNamespace(nodeid=one) for one in ids])
     assert [item.nodeid for item in in_order(items)] == [ids[at] for at in (5, 6, 4, 3, 2, 0, 1, 7)]
+
+
+def test_a_file_is_one_unit_of_work() -> None:
+    def scope(nodeid: str) -> str:
+        return ByFile._split_scope(cast(Any, None), nodeid)
+
+    assert scope("tests/system/test_web.py::test_a[x::y]") == "tests/system/test_web.py"
+    assert scope("tests/sim/test_simulation.py::test_a[b]") == "tests/sim/test_simulation.py"
 
 
 FILES = (
@@ -72,16 +79,32 @@ def test_the_files_that_borrow_a_broker_are_known() -> None:
     assert not any(borrows(ROOT, f"tests/{path}") for path in none)
 
 
-def test_a_process_is_handed_the_tests_of_a_file_of_its_kind() -> None:
-    config = cast(pytest.Config, SimpleNamespace(rootpath=ROOT))
-    ids = [f"{path}::test_{number}[x::y]" for path in FILES for number in range(4)]
-    session = cast(
-        pytest.Session,
-        SimpleNamespace(items=[SimpleNamespace(nodeid=one) for one in ids], shouldstop="", shouldfail=""),
+def test_the_scheduler_hands_a_file_of_its_kind_to_a_process() -> None:
+    nodes = [Node() for _ in range(4)]
+    config = SimpleNamespace(
+        rootpath=ROOT, option=SimpleNamespace(loadscopereorder=False), getvalue=lambda _: ["popen"] * len(nodes)
     )
-    master = Prefork(config, 4)
-    master.divide(session.items)
-    handed = [master.next_for(session, Worker(number, pid=0)) for number in range(4)]
-    assert [[ids[at] for at in one] for one in handed] == [
-        [f"{FILES[at]}::test_{number}[x::y]" for number in range(4)] for at in (1, 4, 0, 2)
+    scheduler = ByFile(cast(Any, config))
+    ids = [f"{path}::test_{number}" for path in FILES for number in range(4)]
+    for node in nodes:
+        scheduler.add_node(cast(Any, node))
+        scheduler.add_node_collection(cast(Any, node), ids)
+    scheduler.schedule()
+    assert [[ids[at].partition("::")[0] for at in node.sent[::4]] for node in nodes] == [
+        [FILES[1]],
+        [FILES[4]],
+        [FILES[0]],
+        [FILES[2]],
     ]
+
+
+class Node:
+    """Stands in for a process of pytest's."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.shutting_down = False
+        self.gateway = SimpleNamespace(id="node")
+
+    def send_runtest_some(self, indices: list[int]) -> None:
+        self.sent += indices
