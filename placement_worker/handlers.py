@@ -9,7 +9,7 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
-from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
+from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery, ServiceHostsQuery
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
@@ -179,6 +179,8 @@ class PlacementHandlers:
                 outcomes.append(Done(next(located)))
             elif isinstance(requested, HostTreeQuery):
                 outcomes.append(Done(await self._store.tree(requested)))
+            elif isinstance(requested, ServiceHostsQuery):
+                outcomes.append(Done(await self._store.hosts_of_service(requested)))
             elif isinstance(requested, GroupMembersQuery):
                 outcomes.append(Done(await self._store.members(requested)))
             elif isinstance(requested, ProjectUsageQuery):

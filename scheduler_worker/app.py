@@ -97,7 +97,7 @@ def build(
         parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
     )
     drains = _add_drains(parts, registry, moves)
-    services = ServiceForgetter(registry, parts.selector, lambda: links.buses, clock=env.clock)
+    services = ServiceForgetter(registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, services)
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)

@@ -1,12 +1,14 @@
 """Forgets compute services that are gone for good: the cell of each drops it from its record, and notifies all others.
 
 The cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks only which
-hosts the book has of the service, because the cell does not know them.
+hosts the book has of the service, because the cell does not know them. The book decides: a scheduler
+that was started after the service died has received no announcement of its hosts. The scheduler's table adds those
+whose inventory comes from another source (bare-metal nodes).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import structlog
@@ -14,6 +16,7 @@ import structlog
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Refusal
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell, ServiceGone
 from bus.contracts.objects import ChangedObject, ForgottenService, ObjectKind
 from bus.contracts.operations import ForgetService, ServiceForgotten
@@ -26,7 +29,8 @@ from scheduler_worker.store.port import OperationUnit
 
 log = structlog.get_logger(__name__)
 
-ANSWER_S = 10.0  # of the cell
+ANSWER_S = 10.0  # of placement, and of the cell
+MAX_HOSTS = 1000  # that are counted
 MAX_NAMED = 5  # hosts that a refusal names
 UNKNOWN = "service.unknown"
 AMBIGUOUS = "service.ambiguous"
@@ -36,11 +40,18 @@ NO_CELL = "cell.unknown"
 
 
 class ServiceForgetter:
-    """Of one scheduler. cells: the buses of the cells, by name."""
+    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
 
     def __init__(
-        self, registry: ObjectRegistry, selector: Selector, cells: Callable[[], Mapping[str, Bus]], *, clock: Clock
+        self,
+        registry: ObjectRegistry,
+        selector: Selector,
+        api: Bus,
+        cells: Callable[[], Mapping[str, Bus]],
+        *,
+        clock: Clock,
     ) -> None:
+        self._api = api
         self._registry = registry
         self._selector = selector
         self._cells = cells
@@ -58,7 +69,16 @@ class ServiceForgetter:
         bus = self._cells().get(cell)
         if bus is None:
             return Refusal(code=NO_CELL, reason=f"there is no cell {cell}")
-        kept = self._reported(cell, name)
+        table = self._selector.table
+        index = table.service_of(cell, name)
+        if index != NO_SERVICE and table.services[index].down is None:
+            return Refusal(code=UP, reason=f"the compute service {name} is up")
+        try:
+            query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
+            page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
+        except RequestRefused as refused:
+            return Refusal(code=refused.code, reason=refused.reason)
+        kept = _kept_by_hosts({*page.hosts, *self._announced(index)})
         if kept is not None:
             return kept
         order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
@@ -73,21 +93,14 @@ class ServiceForgetter:
         log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
         return ServiceForgotten(service=name, cell=cell, removed=answer.removed)
 
-    def _reported(self, cell: str, name: str) -> Refusal | None:
-        """Why a service is kept: it is up, or the book has hosts of it."""
-        table = self._selector.table
-        index = table.service_of(cell, name)
+    def _announced(self, index: int) -> list[str]:
+        """The hosts in the book that this service announced last."""
         if index == NO_SERVICE:
-            return None
-        if table.services[index].down is None:
-            return Refusal(code=UP, reason=f"the compute service {name} is up")
-        rows = self._selector.announced_in_book()
-        hosts = sorted(table.names[row] for row in rows.tolist() if table.service[row] == index)
-        if not hosts:
-            return None
-        more = f" and {len(hosts) - MAX_NAMED} more" if len(hosts) > MAX_NAMED else ""
-        reason = f"the book has hosts of it, which are to be forgotten first: {', '.join(hosts[:MAX_NAMED])}{more}"
-        return Refusal(code=HAS_HOSTS, reason=reason)
+            return []
+        table = self._selector.table
+        return [
+            table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
+        ]
 
     def _entry(self, command: ForgetService, cell: str) -> MakeChange:
         """The entry of the log of changes, after which nothing of the service is on record."""
@@ -98,3 +111,13 @@ class ServiceForgetter:
             return [entry], ChangeAuthor(command.by, command.reason, self._clock.time())
 
         return make
+
+
+def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:
+    """Why a service is kept: the book has hosts of it."""
+    if not hosts:
+        return None
+    count = f"{MAX_HOSTS} or more" if len(hosts) >= MAX_HOSTS else str(len(hosts))
+    some = ", ".join(sorted(hosts)[:MAX_NAMED])
+    reason = f"the book has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
+    return Refusal(code=HAS_HOSTS, reason=reason)

@@ -61,6 +61,20 @@ class GroupMembersPage(Message, frozen=True, kw_only=True, tag="placement.group.
     more: bool = False
 
 
+class ServiceHostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.service.v1"):
+    """Ask which hosts the book has as a compute service's: it reported them last, over its cell's bus."""
+
+    service: Word
+    cell: Word
+    limit: Annotated[int, Bound(ge=1, le=1000)] = 100
+
+
+class ServiceHostsPage(Message, frozen=True, kw_only=True, tag="placement.service.page.v1"):
+    """Reply to a ServiceHostsQuery: the names of the hosts, in order; at most as many as requested."""
+
+    hosts: tuple[str, ...] = ()
+
+
 class ProjectUsageQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.usage.v1"):
     """Ask what projects hold: those named, or without names all that hold something. after: the last one known."""
 

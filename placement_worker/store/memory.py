@@ -22,9 +22,12 @@ from bus.contracts.book import (
     HostTreeQuery,
     ProjectUsagePage,
     ProjectUsageQuery,
+    ServiceHostsPage,
+    ServiceHostsQuery,
     TreeHolder,
 )
 from bus.contracts.placement import (
+    COMPUTE_SOURCE,
     MAX_LOCATED_HOSTS,
     Change,
     ChangesPage,
@@ -343,6 +346,17 @@ class MemoryBook:
                 and kept.consumer.project_id == requested.project_id
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
+
+    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+        """Return the hosts that belong to a compute service by its reports."""
+        table, mine = self.table, f"{COMPUTE_SOURCE}{requested.service}"
+        async with self.session.transaction():
+            roots = [
+                root for (root, source), last in table.sources.items() if source == mine and root in last.providers
+            ]
+            found = [table.providers[root] for root in roots if root in table.providers]
+            names = sorted(one.name for one in found if one.cell in (None, requested.cell))
+            return ServiceHostsPage(hosts=tuple(names[: requested.limit]))
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""

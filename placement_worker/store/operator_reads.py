@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import asyncpg
 
-from bus.contracts.book import MAX_TREE, HostTree, HostTreeQuery, ProjectUsagePage, ProjectUsageQuery, TreeHolder
+from bus.contracts.book import (
+    MAX_TREE,
+    HostTree,
+    HostTreeQuery,
+    ProjectUsagePage,
+    ProjectUsageQuery,
+    ServiceHostsPage,
+    ServiceHostsQuery,
+    TreeHolder,
+)
+from bus.contracts.placement import COMPUTE_SOURCE
 from placement_worker.domain.values import state_of
 from placement_worker.store import limits
 from placement_worker.store.names import NameTable
@@ -27,6 +37,11 @@ SELECT DISTINCT project_id COLLATE "C" FROM project_usage
 WHERE amount > 0 AND ($1::text[] = '{}' OR project_id = ANY($1)) AND ($2::text IS NULL OR project_id > $2 COLLATE "C")
 ORDER BY 1 LIMIT $3
 """
+# As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an operator.
+HOSTS_OF_SERVICE = """
+SELECT p.name FROM sources s JOIN providers p ON p.uuid = s.root
+WHERE s.source = $1 AND coalesce(p.cell, $2) = $2 AND s.root = ANY(s.providers) ORDER BY p.name COLLATE "C" LIMIT $3
+"""
 USAGE = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id = ANY($1::text[]) AND amount > 0"
 
 
@@ -48,6 +63,13 @@ async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> Host
         holder.holding.setdefault(provider, {})[name] = amount
     states = tuple(state_of(providers[uuid]) for uuid in sorted(providers))
     return HostTree(providers=states, holders=tuple(found.values()), more=more)
+
+
+async def hosts_of_service(connection: asyncpg.Connection, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    """Return the hosts that belong to a compute service by its reports."""
+    source = f"{COMPUTE_SOURCE}{requested.service}"
+    rows = await connection.fetch(HOSTS_OF_SERVICE, source, requested.cell, requested.limit)
+    return ServiceHostsPage(hosts=tuple(row[0] for row in rows))
 
 
 async def usage(connection: asyncpg.Connection, requested: ProjectUsageQuery, names: NameTable) -> ProjectUsagePage:

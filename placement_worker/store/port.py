@@ -14,6 +14,8 @@ from bus.contracts.book import (
     HostTreeQuery,
     ProjectUsagePage,
     ProjectUsageQuery,
+    ServiceHostsPage,
+    ServiceHostsQuery,
 )
 from bus.contracts.placement import (
     ChangesPage,
@@ -108,6 +110,9 @@ class PlacementStore(Protocol):
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
+
+    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+        """Return the hosts that belong to a compute service by its reports."""
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""

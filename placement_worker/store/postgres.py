@@ -11,6 +11,8 @@ from bus.contracts.book import (
     HostTreeQuery,
     ProjectUsagePage,
     ProjectUsageQuery,
+    ServiceHostsPage,
+    ServiceHostsQuery,
 )
 from bus.contracts.placement import (
     ChangesPage,
@@ -159,6 +161,11 @@ class PostgresStore:
         async with self._database.raw() as connection:
             await connection.execute(REPEATABLE)
             return await operator_reads.tree(connection, requested)
+
+    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+        """The hosts that belong to a compute service by its reports."""
+        async with self._database.single() as connection:
+            return await operator_reads.hosts_of_service(connection, requested)
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
         """The members of a server group, and their hosts."""

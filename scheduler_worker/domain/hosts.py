@@ -97,6 +97,8 @@ class HostTable:
         self.names: list[str] = []
         self.attributes: list[Mapping[str, str]] = []
         self.service = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
+        # That announced the host last. It stays when that one is down for long, because it may still have the machines.
+        self.last_service = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
         self.cell = np.full(INITIAL_CAPACITY, NO_SERVICE, dtype=np.int32)
         self.listed = np.zeros(
             INITIAL_CAPACITY, dtype=np.int64
@@ -247,6 +249,7 @@ class HostTable:
             service=gone.service, epoch=service.epoch, code=FORGOTTEN, reason="an operator has stated that it is gone"
         )
         self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
+        self.last_service[: len(self)][self.last_service[: len(self)] == index] = NO_SERVICE
 
     def is_down(self, uuid: str) -> bool:
         """Whether the compute service of a host is known, and is down."""
@@ -324,8 +327,9 @@ class HostTable:
         # A lost page must not remove its hosts: only a complete report shows which hosts have left.
         if message.complete and state.pages_received == message.pages:
             # A host that the service no longer lists is managed by another service (a node re-homed) or gone.
-            mine = self.service[: len(self)] == service
-            self.service[: len(self)][mine & (self.listed[: len(self)] != state.listing)] = NO_SERVICE
+            unlisted = self.listed[: len(self)] != state.listing
+            for column in (self.service[: len(self)], self.last_service[: len(self)]):
+                column[unlisted & (column == service)] = NO_SERVICE
             for uuid in [uuid for uuid, at in self._contested.items() if at[0] == service and at[1] != state.listing]:
                 del self._contested[uuid]
 
@@ -351,6 +355,8 @@ class HostTable:
         index = self._index.get(uuid)
         if index is not None and self.service[index] == service:
             self.service[index] = NO_SERVICE
+        if index is not None and self.last_service[index] == service:
+            self.last_service[index] = NO_SERVICE
 
     def _is_anothers(self, uuid: str, service: int, now_s: float) -> bool:
         """Whether another service of this cell has the host, and this one does not take it over.
@@ -381,7 +387,8 @@ class HostTable:
         self.attributes[index] = host.attributes
         self.project[index] = self._place_of(host.attributes.get(PROJECT))
         self.warning[index] = host.attributes.get(HEALTH) == "warning"
-        self.service[index], self.cell[index] = service, cell
+        self.service[index] = self.last_service[index] = service
+        self.cell[index] = cell
         self.listed[index] = self.services[service].listing
         self.enabled[index] = host.enabled
         self.failed_builds[index] = host.failed_builds
@@ -415,6 +422,7 @@ class HostTable:
     def _grow(self) -> None:
         more = len(self.service)
         self.service = _extended(self.service, more, NO_SERVICE)
+        self.last_service = _extended(self.last_service, more, NO_SERVICE)
         self.cell = _extended(self.cell, more, NO_SERVICE)
         self.listed = _extended(self.listed, more, 0)
         self.enabled = _extended(self.enabled, more, False)

@@ -10,8 +10,11 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.placement import InventoryReleased, InventoryResult, InventoryTaken, InventoryUpdate
 from placement_worker.domain.reports import ReportRefusal
+from placement_worker.domain.trees import DeleteTree
+from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.port import PlacementStore
 from tests.contract.books import KINDS, books
@@ -141,3 +144,27 @@ async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementSto
     results = await handlers.inventory(batch)
     assert [type(one) for one in results] == [Done, Done], "it is no dead letter: it is repeated with every report"
     assert published == [("c1", InventoryTaken(source=SECOND, root_uuid=MINE, owner=FIRST))]
+
+
+async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementStore) -> None:
+    handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
+
+    async def has(service: str, cell: str = "c1") -> int:
+        query = ServiceHostsQuery(service=service, cell=cell)
+        (done,) = await handlers.reads([Received(query, Meta(id="q"), ABOVE_CELLS, "placement.reads")])
+        assert isinstance(done, Done) and isinstance(done.reply, ServiceHostsPage)
+        return len(done.reply.hosts)
+
+    assert await has("s1") == 0
+    await outcomes(store, first(1, CHILD), host(MINE, 1, source="agent"))
+    await outcomes(store, second(1))
+    assert (await has("s1"), await has("s2"), await has("s1", "c2")) == (1, 0, 0)
+    assert await store.hosts_of_service(ServiceHostsQuery(service="s1", cell="c1")) == ServiceHostsPage(
+        hosts=(first(1).providers[0].name,)
+    )
+    await store.release_roots(FIRST, [MINE], bus="c1")
+    assert await has("s1") == 1, "until another one takes it over"
+    await outcomes(store, second(2, takes_over=FIRST))
+    assert (await has("s1"), await has("s2")) == (0, 1)
+    await store.rest.write_trees([DeleteTree(MINE)])
+    assert await has("s2") == 0

@@ -263,6 +263,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="reads only",
     ),
     MessageRow(
+        message=book.ServiceHostsQuery,
+        owner="placement_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.service",
+        reply=book.ServiceHostsPage,
+        persistent=False,
+        idempotency="reads only",
+    ),
+    MessageRow(
         message=book.HostTreeQuery,
         owner="placement_worker",
         publishers=("operator",),

@@ -112,6 +112,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "placement.changes"),
             (COMMANDS, "placement.snapshot"),
             (COMMANDS, "placement.locate"),
+            (COMMANDS, "placement.service"),
             (COMMANDS, "placement.tree"),
             (COMMANDS, "placement.usage"),
             (COMMANDS, "placement.group"),
