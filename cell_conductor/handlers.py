@@ -82,14 +82,13 @@ class RequestHandlers:
         self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellMoveQuery, CellDelete; and ForgetServiceInCell and CellFence, which are handled
-        first: the others depend on them.
+        """CellBuild, CellMove, CellMoveQuery, CellDelete; CellFence, which is handled first, because the others depend
+        on it; and ForgetServiceInCell, which is handled last: no build waits for it.
         """
-        forgotten = {at: await self._forget(one) for at, one in enumerate(batch) if _is_about_service(one.message)}
-        if forgotten:
-            rest = [one for at, one in enumerate(batch) if at not in forgotten]
+        rest = [one for one in batch if not _is_about_service(one.message)]
+        if len(rest) < len(batch):
             handled = iter(await self.requests(rest) if rest else ())
-            return [forgotten[at] if at in forgotten else next(handled) for at in range(len(batch))]
+            return [await self._forget(one) if _is_about_service(one.message) else next(handled) for one in batch]
         if self._fences is None:
             return await self._take(batch, "requests")
         decisions = [received.message for received in batch if isinstance(received.message, CellFence)]

@@ -146,7 +146,7 @@ class ChangeHandler:
         if received.until is not None and self._clock.monotonic() > received.until:
             return Refuse(TOO_LATE, "the requester's time was over")
         try:
-            answer = await self._services.forget(command)
+            answer = await self._services.forget(command, received.meta.id)
         except Transient as fault:
             return Refuse(fault.code, fault.reason)
         if not isinstance(answer, Refusal):

@@ -1,9 +1,12 @@
 """Forgets compute services that are gone for good: the cell of each drops it from its record, and notifies all others.
 
 The cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks only which
-hosts the book has of the service, because the cell does not know them. The book decides: a scheduler
-that was started after the service died has received no announcement of its hosts. The scheduler's table adds those
-whose inventory comes from another source (bare-metal nodes).
+hosts the book has of the service, because the cell does not know them. The book decides: a scheduler that was started
+after the service died has received no announcement of its hosts. The scheduler's table adds those whose inventory comes
+from another source (bare-metal nodes).
+
+Each command that the cell has done is in the log of changes once, by its message's id. Whether the cell still had the
+service does not count: when its first answer was late, it has nothing of it any more at the second.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from bus.faults import RequestRefused
 from scheduler_worker.domain.hosts import NO_SERVICE
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.objects import Made, MakeChange, ObjectRegistry
+from scheduler_worker.objects import HANDLER, Made, MakeChange, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit
 
 log = structlog.get_logger(__name__)
@@ -57,8 +60,11 @@ class ServiceForgetter:
         self._cells = cells
         self._clock = clock
 
-    async def forget(self, command: ForgetService) -> ServiceForgotten | Refusal:
-        """Forget one service, unless something shows that it may not be gone. Raises Transient."""
+    async def forget(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
+        """Forget one service, unless something shows that it may not be gone. Raises Transient.
+
+        message_id: of the command.
+        """
         name = command.service
         found = self._selector.table.cells_of_service(name) if command.cell is None else [command.cell]
         if not found:
@@ -86,8 +92,7 @@ class ServiceForgetter:
             answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
         except RequestRefused as refused:
             return Refusal(code=refused.code, reason=refused.reason)
-        if answer.removed:
-            await self._registry.write(self._entry(command, cell))
+        await self._registry.write(self._entry(command, cell, message_id))
         gone = ServiceGone(cell=cell, service=name, at=answer.at)
         self._selector.table.forget_service(gone, self._clock.monotonic())
         log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
@@ -102,13 +107,14 @@ class ServiceForgetter:
             table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
         ]
 
-    def _entry(self, command: ForgetService, cell: str) -> MakeChange:
-        """The entry of the log of changes, after which nothing of the service is on record."""
+    def _entry(self, command: ForgetService, cell: str, message_id: str) -> MakeChange:
+        """The entry of the log of changes, after which nothing of the service is on record; none for a redelivery."""
         before = msgspec.to_builtins(ForgottenService(cell=cell))
         entry = ChangedObject(kind=ObjectKind.SERVICE, name=command.service, before=before)
 
-        async def make(_unit: OperationUnit, _present: RecordedObjects) -> Made | Refusal:
-            return [entry], ChangeAuthor(command.by, command.reason, self._clock.time())
+        async def make(unit: OperationUnit, _present: RecordedObjects) -> Made | Refusal:
+            entries = [entry] if await unit.first_time(HANDLER, message_id) else []
+            return entries, ChangeAuthor(command.by, command.reason, self._clock.time())
 
         return make
 

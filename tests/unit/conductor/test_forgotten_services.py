@@ -10,12 +10,20 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received, Refuse
 from bus.contracts.base import Message, Meta
-from bus.contracts.cell import ForgetServiceInCell, Heartbeat, ServiceForgottenInCell, ServiceGone, ServicesDigest
+from bus.contracts.cell import (
+    CellDelete,
+    ForgetServiceInCell,
+    Heartbeat,
+    ServiceForgottenInCell,
+    ServiceGone,
+    ServicesDigest,
+)
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.service_places import is_at
 from cell_conductor.forgetting import LeaseForgetter
+from cell_conductor.handlers import RequestHandlers
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -172,3 +180,22 @@ async def code_of(forgetter: LeaseForgetter) -> str:
     outcome = await forgetter.forget(ORDER)
     assert isinstance(outcome, Refuse)
     return outcome.code
+
+
+async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
+    taken: list[str] = []
+
+    class Order:
+        async def take(self, _events: object, **_: object) -> None:
+            taken.append("rest")
+
+        async def forget(self, _command: ForgetServiceInCell) -> Done:
+            taken.append("service")
+            return Done()
+
+    order: Any = Order()
+    handlers = RequestHandlers(order, SystemClock(), forgetter=order)
+    delete = CellDelete(instance_uuid=UUID, project_id="p")
+    batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
+    outcomes = await handlers.requests(batch)
+    assert [type(one) for one in outcomes] == [Done, Done] and taken == ["rest", "service"]

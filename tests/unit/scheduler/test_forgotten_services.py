@@ -23,6 +23,7 @@ class Answering:
 
     def __init__(self, *hosts: str) -> None:
         self.hosts = hosts
+        self.removed = True
         self.ordered: list[Message] = []
 
     async def request(self, message: Message, *_: object, **__: object) -> Message:
@@ -32,18 +33,33 @@ class Answering:
             return ServiceHostsPage(hosts=self.hosts)
         assert isinstance(message, ForgetServiceInCell)
         self.ordered.append(message)
-        return ServiceForgottenInCell(service=message.service, removed=True, at=1.0)
+        return ServiceForgottenInCell(service=message.service, removed=self.removed, at=1.0)
 
 
 class Log:
-    """A registry that writes nothing."""
+    """A registry that keeps the entries, and the messages that made them."""
 
-    async def write(self, _make: MakeChange) -> None:
-        """Write nothing."""
+    def __init__(self) -> None:
+        self.handled: set[str] = set()
+        self.entries: list[str] = []
+
+    async def first_time(self, _handler: str, message_id: str) -> bool:
+        """As the table of handled messages."""
+        is_new = message_id not in self.handled
+        self.handled.add(message_id)
+        return is_new
+
+    async def write(self, make: MakeChange) -> None:
+        """Keep the names."""
+        nothing: Any = None
+        unit: Any = self
+        made = await make(unit, nothing)
+        assert not isinstance(made, Refusal)
+        self.entries += [one.name for one in made[0]]
 
 
-def forgetter(known: Hosts, bus: Answering) -> ServiceForgetter:
-    any_log: Any = Log()
+def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> ServiceForgetter:
+    any_log: Any = entries or Log()
     any_bus: Any = bus
     return ServiceForgetter(any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
 
@@ -59,21 +75,32 @@ async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced(
     known.table.apply(down(1), 1.0)
     for number, now_s in enumerate((2.0, 2.0 + hosts.DOWN_HOLD_S), start=2):
         known.table.apply(down(number), now_s)
-        refused = await forgetter(known, bus).forget(COMMAND)
+        refused = await forgetter(known, bus).forget(COMMAND, "m")
         assert isinstance(refused, Refusal) and refused.code == "service.has_hosts", now_s
     assert known.table.service[0] == hosts.NO_SERVICE and bus.ordered == []
     known.give_up()
-    assert isinstance(await forgetter(known, bus).forget(COMMAND), ServiceForgotten), "it lists none of them any more"
+    assert isinstance(await forgetter(known, bus).forget(COMMAND, "m"), ServiceForgotten), (
+        "it lists none of them any more"
+    )
 
 
 async def test_of_one_that_was_never_announced_the_book_decides() -> None:
     known = Hosts([])
     bus = Answering(*(f"h{number:04}" for number in range(100)))
-    refused = await forgetter(known, bus).forget(COMMAND)
+    refused = await forgetter(known, bus).forget(COMMAND, "m")
     assert isinstance(refused, Refusal) and refused.code == "service.has_hosts"
     assert "100, as h0000, h0001" in refused.reason and bus.ordered == []
     bus.hosts = ()
-    done = await forgetter(known, bus).forget(COMMAND)
+    done = await forgetter(known, bus).forget(COMMAND, "m")
     assert isinstance(done, ServiceForgotten) and done.removed, (
         "its hosts are forgotten, and nothing else of it is on record"
     )
+
+
+async def test_who_forgot_it_is_on_record_though_the_first_answer_was_late() -> None:
+    known, bus, entries = Hosts([]), Answering(), Log()
+    bus.removed = False  # it has done so, and its answer did not come in time
+    for message, expected in (("m", 1), ("m", 1), ("repeated by the operator", 2)):
+        done = await forgetter(known, bus, entries).forget(COMMAND, message)
+        assert isinstance(done, ServiceForgotten) and not done.removed
+        assert entries.entries == [NAME] * expected, message
