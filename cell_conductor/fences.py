@@ -150,7 +150,8 @@ class FenceKeeper:
             await self.load()
             known = self._fences.get(fence.host_uuid)
             if known is None and fence.lifting:
-                await self._announce(fence, FenceState.LIFTED)  # there is none: it has ended no step here
+                await self._store.fences.lift_unknown(fence)  # there is none: it has ended no step here
+                await self._announce_known(fence)
                 continue
             if await self._store.fences.put(fence):
                 log.warning(
@@ -185,7 +186,9 @@ class FenceKeeper:
     async def _announce_known(self, fence: Fence) -> None:
         known = self._fences.get(fence.host_uuid)
         if known is None:
-            await self._announce(fence, FenceState.LIFTED)
+            # Of the newest decision: a scheduler whose record was set back makes its own newer than that.
+            version = max(await self._store.fences.lifted(fence.host_uuid), fence.version)
+            await self._announce(replace(fence, version=version), FenceState.LIFTED)
             return
         if known.lifting and await self._lift(known):
             return

@@ -21,19 +21,27 @@ class FenceStore(Protocol):
         """The machines that fenced hosts still have to destroy, oldest first, at most MAX_LOSSES."""
 
     async def put(self, fence: Fence) -> bool:
-        """Record a fence, or a newer decision about it. False: one at least as new is on record."""
+        """Record a fence, or a newer decision about it. False: one at least as new is on record, or was lifted."""
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """Delete these losses: the hosts have destroyed them, and all attempts below them."""
 
     async def lift(self, host_uuid: str, version: int) -> bool:
-        """Drop a fence that is to be lifted by this decision, once its host has no losses. False: it stays."""
+        """Lift a fence that is to be lifted by this decision, once its host has no losses. False: it stays."""
+
+    async def lift_unknown(self, fence: Fence) -> None:
+        """Record this decision as lifted, where no fence and no newer decision is on record."""
+
+    async def lifted(self, host_uuid: str) -> int:
+        """The version of the decision that lifted this host's last fence; 0: none, or it is fenced."""
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
 
 
-FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences ORDER BY host_uuid"
+FENCES = """
+SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences WHERE NOT lifted ORDER BY host_uuid
+"""
 LOSSES = """
 SELECT host_uuid::text, instance_uuid::text, attempt, service, at FROM fence_losses
 ORDER BY at, host_uuid, instance_uuid LIMIT $1
@@ -42,10 +50,12 @@ PUT = """
 INSERT INTO fences AS f (host_uuid, host, version, lifting, reason, decided_by, at)
 VALUES ($1, $2, $3, $4, $5, $6, $7)
 ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, version = excluded.version, lifting = excluded.lifting,
-    reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at
+    reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at, lifted = false
 WHERE f.version < excluded.version RETURNING 1
 """
-HOLD = "SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) ORDER BY host_uuid FOR SHARE"
+HOLD = """
+SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) AND NOT lifted ORDER BY host_uuid FOR SHARE
+"""
 LOSE = """
 INSERT INTO fence_losses AS l (host_uuid, instance_uuid, attempt, service, at)
 SELECT * FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $5::float8[])
@@ -56,9 +66,15 @@ DELETE_LOSSES = """
 DELETE FROM fence_losses l USING unnest($1::uuid[], $2::uuid[], $3::int[]) AS n (h, i, a)
 WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 """
-_TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
+_TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting AND NOT lifted FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
-LIFT = "DELETE FROM fences WHERE host_uuid = $1"
+LIFT = "UPDATE fences SET lifted = true WHERE host_uuid = $1"
+LIFT_UNKNOWN = """
+INSERT INTO fences AS f (host_uuid, host, version, lifting, reason, decided_by, at, lifted)
+VALUES ($1, $2, $3, $4, $5, $6, $7, true)
+ON CONFLICT (host_uuid) DO UPDATE SET version = excluded.version WHERE f.version < excluded.version AND f.lifted
+"""
+LIFTED = "SELECT version FROM fences WHERE host_uuid = $1 AND lifted"
 # Instances that are over hold nothing there; the remains of a lost one are a loss already.
 TOUCHING = """
 SELECT uuid::text FROM instances
@@ -78,6 +94,10 @@ def loss_columns(losses: Sequence[Loss]) -> tuple[list[object], ...]:
         [one.service for one in ordered],
         [one.at for one in ordered],
     )
+
+
+def _values(fence: Fence) -> tuple[object, ...]:
+    return (fence.host_uuid, fence.host, fence.version, fence.lifting, fence.reason, fence.by, fence.at)
 
 
 def _attempt(loss: Loss) -> int:
@@ -110,9 +130,8 @@ class PostgresFences:
 
     async def put(self, fence: Fence) -> bool:
         """One statement."""
-        values = (fence.host_uuid, fence.host, fence.version, fence.lifting, fence.reason, fence.by, fence.at)
         async with self._database.raw() as connection:
-            return await connection.fetchval(PUT, *values) is not None
+            return await connection.fetchval(PUT, *_values(fence)) is not None
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One statement."""
@@ -129,6 +148,16 @@ class PostgresFences:
                 return False
             await connection.execute(LIFT, host_uuid)
         return True
+
+    async def lift_unknown(self, fence: Fence) -> None:
+        """One statement."""
+        async with self._database.raw() as connection:
+            await connection.execute(LIFT_UNKNOWN, *_values(fence))
+
+    async def lifted(self, host_uuid: str) -> int:
+        """One statement."""
+        async with self._database.raw() as connection:
+            return await connection.fetchval(LIFTED, host_uuid) or 0
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; it reads the whole table, and fences are rare."""

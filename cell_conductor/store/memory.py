@@ -47,6 +47,7 @@ class MemoryInstanceTable(MemoryDatabase):
         "leases",
         "lease_keeper",
         "fences",
+        "lifted_fences",
         "fence_losses",
     )
 
@@ -62,6 +63,7 @@ class MemoryInstanceTable(MemoryDatabase):
         self.leases: dict[str, Lease] = {}
         self.lease_keeper: dict[str, Keeper] = {}
         self.fences: dict[str, Fence] = {}
+        self.lifted_fences: dict[str, int] = {}
         self.fence_losses: dict[tuple[str, str], Loss] = {}
 
 

@@ -21,6 +21,7 @@ class FenceTables(Protocol):
 
     instances: dict[str, Instance]
     fences: dict[str, Fence]
+    lifted_fences: dict[str, int]
     fence_losses: dict[MachineKey, Loss]
 
 
@@ -49,7 +50,8 @@ class MemoryFences:
             await transaction.statement()
             await transaction.lock([_key(fence.host_uuid)])
             known = self._table.fences.get(fence.host_uuid)
-            if known is not None and known.version >= fence.version:
+            newest = known.version if known is not None else self._table.lifted_fences.get(fence.host_uuid, 0)
+            if newest >= fence.version:
                 return False
             transaction.will(partial(self._table.fences.update, {fence.host_uuid: fence}))
             return True
@@ -70,8 +72,23 @@ class MemoryFences:
                 return False
             if any(place[0] == host_uuid for place in self._table.fence_losses):
                 return False
-            transaction.will(partial(_lift, self._table.fences, host_uuid))
+            transaction.will(partial(_lift, self._table, host_uuid, version))
             return True
+
+    async def lift_unknown(self, fence: Fence) -> None:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            await transaction.lock([_key(fence.host_uuid)])
+            newest = self._table.lifted_fences.get(fence.host_uuid, 0)
+            if fence.host_uuid not in self._table.fences and newest < fence.version:
+                transaction.will(partial(_lift, self._table, fence.host_uuid, fence.version))
+
+    async def lifted(self, host_uuid: str) -> int:
+        """One transaction."""
+        async with self._session.transaction() as transaction:
+            await transaction.statement()
+            return 0 if host_uuid in self._table.fences else self._table.lifted_fences.get(host_uuid, 0)
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """All of them are looked at."""
@@ -100,8 +117,9 @@ def _key(host_uuid: str) -> tuple[str, str]:
     return "fence", host_uuid
 
 
-def _lift(rows: dict[str, Fence], host_uuid: str) -> None:
-    rows.pop(host_uuid, None)
+def _lift(table: FenceTables, host_uuid: str, version: int) -> None:
+    table.fences.pop(host_uuid, None)
+    table.lifted_fences[host_uuid] = version
 
 
 def _put(rows: dict[MachineKey, Loss], losses: Sequence[Loss]) -> None:

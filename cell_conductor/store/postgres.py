@@ -104,9 +104,9 @@ SELECT uuid::text FROM instances
 WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed')
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
     ({_SERVICE} = $1 AND state NOT IN ('claiming', 'vacating')
-        AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
+        AND NOT EXISTS (SELECT FROM fences f WHERE NOT f.lifted AND f.host_uuid = instances.host_uuid))
     OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
-        SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
+        SELECT FROM fences f WHERE NOT f.lifted AND f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
 ORDER BY uuid LIMIT $2
 """
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"

@@ -106,8 +106,9 @@ CREATE TABLE lease_keeper (
 );
 
 -- Hosts that an operator has fenced, and the machines that such a host has lost: no attempt up to this one is wanted
--- there, and its allocation is given up. Who records a loss holds the fence's row; it goes when its host has no losses
--- left. version: of the decision. at: seconds since the epoch.
+-- there, and its allocation is given up. Who records a loss holds the fence's row; it is lifted when its host has no
+-- losses left. lifted: the row stays, because the message of an older decision may be delivered again, which would fence
+-- a host that is used. version: of the decision. at: seconds since the epoch.
 CREATE TABLE fences (
     host_uuid uuid PRIMARY KEY,
     host text NOT NULL,
@@ -115,7 +116,8 @@ CREATE TABLE fences (
     lifting boolean NOT NULL,
     reason text NOT NULL,
     decided_by text NOT NULL,
-    at double precision NOT NULL
+    at double precision NOT NULL,
+    lifted boolean NOT NULL DEFAULT false
 );
 CREATE TABLE fence_losses (
     host_uuid uuid NOT NULL,

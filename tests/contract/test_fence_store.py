@@ -89,3 +89,30 @@ async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -
     assert await instances.fences.touching(HOST, nothing, 10) == [A, B]
     assert await instances.fences.touching(HOST, nothing, 1) == [A]
     assert await instances.fences.touching(HOST, A, 1) == [B]
+
+
+async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instances: InstanceStore) -> None:
+    """Its message may be delivered again, after a conductor has died."""
+    await instances.fences.put(FENCE)
+    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    assert await instances.fences.lifted(HOST) == 0
+    assert await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.put(FENCE) and not await instances.fences.put(replace(FENCE, version=4))
+    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
+    assert not await lose(instances, loss(A))
+    await instances.fences.lift_unknown(replace(FENCE, version=3))
+    assert await instances.fences.lifted(HOST) == 4
+    assert await instances.fences.put(replace(FENCE, version=5))
+    assert await instances.fences.lifted(HOST) == 0 and await lose(instances, loss(A))
+
+
+async def test_a_lift_that_overtakes_its_fence_is_kept(instances: InstanceStore) -> None:
+    await instances.fences.lift_unknown(replace(FENCE, version=4, lifting=True))
+    assert not await instances.fences.put(FENCE)
+    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
+    await instances.fences.put(replace(FENCE, version=5))
+    await instances.fences.lift_unknown(replace(FENCE, version=6, lifting=True))
+    assert [one.version for one in await instances.fences.fences()] == [5], (
+        "a fence that is on record is lifted by `lift`"
+    )

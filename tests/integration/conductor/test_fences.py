@@ -261,6 +261,22 @@ async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(ce
     assert cell.states(4) == [], "the older decision is never answered as if it held"
 
 
+async def test_a_fence_that_is_delivered_again_after_its_lift_ends_nothing(cell: FencedCell) -> None:
+    """A conductor was killed between carrying it out and acknowledging it; another one has lifted the fence since."""
+    await cell.fence(1, 5)
+    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED])
+    await cell.fence(1, 6, lift=True)
+    await cell.around.until(lambda: cell.states(6) == [FenceState.LIFTED])
+    uuid = await cell.active(1)
+    cell.conduct()  # one that was started since
+    await cell.fence(1, 5)
+    await cell.fence(2, 4, lift=True)  # overtakes its fence
+    await cell.fence(2, 3)
+    await cell.around.until(lambda: cell.states(6) == cell.states(4) == [FenceState.LIFTED] * 2)
+    assert cell.around.ends(uuid) == [BuildState.ACTIVE] and cell.states(3) == []
+    assert await cell.store.fences.fences() == []
+
+
 async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_while(cell: FencedCell) -> None:
     uuid = await cell.active(1)
     cell.around.silent = True
