@@ -26,6 +26,7 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 LOGGED_SERVICES = 10
+LOGGED_MOVES = 20  # of those that one search holds
 
 
 class Searched(Struct, frozen=True):
@@ -142,19 +143,24 @@ class MachineSearch:
         also -= (gone := set(self._forgotten()))
         missing = sorted(set(down)) or None
         searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
-        listed = set(self._listed(searched.services)) - searched.hosts - set(fenced)
+        # Once for all: there may be a hundred thousand hosts, and a thousand moves.
+        listed = sorted(set(self._listed(searched.services)) - searched.hosts - set(fenced))[:LOGGED_SERVICES]
         found: dict[str, tuple[FoundMachine, ...]] = {}
         held: set[str] = set()
         for uuid, instance in moved.items():
             machines = () if searched.missing else unexpected(instance, searched.of(uuid) or ())
             at_gone = {one.host_uuid for one in instance.selections if one.service in gone}
             named = hosts_of(instance, fenced) - searched.hosts - at_gone
-            unseen = () if searched.missing else sorted(listed | named)
+            unseen = () if searched.missing else [*listed, *sorted(named)]
             if machines:
                 found[uuid] = machines
             if machines or searched.missing or unseen:
                 held.add(uuid)
-                _log_held(instance, machines, searched.missing, unseen)
+                metrics.HELD_MOVES.inc()
+                if len(held) <= LOGGED_MOVES:
+                    _log_held(instance, machines, searched.missing, unseen)
+        if len(held) > LOGGED_MOVES:
+            log.warning("move.held_more", moves=len(held) - LOGGED_MOVES)
         return found, held
 
     async def find_forgotten(
@@ -195,7 +201,6 @@ def _log_searched(
 def _log_held(
     instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Sequence[str]
 ) -> None:
-    metrics.HELD_MOVES.inc()
     log.warning(
         "move.held",
         instance=instance.uuid,

@@ -54,10 +54,10 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     def may_lack(self, at: float) -> bool:
         """Whether the database may have no record of what happened then: it was set back since, or its schema was made
-        anew (by an operator, who has stopped its conductors: clocks that differ by seconds change nothing).
+        anew. Soon after counts as well, because `at` may be of another cell's clock.
         """
         is_set_back = self.set_back_at > 0 and at <= self.set_back_at + CLOCKS_APART_S
-        return is_set_back or 0 < at <= self.made_at
+        return is_set_back or (self.made_at > 0 and 0 < at <= self.made_at + CLOCKS_APART_S)
 
     @property
     def closed(self) -> ClosedHosts:

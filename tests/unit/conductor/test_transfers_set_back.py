@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from bus.clock import SystemClock
 from bus.contracts.cell import Destroy, FoundMachine
@@ -20,8 +21,10 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import SET_BACK_GAP, Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.rules import numbered_on
+from cell_conductor.domain.steps import CLOCKS_APART_S
 from cell_conductor.domain.table import question_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
+from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import OTHER, Scenario, active, claimed, refused, request
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 from tests.unit.conductor.test_leaving import (
@@ -192,11 +195,12 @@ def test_a_cell_whose_schema_was_made_anew_searches_for_what_came_before(how: st
     _, departure = kept()
     assert departure.kept is not None
     arrival = replace(arrives(departure, 2), is_query=how == "query")
-    later = replace(THERE, made_at=departure.kept.at - 1.0)
+    later = replace(THERE, made_at=departure.kept.at - CLOCKS_APART_S - 1.0)
     sure = Scenario(Instance(uuid=UUID), later)
     sure.apply(arrival)
     assert sure.instance.state is (State.DEPARTED if how == "query" else State.CLAIMING)
-    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at + 1.0))
+    # A second before, by a clock that is ahead.
+    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at - CLOCKS_APART_S + 1.0))
     anew.apply(arrival)
     assert anew.instance.state is State.VACATING and is_searched_for(anew.instance) and departures(anew) == []
     before = anew.instance
@@ -491,3 +495,15 @@ def test_the_command_to_destroy_comes_with_the_departure_and_is_taken_as_ever() 
     made, departure = kept()
     made.apply(replace(released_in(), request=replace(released_in().request, arrival=departure)))
     assert made.instance.state is State.CLEARING
+
+
+async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:
+    there, _ = at_state(State.CLAIMING)
+    conductor = Conductor(Services(), ("s1",))
+    await conductor.store.open()
+    moved = {f"{n:08x}-0000-4000-8000-000000000000": there.instance for n in range(LOGGED_MOVES + 3)}
+    with capture_logs() as logged:
+        _, held = await conductor.search.find_moved(moved, {"s3"}, ())
+    assert held == moved.keys()
+    assert [one["event"] for one in logged] == ["move.held"] * LOGGED_MOVES + ["move.held_more"]
+    assert logged[-1]["moves"] == 3
