@@ -54,10 +54,10 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     def may_lack(self, at: float) -> bool:
         """Whether the database may have no record of what happened then: it was set back since, or its schema was made
-        anew. Soon after counts as well, because `at` may be of another cell's clock.
+        anew. The latter has no allowance for clocks: the first moves of a new system would be in doubt.
         """
         is_set_back = self.set_back_at > 0 and at <= self.set_back_at + CLOCKS_APART_S
-        return is_set_back or (self.made_at > 0 and 0 < at <= self.made_at + CLOCKS_APART_S)
+        return is_set_back or 0 < at <= self.made_at
 
     @property
     def closed(self) -> ClosedHosts:

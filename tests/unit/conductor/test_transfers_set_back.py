@@ -21,7 +21,6 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import SET_BACK_GAP, Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.rules import numbered_on
-from cell_conductor.domain.steps import CLOCKS_APART_S
 from cell_conductor.domain.table import question_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.search import LOGGED_MOVES
@@ -195,12 +194,11 @@ def test_a_cell_whose_schema_was_made_anew_searches_for_what_came_before(how: st
     _, departure = kept()
     assert departure.kept is not None
     arrival = replace(arrives(departure, 2), is_query=how == "query")
-    later = replace(THERE, made_at=departure.kept.at - CLOCKS_APART_S - 1.0)
+    later = replace(THERE, made_at=departure.kept.at - 1.0)
     sure = Scenario(Instance(uuid=UUID), later)
     sure.apply(arrival)
     assert sure.instance.state is (State.DEPARTED if how == "query" else State.CLAIMING)
-    # A second before, by a clock that is ahead.
-    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at - CLOCKS_APART_S + 1.0))
+    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at + 1.0))
     anew.apply(arrival)
     assert anew.instance.state is State.VACATING and is_searched_for(anew.instance) and departures(anew) == []
     before = anew.instance
