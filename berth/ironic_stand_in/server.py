@@ -94,6 +94,10 @@ class IronicStandIn:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await self._serving
+            # One that uvicorn did not close in time would go on being served: the process stays.
+            for connection in self._server.server_state.connections:
+                if (transport := getattr(connection, "transport", None)) is not None:
+                    transport.abort()
         await self.pool.stop()
         await self._announcer.close()
 
