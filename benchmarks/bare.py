@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import sys
 import time
@@ -22,6 +23,8 @@ import aio_pika
 import uvloop
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from msgspec import Struct
+
+from benchmarks import probe
 
 HOPS = 5
 PREFETCH = 200
@@ -35,10 +38,14 @@ NUMBER = 8  # digits of a boot's number, which leads its body
 
 
 class Bare(Struct, frozen=True):
-    """The pipeline's figures with many boots at once, and with one at a time."""
+    """The pipeline's figures with many boots at once, and with one at a time.
+
+    `idle_cpu_ms`: CPU of one at a time, of this process and its children: the relays, and a broker that it has started.
+    """
 
     boots_per_s: float
     idle_p50_ms: float
+    idle_cpu_ms: float
 
 
 class AtRate(Struct, frozen=True):
@@ -59,10 +66,13 @@ class Pipeline:
     async def measure(self, boots: int, idle: int) -> Bare:
         """So many boots at once, and before them `idle` boots one at a time."""
         await self._fire(boots // 10)  # warm
+        used = probe.cpu_s(os.getpid())
         alone = [max((await self._fire(1)).values()) for _ in range(idle)]
+        used = probe.cpu_s(os.getpid()) - used
         started = time.monotonic()
         await self._fire(boots)
-        return Bare(boots / (time.monotonic() - started), 1000.0 * statistics.median(alone))
+        boots_per_s = boots / (time.monotonic() - started)
+        return Bare(boots_per_s, 1000.0 * statistics.median(alone), 1000.0 * used / idle)
 
     async def at_rate(self, rate_per_s: float, seconds: float = RATE_S) -> AtRate:
         """A boot every 1 / rate seconds; each is timed from when it was due, so falling behind is seen."""

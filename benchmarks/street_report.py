@@ -49,6 +49,7 @@ class Result(Struct, frozen=True, kw_only=True):
     bare_boots_per_s: float | None = None
     idle_ratio_to_bare_pipeline: float | None = None
     bare_idle_p50_ms: float | None = None
+    bare_idle_cpu_ms: float | None = None
     at_rates: dict[str, dict[str, float]] = {}
     costs: Costs | None = None
     costs_at_rates: dict[str, Costs] = {}
@@ -72,7 +73,7 @@ def print_result(result: Result, seconds: float) -> None:
     if result.bare_idle_p50_ms is not None:
         print(
             f"  the bare pipeline: {result.bare_boots_per_s:.0f} boots/s, one alone {result.bare_idle_p50_ms:.1f} ms "
-            f"(ours {result.idle_ratio_to_bare_pipeline} x that)"
+            f"(ours {result.idle_ratio_to_bare_pipeline} x that) and {result.bare_idle_cpu_ms:.1f} ms of CPU"
         )
     print("  idle, ms until:", ", ".join(f"{name} {ms}" for name, ms in result.idle_stages_ms.items()))
     print("  idle, ms in each stage:", ", ".join(f"{name} {ms}" for name, ms in result.idle_spent_ms.items()))

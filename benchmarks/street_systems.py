@@ -97,6 +97,7 @@ async def on_real_servers(options: argparse.Namespace) -> Result:
         bare_boots_per_s=None if plain is None else round(plain.boots_per_s, 1),
         ratio_to_bare_pipeline=None if plain is None else round(result.boots_per_s / plain.boots_per_s, 2),
         bare_idle_p50_ms=None if plain is None else round(plain.idle_p50_ms, 2),
+        bare_idle_cpu_ms=None if plain is None else round(plain.idle_cpu_ms, 2),
         idle_ratio_to_bare_pipeline=None if plain is None else round(result.idle_p50_ms / plain.idle_p50_ms, 2),
     )
 
