@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Annotated
 
 import typer
@@ -11,11 +11,9 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.commands.common import (
-    EXIT_NO,
     QUERY_TIMEOUT_S,
     AsJson,
     By,
-    Stop,
     Timeout,
     check_cell,
     client,
@@ -26,6 +24,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
+from berth.commands.named import check_names, finish, forget_each
 from berth.commands.safety import show_unexplained, unexplained
 from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import MAX_HOSTS, Fencer
@@ -33,7 +32,6 @@ from berth.fencing.plugin import load
 from berth.render import printable, render_rows
 from berth.settings import Settings
 from bus.clock import SystemClock
-from bus.contracts.base import MAX_REASON
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import (
     AdminState,
@@ -46,8 +44,6 @@ from bus.faults import Fault, RequestRefused
 from cell_conductor.domain.report import UnexplainedKind
 
 app = typer.Typer(invoke_without_command=True)
-
-MAX_DECIDED = 1000  # hosts that one command names
 
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
@@ -190,26 +186,13 @@ def forget(
     Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
     record there, consumers hold something of it, it is fenced, or it is being drained.
     """
-    _check_size(names, reason)
-    who = decided_by(by)
 
-    async def body() -> int:
-        settings = settings_of(context)
-        forgotten: list[HostForgotten] = []
-        refused: list[tuple[str, Fault]] = []
-        async with client(settings) as berth:
-            await check_cell(berth, settings, cell)
-            for name in dict.fromkeys(names):
-                command = ForgetHost(host=name, reason=reason, by=who, cell=cell)
-                try:
-                    forgotten.append(await berth.forget_host(command, timeout_s=timeout))
-                except RequestRefused as fault:
-                    refused.append((name, fault))
-        for one in [] if as_json else forgotten:
-            show_forgotten(one)
-        return _finish(forgotten, refused, as_json)
+    def forget_one(berth: BuildClient, name: str, who: str) -> Awaitable[HostForgotten]:
+        return berth.forget_host(ForgetHost(host=name, reason=reason, by=who, cell=cell), timeout_s=timeout)
 
-    run(body)
+    forget_each(
+        context, "host", names, reason, cell=cell, by=by, as_json=as_json, forget=forget_one, show=show_forgotten
+    )
 
 
 def _decide(
@@ -225,7 +208,7 @@ def _decide(
     as_json: bool,
     switch_off: bool = False,
 ) -> None:
-    _check_size(names, reason)
+    check_names("host", names, reason)
     who = decided_by(by)
 
     async def body() -> int:
@@ -235,35 +218,9 @@ def _decide(
             for name in dict.fromkeys(names)
         ]
         decided, refused = await _set_states(settings, commands, timeout_s, switch_off=switch_off)
-        for one in [] if as_json else decided:
-            show_decision(one)
-        return _finish(decided, refused, as_json)
+        return finish("host", decided, refused, show_decision, as_json=as_json)
 
     run(body)
-
-
-def _check_size(names: list[str], reason: str) -> None:
-    if len(reason) > MAX_REASON:
-        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
-    if len(names) > MAX_DECIDED:
-        raise typer.BadParameter(f"at most {MAX_DECIDED} hosts", param_hint="HOST")
-
-
-def _finish(
-    hosts: Sequence[HostAdminState] | Sequence[HostForgotten], refused: Sequence[tuple[str, Fault]], as_json: bool
-) -> int:
-    """Print the hosts as JSON where that is requested, and end with the exit status."""
-    if as_json:
-        print_json(
-            {
-                "hosts": hosts,
-                "refused": [{"host": name, "code": why.code, "reason": why.reason} for name, why in refused],
-            }
-        )
-    elif refused:
-        name, first = refused[0]
-        raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
-    return EXIT_NO if refused else 0
 
 
 def show_forgotten(one: HostForgotten) -> None:

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
+from berth.client import BuildClient
 from berth.commands.common import (
     EXIT_NO,
     QUERY_TIMEOUT_S,
     AsJson,
     By,
-    Stop,
     Timeout,
     check_cell,
     client,
-    decided_by,
     out,
     print_json,
     run,
     settings_of,
 )
 from berth.commands.hosts import CellOfName, OnlyCell, Reason
+from berth.commands.named import forget_each
 from berth.render import printable, render_rows
-from bus.contracts.base import MAX_REASON
 from bus.contracts.operations import ForgetService, ServiceForgotten, ServiceRecord
-from bus.faults import Fault, RequestRefused
 
 app = typer.Typer(invoke_without_command=True)
-
-MAX_FORGOTTEN = 1000  # services that one command names
 
 
 @app.callback()
@@ -77,40 +73,14 @@ def forget(
     a database was set back go on. Refused while a service is up, while the book has hosts of it, or while instances are
     on record there on hosts that are not fenced.
     """
-    if len(reason) > MAX_REASON:
-        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
-    if len(names) > MAX_FORGOTTEN:
-        raise typer.BadParameter(f"at most {MAX_FORGOTTEN} services", param_hint="SERVICE")
-    who = decided_by(by)
 
-    async def body() -> int:
-        settings = settings_of(context)
-        forgotten: list[ServiceForgotten] = []
-        refused: list[tuple[str, Fault]] = []
-        async with client(settings) as berth:
-            await check_cell(berth, settings, cell)
-            for name in dict.fromkeys(names):
-                command = ForgetService(service=name, reason=reason, by=who, cell=cell)
-                try:
-                    forgotten.append(await berth.forget_service(command, timeout_s=timeout))
-                except RequestRefused as fault:
-                    refused.append((name, fault))
-        return _finish(forgotten, refused, as_json=as_json)
+    def forget_one(berth: BuildClient, name: str, who: str) -> Awaitable[ServiceForgotten]:
+        command = ForgetService(service=name, reason=reason, by=who, cell=cell)
+        return berth.forget_service(command, timeout_s=timeout)
 
-    run(body)
-
-
-def _finish(forgotten: Sequence[ServiceForgotten], refused: Sequence[tuple[str, Fault]], *, as_json: bool) -> int:
-    if as_json:
-        rows = [{"service": name, "code": why.code, "reason": why.reason} for name, why in refused]
-        print_json({"services": forgotten, "refused": rows})
-        return EXIT_NO if refused else 0
-    for one in forgotten:
-        show_forgotten(one)
-    if refused:
-        name, first = refused[0]
-        raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
-    return 0
+    forget_each(
+        context, "service", names, reason, cell=cell, by=by, as_json=as_json, forget=forget_one, show=show_forgotten
+    )
 
 
 def show_forgotten(one: ServiceForgotten) -> None:

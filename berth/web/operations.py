@@ -105,16 +105,7 @@ class WebOperations:
 
     async def forget_host(self, request: Request) -> Response:
         """Forget a host that is gone for good: its providers leave the book, its decision the record. For operators."""
-        caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
-        body = converted(await object_of(request), ForgetRequest)
-        command = parsed(
-            lambda: msgspec.convert(
-                {"host": request.path_params["host"], "by": caller.name, **msgspec.to_builtins(body)}, ForgetHost
-            )
-        )
-        return json_response(await self._bus.request(command, HostForgotten, timeout_s=ASK_TIMEOUT_S))
+        return await self._forget(request, ForgetHost, HostForgotten)
 
     async def list_services(self, request: Request) -> Response:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""
@@ -130,17 +121,7 @@ class WebOperations:
 
     async def forget_service(self, request: Request) -> Response:
         """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
-        caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
-        body = converted(await object_of(request), ForgetRequest)
-        command = parsed(
-            lambda: msgspec.convert(
-                {"service": request.path_params["service"], "by": caller.name, **msgspec.to_builtins(body)},
-                ForgetService,
-            )
-        )
-        return json_response(await self._bus.request(command, ServiceForgotten, timeout_s=ASK_TIMEOUT_S))
+        return await self._forget(request, ForgetService, ServiceForgotten)
 
     async def list_workers(self, request: Request) -> Response:
         """Workers by their heartbeats: ?role=&limit=. Not for role project."""
@@ -156,3 +137,17 @@ class WebOperations:
         only(request)
         need(caller_of(request), WebRole.READER)
         return json_response(await self._fleet.cells())
+
+    async def _forget(
+        self,
+        request: Request,
+        command: type[ForgetHost | ForgetService],
+        answer: type[HostForgotten] | type[ServiceForgotten],
+    ) -> Response:
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request)
+        body = converted(await object_of(request), ForgetRequest)
+        fields = {**request.path_params, "by": caller.name, **msgspec.to_builtins(body)}
+        parsed_command = parsed(lambda: msgspec.convert(fields, command))
+        return json_response(await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S))

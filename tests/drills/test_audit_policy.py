@@ -28,7 +28,8 @@ from tests.system.worker_processes import Rig, rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
-PATIENCE_S = 120.0
+PATIENCE_S = 60.0
+LIMIT_S = 90.0  # of all that follows once the workers are ready: 5 s on a quiet machine
 CELL = "cell1"
 PLAN = SystemPlan(durable=False, cells=(CELL,), compute=ComputeConfig(hosts=3, heartbeat_interval_s=0.5))
 AT = {"VCPU": 1}
@@ -69,7 +70,13 @@ async def watching(site: Site, **settings: str) -> AsyncIterator[Watching]:
         yield Watching(process.stdout)
     finally:
         process.terminate()
-        await process.wait()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            raise
 
 
 async def claimed(it: Rig, consumer: str, host: str) -> None:
@@ -111,7 +118,7 @@ async def planted(it: Rig, host: str, service: str, on_record: str, on_host: str
 
 async def test_what_is_planted_is_found_and_what_the_policy_names_is_repaired() -> None:
     """The policy was tried in one process with the system, never by the command."""
-    async with rig(PLAN) as it:
+    async with rig(PLAN) as it, asyncio.timeout(LIMIT_S):
         ended = await deleted(it)
         (home, *_) = (await it.client.hosts(limit=10, timeout_s=PATIENCE_S)).hosts
         unknown, on_record, on_host = (new_uuid(it.rng) for _ in range(3))
