@@ -6,11 +6,9 @@ import enum
 from collections.abc import Sequence
 
 import asyncpg
-from alembic.script import ScriptDirectory
 from msgspec import Struct
 
-from bus.persistence.migrations import REVISION, config
-from bus.persistence.revision import VERSION_TABLE
+from bus.persistence.revision import APPLIED, OLDEST, REVISION_TABLES, Revisions, known_revisions
 
 CELL_PREFIX = "cell_"
 BOOK = "placement"
@@ -30,21 +28,27 @@ class SchemaState(enum.StrEnum):
     """How a schema stands to this version of berth.
 
     absent: there is none, or it is empty. behind: `berth db upgrade` (or the start of a worker) brings it to head.
-    newer: a newer berth made it. unknown: berth did not make it, or a version from before 0.1.0 did.
+    ahead: a newer berth made it, and this one may run on it. newer: a newer berth made it, and this one may not.
+    unknown: berth did not make it, or a version from before 0.1.0 did.
     """
 
     CURRENT = "current"
     BEHIND = "behind"
+    AHEAD = "ahead"
     NEWER = "newer"
     UNKNOWN = "unknown"
     ABSENT = "absent"
 
 
 class SchemaRevision(Struct, frozen=True, kw_only=True):
-    """One schema of a database. revision: "" when it has none. head: the newest revision that this berth knows."""
+    """One schema of a database. revision: "" when it has none. head: the newest revision that this berth knows.
+
+    oldest: the revision that the oldest version knows that may run on it.
+    """
 
     schema: str
     revision: str
+    oldest: str
     head: str
     state: SchemaState
 
@@ -74,28 +78,22 @@ def in_order(schemas: Sequence[str]) -> list[str]:
     )
 
 
-def known_revisions(package: str) -> list[str]:
-    """The revisions that a package's migrations can make, the newest first."""
-    return [script.revision for script in ScriptDirectory.from_config(config(package)).walk_revisions()]
-
-
-def assess(schema: str, revision: str, *, is_empty: bool) -> SchemaRevision:
-    """How one schema stands. revision: that of its version table, "" when there is none."""
+def assess(schema: str, revisions: Revisions, *, is_empty: bool) -> SchemaRevision:
+    """How one schema stands, by the revisions that it has."""
     package = package_of(schema)
-    known = known_revisions(package) if package is not None else []
-    head = known[0] if known else ""
-    numbered = REVISION.fullmatch(revision)
-    if not revision:
+    known = known_revisions(package) if package is not None else [""]
+    applied, oldest = revisions
+    if not applied:
         state = SchemaState.ABSENT if is_empty else SchemaState.UNKNOWN
-    elif revision == head:
+    elif applied == known[-1]:
         state = SchemaState.CURRENT
-    elif revision in known:
+    elif applied in known:
         state = SchemaState.BEHIND
-    elif numbered is not None and numbered[1] > head[:4]:
-        state = SchemaState.NEWER
+    elif revisions.are_later(known):
+        state = SchemaState.AHEAD if revisions.allow(known) else SchemaState.NEWER
     else:
         state = SchemaState.UNKNOWN
-    return SchemaRevision(schema=schema, revision=revision, head=head, state=state)
+    return SchemaRevision(schema=schema, revision=applied, oldest=oldest, head=known[-1], state=state)
 
 
 async def find_schemas(connection: asyncpg.Connection) -> list[SchemaRevision]:
@@ -107,10 +105,14 @@ async def find_schemas(connection: asyncpg.Connection) -> list[SchemaRevision]:
 async def read_revision(connection: asyncpg.Connection, schema: str) -> SchemaRevision:
     """How one schema stands that is there."""
     relations = await relations_of(connection, schema)
-    revision = ""
-    if VERSION_TABLE in relations:
-        revision = await connection.fetchval(f"SELECT version_num FROM {quoted(schema)}.{VERSION_TABLE}") or ""
-    return assess(schema, revision, is_empty=not set(relations) - {VERSION_TABLE})
+    read = {
+        table: await connection.fetchval(f"SELECT version_num FROM {quoted(schema)}.{table}") or ""
+        for table in REVISION_TABLES
+        if table in relations
+    }
+    oldest = read.get(OLDEST, "")
+    revisions = Revisions(read.get(APPLIED, oldest), oldest)
+    return assess(schema, revisions, is_empty=not set(relations) - set(REVISION_TABLES))
 
 
 async def relations_of(connection: asyncpg.Connection, schema: str) -> list[str]:

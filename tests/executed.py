@@ -117,7 +117,9 @@ STEPS = (
         "side-by-side.json",
         lambda content: content["built"],
         lambda content: (
-            content["failed"] == [] and content["broken"] == [] and content["dead_letters"] == {} and content["at_rest"]
+            content["failed"] == content["broken"] == content["not_migrated"] == []
+            and content["dead_letters"] == {}
+            and content["at_rest"]
         ),
         "two versions side by side {} builds",
         needs="the commits of earlier versions",

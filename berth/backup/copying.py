@@ -33,7 +33,7 @@ from berth.backup.manifest import (
 from berth.schemas import SchemaRevision, SchemaState, find_schemas, quoted
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
 from bus.persistence.database import CONNECT_TIMEOUT_S, raise_fault
-from bus.persistence.revision import VERSION_TABLE
+from bus.persistence.revision import REVISION_TABLES
 
 LOCK_TIMEOUT_S = 30.0  # a migration under way holds its tables; a backup waits for it no longer
 GZIP_LEVEL = 1  # the text shrinks to a fifth; higher levels cost several times as much and gain little
@@ -148,7 +148,7 @@ def _require_known(found: list[SchemaRevision]) -> None:
 async def _copy_tables(connection: asyncpg.Connection, schema: str, directory: Path) -> list[TableCopy]:
     names = [row["relname"] for row in await connection.fetch(_TABLES, quoted(schema))]
     edges = [(row["child"], row["parent"]) for row in await connection.fetch(_REFERENCES, quoted(schema))]
-    ordered = parents_first([name for name in names if name != VERSION_TABLE], edges)
+    ordered = parents_first([name for name in names if name not in REVISION_TABLES], edges)
     return [await _copy_table(connection, schema, table, directory) for table in ordered]
 
 

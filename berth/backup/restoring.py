@@ -29,6 +29,7 @@ from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
 from bus.persistence.database import lock_key, raise_fault
+from bus.persistence.revision import Revisions
 
 # PostgreSQL's error when a table of the backup is not one of the revision that the manifest names.
 MISMATCHES = (
@@ -79,7 +80,7 @@ async def _transaction(url: str) -> AsyncIterator[tuple[AsyncConnection, asyncpg
 def _require_known(schema: SchemaCopy) -> None:
     if package_of(schema.schema) is None:
         raise BadBackup(f"the backup holds a schema {schema.schema} that berth has none of", code="backup.invalid")
-    assessed = assess(schema.schema, schema.revision, is_empty=False)
+    assessed = assess(schema.schema, Revisions(schema.revision), is_empty=False)
     if assessed.state is SchemaState.NEWER:
         raise BadBackup(
             f"schema {schema.schema} is from a newer berth (revision {schema.revision}; this one knows "

@@ -23,13 +23,15 @@ from berth.schemas import (
     package_of,
 )
 from berth.site import Site
+from bus.persistence.revision import Revisions
 
 app = typer.Typer(no_args_is_help=True, help="The schemas of the database: revisions, check, upgrade.")
 
 # The sentence for a user about a schema that this version cannot use as it is.
 SENTENCES = {
     SchemaState.BEHIND: "is at revision {revision} and this berth needs {head}: berth db upgrade",
-    SchemaState.NEWER: "was made by a newer berth (revision {revision}; this one knows {head}): run that version",
+    SchemaState.NEWER: "was made by a newer berth (revision {revision}, for versions from {oldest} on; this one knows "
+    "{head}): run that version",
     SchemaState.UNKNOWN: "has tables that this berth did not make (revision {revision}): name another database",
     SchemaState.ABSENT: "is not there: berth db upgrade, or the start of its worker, makes it",
 }
@@ -37,7 +39,7 @@ SENTENCES = {
 
 @app.command()
 def current(context: typer.Context, as_json: AsJson = False) -> None:
-    """Show each schema with its revision, the newest that this version knows, and how the two stand."""
+    """Show each schema: its revision, the oldest that runs there, the newest of this version, and how they stand."""
 
     async def body() -> None:
         _print(await _read(database_of(settings_of(context))), as_json)
@@ -51,10 +53,12 @@ def check(context: typer.Context, as_json: AsJson = False) -> None:
 
     async def body() -> int:
         found = await _read(database_of(settings_of(context)))
-        wrong = [each for each in found if each.state is not SchemaState.CURRENT]
+        wrong = [each for each in found if each.state in SENTENCES]
         _print(found, as_json)
         for each in wrong:
-            why = SENTENCES[each.state].format(revision=each.revision or "none", head=each.head)
+            why = SENTENCES[each.state].format(
+                revision=each.revision or "none", oldest=each.oldest or "none", head=each.head
+            )
             err.print(f"schema {each.schema} {why}", markup=False, soft_wrap=True)
         return EXIT_NO if wrong else 0
 
@@ -104,7 +108,7 @@ async def _read(site: Site) -> list[SchemaRevision]:
         await connection.close()
     for name in _expected(site):
         if name not in found and name != IRONIC_SYNC:
-            found[name] = assess(name, "", is_empty=True)
+            found[name] = assess(name, Revisions(), is_empty=True)
     return [found[name] for name in in_order(list(found))]
 
 
@@ -112,5 +116,5 @@ def _print(found: list[SchemaRevision], as_json: bool) -> None:
     if as_json:
         print_json(found)
         return
-    rows = [[each.schema, each.revision, each.head, each.state] for each in found]
-    render_rows(out, ["schema", "revision", "newest", "is"], rows)
+    rows = [[each.schema, each.revision, each.oldest, each.head, each.state] for each in found]
+    render_rows(out, ["schema", "revision", "runs from", "newest", "is"], rows)

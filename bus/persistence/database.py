@@ -28,7 +28,7 @@ from bus.clock import SystemClock
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepared, Transient
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
-from bus.persistence.revision import UnsupportedSchema, check_columns, is_at_head
+from bus.persistence.revision import UnsupportedSchema, is_migrated
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
@@ -373,26 +373,21 @@ class Database:
         return True
 
     async def _is_made(self, connection: AsyncConnection, package: str | None) -> bool:
-        """Whether the schema is there and, of a package with migrations, at head. Raises UnsupportedSchema."""
+        """Whether the schema is there and, of a package with migrations, can be used. Raises UnsupportedSchema."""
         if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
             return False
-        if package is not None:
-            if not await is_at_head(connection, package, self.schema):
-                return False
-            await check_columns(connection, package, self.schema)
-        return True
+        return package is None or await is_migrated(connection, package, self.schema)
 
     async def _make(self, connection: AsyncConnection, package: str | None) -> None:
         # Not `IF NOT EXISTS`: that needs the right to create schemas, though this one exists.
         if not await connection.scalar(text("SELECT to_regnamespace(:name)"), {"name": f'"{self.schema}"'}):
             await connection.execute(text(f'CREATE SCHEMA "{self.schema}"'))
-        if package is not None and not await is_at_head(connection, package, self.schema):
+        if package is not None and not await is_migrated(connection, package, self.schema):
             async with _alembic():
                 from bus.persistence import migrations  # noqa: PLC0415  (why: in bus.persistence.revision)
 
                 await connection.run_sync(migrations.upgrade, package, self.schema)
-        if package is not None:
-            await check_columns(connection, package, self.schema)
+            await is_migrated(connection, package, self.schema)  # raises when its tables are of another state
 
     def _log_waiting(self, error: BaseException, failures: int) -> None:
         log.warning(

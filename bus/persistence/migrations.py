@@ -1,24 +1,31 @@
-"""Runs Alembic for all workers: a package with `versions/`, one schema, and the version table in that schema.
+"""Runs Alembic for all workers: a package with `versions/`, one schema, and the tables of its revisions in that schema.
 
-A worker's `store/schema.sql` is its whole schema at the newest revision. `0001_initial` applies it.
+A worker's `store/schema.sql` is its whole schema at the newest revision. While there is no other migration,
+`0001_initial` applies it. A migration that only adds states `compatible_from`, the oldest revision whose code may run
+on the schema that it leaves; without that, older code is refused.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 from alembic import command, op
 from alembic.config import Config
-from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 
-from bus.persistence.revision import VERSION_TABLE, UnsupportedSchema, versions_of
-
-MAX_NAME = 63  # PostgreSQL's limit
-REVISION = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 had other names
+from bus.persistence.revision import (
+    APPLIED,
+    OLDEST,
+    REVISION_TABLES,
+    Revisions,
+    UnsupportedSchema,
+    known_revisions,
+    read_revisions,
+    versions_of,
+)
 
 # Tables, views and sequences of a schema; indexes and types come with them.
 RELATIONS = "SELECT relname FROM pg_class WHERE relnamespace = to_regnamespace(:schema) AND relkind <> 'i' ORDER BY 1"
@@ -39,8 +46,18 @@ def config(package: str, connection: Connection | None = None, schema: str = "")
 def upgrade(connection: Connection, package: str, schema: str, revision: str = "head") -> None:
     """Bring the schema to a revision of the package, inside the connection's transaction. Raises UnsupportedSchema."""
     made = config(package, connection, schema)
-    _check(connection, ScriptDirectory.from_config(made), schema)
+    found = read_revisions(connection, schema)
+    _check(connection, known_revisions(package), found, schema)
+    if found.applied:  # a version that kept it in the other table may have made this schema
+        _write(connection, schema, APPLIED, found.applied)
     command.upgrade(made, revision)
+    _write(connection, schema, OLDEST, oldest_for(package, revision))
+
+
+def oldest_for(package: str, revision: str = "head") -> str:
+    """The oldest revision whose code may run on a schema at this one: all migrations up to it allow that."""
+    scripts = ScriptDirectory.from_config(config(package)).iterate_revisions(revision, "base")
+    return max(getattr(script.module, "compatible_from", script.revision) for script in scripts)
 
 
 def apply_sql(package: str, name: str) -> None:
@@ -52,42 +69,45 @@ def apply_sql(package: str, name: str) -> None:
     driver.run_async(lambda connection: connection.execute(statements))
 
 
-def _check(connection: Connection, scripts: ScriptDirectory, schema: str) -> None:
+def _write(connection: Connection, schema: str, table: str, revision: str) -> None:
+    """Keep a revision in one of REVISION_TABLES, which is as Alembic makes it."""
+    place = f'"{schema}".{table}'
+    primary_key = f"CONSTRAINT {table}_pkc PRIMARY KEY (version_num)"
+    connection.execute(text(f"CREATE TABLE IF NOT EXISTS {place} (version_num varchar(32) NOT NULL, {primary_key})"))
+    connection.execute(text(f"DELETE FROM {place}"))
+    connection.execute(text(f"INSERT INTO {place} VALUES (:revision)"), {"revision": revision})
+
+
+def _check(connection: Connection, known: Sequence[str], found: Revisions, schema: str) -> None:
     """Raise UnsupportedSchema unless the schema is empty or at a revision of these migrations."""
-    context = MigrationContext.configure(
-        connection, opts={"version_table": VERSION_TABLE, "version_table_schema": schema}
-    )
-    revisions = context.get_current_heads()
-    known = {script.revision for script in scripts.walk_revisions()}
-    for revision in revisions:
-        if revision not in known:
-            raise _unknown_revision(schema, revision, scripts.get_current_head() or "")
-    if not revisions and (found := _relations(connection, schema)):
+    if found.applied and found.applied not in known:
+        raise _unknown_revision(schema, found, known)
+    if not found.applied and (relations := _relations(connection, schema)):
         raise UnsupportedSchema(
-            f"schema {schema} has tables ({', '.join(found[:3])}) and no revision: berth did not make them; "
+            f"schema {schema} has tables ({', '.join(relations[:3])}) and no revision: berth did not make them; "
             "name another schema or database",
             code="database.foreign_schema",
         )
 
 
-def _unknown_revision(schema: str, revision: str, head: str) -> UnsupportedSchema:
-    numbered = REVISION.fullmatch(revision)
-    if numbered is not None and numbered[1] > head[:4]:
+def _unknown_revision(schema: str, found: Revisions, known: Sequence[str]) -> UnsupportedSchema:
+    if found.are_later(known):
         return UnsupportedSchema(
-            f"schema {schema} was made by a newer berth (revision {revision}; this one knows {head}); "
-            "run that version, or restore a backup",
+            f"schema {schema} was made by a newer berth (revision {found.applied}, for versions from {found.oldest} "
+            f"on; this one knows {known[-1]}); run that version, or restore a backup",
             code="database.newer_schema",
         )
     return UnsupportedSchema(
-        f"schema {schema} is at revision {revision}, from before berth 0.1.0, and cannot be upgraded; it is left as it "
-        "was. Name an empty database or schema; the berth that made it can export the book (berth placement export)",
+        f"schema {schema} is at revision {found.applied}, from before berth 0.1.0, and cannot be upgraded; it is left "
+        "as it was. Name an empty database or schema; the berth that made it can export the book (berth placement "
+        "export)",
         code="database.old_schema",
     )
 
 
 def _relations(connection: Connection, schema: str) -> list[str]:
     found = connection.execute(text(RELATIONS), {"schema": f'"{schema}"'}).scalars()
-    return [name for name in found if name != VERSION_TABLE]
+    return [name for name in found if name not in REVISION_TABLES]
 
 
 def _literal(path: Path) -> str:

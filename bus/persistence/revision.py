@@ -1,28 +1,42 @@
 """Finds the revision of a schema without Alembic, so that a process without a migration need not import Alembic.
 
 Alembic takes a sixth of a worker's start, and of the processes of a system only the first finds something to migrate.
+
+A schema has two revisions: the newest that was applied, and the oldest whose code may run on it. A migration that only
+adds leaves the second as it is, so that workers of two versions run side by side (docs/decisions/0024).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-VERSION_TABLE = "alembic_version"
+APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
+# The table with the oldest revision whose code may run on the schema. Alembic kept its revision there while each schema
+# had one migration, and versions of that time start only where it holds the revision that they know: they follow the
+# rule, too. A schema that one of them has made has this table alone.
+OLDEST = "alembic_version"
+REVISION_TABLES = (APPLIED, OLDEST)
+
 SCHEMA = "schema.sql"  # beside a package of migrations: the whole schema at head
+NUMBERED = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 had other names
 
 TABLE = re.compile(r"^CREATE (?:UNLOGGED )?TABLE (\w+) \((.*?)^\)", re.MULTILINE | re.DOTALL)
 COLUMN = re.compile(r"^    ([a-z_]\w*) ", re.MULTILINE)  # constraints begin with a capital
+# The last one: whether no row can be inserted without a value for it.
 COLUMNS = """
-SELECT c.relname, a.attname FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
+SELECT c.relname, a.attname, a.attnotnull AND NOT a.atthasdef AND a.attidentity = ''
+FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
 WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
 """
+PRESENT = "SELECT to_regclass(:applied) IS NOT NULL, to_regclass(:oldest) IS NOT NULL"
 
 
 MAX_NAMED = 5
@@ -41,6 +55,22 @@ class UnsupportedSchema(LookupError):
         self.code = code
 
 
+class Revisions(NamedTuple):
+    """The revisions of a schema. applied: the newest. oldest: the oldest whose code may run there. "": it has none."""
+
+    applied: str = ""
+    oldest: str = ""
+
+    def are_later(self, known: Sequence[str]) -> bool:
+        """Whether the schema is later than all of these, which are in ascending order."""
+        numbered = NUMBERED.fullmatch(self.applied)
+        return numbered is not None and numbered[1] > known[-1][:4]
+
+    def allow(self, known: Sequence[str]) -> bool:
+        """Whether the schema is later than these revisions, and code that knows them may run on it all the same."""
+        return self.are_later(known) and self.oldest in known
+
+
 def versions_of(package: str) -> Path:
     """The directory of a package's migrations. Raises MigrationsMissing."""
     versions = Path(str(files(package))) / "versions"
@@ -49,29 +79,63 @@ def versions_of(package: str) -> Path:
     return versions
 
 
-def head(package: str) -> str:
-    """The newest revision of a package: a migration's file has its name, and the numbers ascend."""
-    return max(path.stem for path in versions_of(package).glob("[0-9]*.py"))
+def known_revisions(package: str) -> list[str]:
+    """The revisions of a package in ascending order: a migration's file has its name, and the numbers ascend."""
+    return sorted(path.stem for path in versions_of(package).glob("[0-9]*.py"))
 
 
-async def check_columns(connection: AsyncConnection, package: str, schema: str) -> None:
-    """Compare the tables of a schema that is at head with those that head has. Raises UnsupportedSchema.
+def read_revisions(connection: Connection, schema: str) -> Revisions:
+    """The revisions of a schema; Revisions() when it has none."""
+    places = {"applied": f'"{schema}".{APPLIED}', "oldest": f'"{schema}".{OLDEST}'}
+    has_applied, has_oldest = connection.execute(text(PRESENT), places).one()
+    if not has_oldest:
+        return Revisions()
+    oldest = _read(connection, places["oldest"])
+    return Revisions(_read(connection, places["applied"]) if has_applied else oldest, oldest)
 
-    Before a release a revision is changed in place, so a schema that an earlier state made has the same name.
+
+def _read(connection: Connection, table: str) -> str:
+    return ", ".join(sorted(connection.scalars(text(f"SELECT version_num FROM {table}"))))
+
+
+async def is_migrated(connection: AsyncConnection, package: str, schema: str) -> bool:
+    """Whether code with these migrations can use the schema as it is: at head, or at a later revision that allows it.
+
+    Raises UnsupportedSchema when the schema does not have the tables of its revision.
+    """
+    known = known_revisions(package)
+    found = await connection.run_sync(read_revisions, schema)
+    is_at_head = found.applied == known[-1]
+    if not is_at_head and not found.allow(known):
+        return False
+    await _check_columns(connection, package, schema, is_at_head=is_at_head)
+    return True
+
+
+async def _check_columns(connection: AsyncConnection, package: str, schema: str, *, is_at_head: bool) -> None:
+    """Compare the tables of a schema with those that head has. Raises UnsupportedSchema.
+
+    Before a release a revision was changed in place, so a schema that an earlier state made may have the name of head.
+    Of a later revision, columns are accepted that an insert without them leaves empty or fills.
     """
     above = package.rpartition(".")[0]
     if not above or not (written := files(above).joinpath(SCHEMA)).is_file():
         return  # migrations alone: nothing to compare with
     expected = columns_of(written.read_text(encoding="utf-8"))
     found: dict[str, set[str]] = {}
-    for table, column in await connection.execute(text(COLUMNS), {"schema": f'"{schema}"'}):
+    accepted: dict[str, set[str]] = {}
+    for table, column, is_needed in await connection.execute(text(COLUMNS), {"schema": f'"{schema}"'}):
         found.setdefault(table, set()).add(column)
+        if not is_at_head and not is_needed:
+            accepted.setdefault(table, set()).add(column)
     for table, columns in expected.items():
-        if differing := sorted(columns ^ found.get(table, set())):
+        extra = found.get(table, set()) - columns - accepted.get(table, set())
+        if differing := sorted((columns - found.get(table, set())) | extra):
+            at = f"is {'at' if is_at_head else 'later than'} revision {known_revisions(package)[-1]}"
             raise UnsupportedSchema(
-                f"schema {schema} is at revision {head(package)} and does not have its tables (of {table} these "
-                f"columns differ: {', '.join(differing[:MAX_NAMED])}): an earlier state of berth made it. It is left "
-                "as it was; name an empty database or schema, or run the version that made it",
+                f"schema {schema} {at} and does not have its tables (of {table} these columns differ: "
+                f"{', '.join(differing[:MAX_NAMED])}): another state of berth made it. It is left as it was; name an "
+                "empty database or schema, or run the version that made it",
                 code="database.other_schema",
             )
 
@@ -80,12 +144,3 @@ async def check_columns(connection: AsyncConnection, package: str, schema: str) 
 def columns_of(statements: str) -> Mapping[str, frozenset[str]]:
     """{table: its columns} of a file of SQL statements, as this project writes them."""
     return {name: frozenset(COLUMN.findall(body)) for name, body in TABLE.findall(statements)}
-
-
-async def is_at_head(connection: AsyncConnection, package: str, schema: str) -> bool:
-    """Whether a schema is at the package's newest revision, and at no other."""
-    table = f'"{schema}".{VERSION_TABLE}'
-    if not await connection.scalar(text("SELECT to_regclass(:table)"), {"table": table}):
-        return False
-    found = await connection.scalars(text(f"SELECT version_num FROM {table}"))
-    return found.all() == [head(package)]

@@ -39,9 +39,9 @@ class FenceStore(Protocol):
         """The instances that have, or may have, a machine on this host: in order of uuids, above `after`."""
 
 
-FENCES = """
-SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences WHERE NOT lifted ORDER BY host_uuid
-"""
+# Before what depends on both tables of fences: the statements that follow see what the one before has committed.
+LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended(concat(current_schema(), '.fences.', $1::text), 0))"
+FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences ORDER BY host_uuid"
 LOSSES = """
 SELECT host_uuid::text, instance_uuid::text, attempt, service, at FROM fence_losses
 ORDER BY at, host_uuid, instance_uuid LIMIT $1
@@ -50,12 +50,10 @@ PUT = """
 INSERT INTO fences AS f (host_uuid, host, version, lifting, reason, decided_by, at)
 VALUES ($1, $2, $3, $4, $5, $6, $7)
 ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, version = excluded.version, lifting = excluded.lifting,
-    reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at, lifted = false
+    reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at
 WHERE f.version < excluded.version RETURNING 1
 """
-HOLD = """
-SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) AND NOT lifted ORDER BY host_uuid FOR SHARE
-"""
+HOLD = "SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) ORDER BY host_uuid FOR SHARE"
 LOSE = """
 INSERT INTO fence_losses AS l (host_uuid, instance_uuid, attempt, service, at)
 SELECT * FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $5::float8[])
@@ -66,15 +64,18 @@ DELETE_LOSSES = """
 DELETE FROM fence_losses l USING unnest($1::uuid[], $2::uuid[], $3::int[]) AS n (h, i, a)
 WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 """
-_TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting AND NOT lifted FOR UPDATE"
+_TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
-LIFT = "UPDATE fences SET lifted = true WHERE host_uuid = $1"
-LIFT_UNKNOWN = """
-INSERT INTO fences AS f (host_uuid, host, version, lifting, reason, decided_by, at, lifted)
-VALUES ($1, $2, $3, $4, $5, $6, $7, true)
-ON CONFLICT (host_uuid) DO UPDATE SET version = excluded.version WHERE f.version < excluded.version AND f.lifted
+_DELETE = "DELETE FROM fences WHERE host_uuid = $1"
+_FENCED = "SELECT 1 FROM fences WHERE host_uuid = $1"
+LIFTED = """
+INSERT INTO lifted_fences AS l (host_uuid, version) VALUES ($1, $2)
+ON CONFLICT (host_uuid) DO UPDATE SET version = greatest(l.version, excluded.version)
 """
-LIFTED = "SELECT version FROM fences WHERE host_uuid = $1 AND lifted"
+LIFTED_BY = """
+SELECT version FROM lifted_fences l
+WHERE host_uuid = $1 AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = l.host_uuid)
+"""
 # Instances that are over hold nothing there; the remains of a lost one are a loss already.
 TOUCHING = """
 SELECT uuid::text FROM instances
@@ -129,8 +130,11 @@ class PostgresFences:
             ]
 
     async def put(self, fence: Fence) -> bool:
-        """One statement."""
+        """One transaction."""
         async with self._database.raw() as connection:
+            await connection.execute(LOCK_HOST, fence.host_uuid)
+            if (await connection.fetchval(LIFTED_BY, fence.host_uuid) or 0) >= fence.version:
+                return False
             return await connection.fetchval(PUT, *_values(fence)) is not None
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
@@ -142,22 +146,26 @@ class PostgresFences:
     async def lift(self, host_uuid: str, version: int) -> bool:
         """One transaction: the row is locked before its losses are read, and who records a loss locks it, too."""
         async with self._database.raw() as connection:
+            await connection.execute(LOCK_HOST, host_uuid)
             if await connection.fetchval(_TO_LIFT, host_uuid, version) is None:
                 return False
             if await connection.fetchval(_LEFT, host_uuid) is not None:
                 return False
-            await connection.execute(LIFT, host_uuid)
+            await connection.execute(_DELETE, host_uuid)
+            await connection.execute(LIFTED, host_uuid, version)
         return True
 
     async def lift_unknown(self, fence: Fence) -> None:
-        """One statement."""
+        """One transaction."""
         async with self._database.raw() as connection:
-            await connection.execute(LIFT_UNKNOWN, *_values(fence))
+            await connection.execute(LOCK_HOST, fence.host_uuid)
+            if await connection.fetchval(_FENCED, fence.host_uuid) is None:
+                await connection.execute(LIFTED, fence.host_uuid, fence.version)
 
     async def lifted(self, host_uuid: str) -> int:
         """One statement."""
         async with self._database.raw() as connection:
-            return await connection.fetchval(LIFTED, host_uuid) or 0
+            return await connection.fetchval(LIFTED_BY, host_uuid) or 0
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; it reads the whole table, and fences are rare."""

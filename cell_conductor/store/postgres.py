@@ -49,7 +49,7 @@ LOCK_DUE = """
 SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
-IDENTITY = "SELECT deployment::text, set_back_at, made_at FROM identity"
+IDENTITY = "SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
 RECOGNISE = "SELECT deployment::text, origin <> cell_origin(), set_back_at FROM identity"
 NOTHING_DUE = """
 SELECT deployment::text = $2 AND origin = cell_origin() AND set_back_at = $3
@@ -104,9 +104,9 @@ SELECT uuid::text FROM instances
 WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed')
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
     ({_SERVICE} = $1 AND state NOT IN ('claiming', 'vacating')
-        AND NOT EXISTS (SELECT FROM fences f WHERE NOT f.lifted AND f.host_uuid = instances.host_uuid))
+        AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
     OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
-        SELECT FROM fences f WHERE NOT f.lifted AND f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
+        SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
 ORDER BY uuid LIMIT $2
 """
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
@@ -246,7 +246,7 @@ class PostgresInstances:
 
     @property
     def made_at(self) -> float:
-        """When the schema was made."""
+        """When the schema was made; 0: that is not known."""
         return self._seen.made_at
 
     async def open(self) -> None:

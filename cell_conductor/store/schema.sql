@@ -30,16 +30,22 @@ CREATE INDEX instances_failed ON instances (since) WHERE state = 'failed';
 -- The identity of this cell's database, which marks every machine that the cell orders. It is made with the schema: an
 -- empty or another database never takes this one's machines for its own. origin: cell_origin() when the database was
 -- last looked at ('': never); one that was restored or promoted since has another. set_back_at: when that was last seen,
--- in seconds since the epoch; a build that was requested before may have been handed in before. made_at: likewise; an
--- instance may have come from another cell before, into a schema that was here earlier.
+-- in seconds since the epoch; a build that was requested before may have been handed in before.
 CREATE TABLE identity (
     deployment uuid NOT NULL DEFAULT gen_random_uuid(),
     one boolean PRIMARY KEY DEFAULT true CHECK (one),
     origin text NOT NULL DEFAULT '',
-    set_back_at double precision NOT NULL DEFAULT 0,
-    made_at double precision NOT NULL DEFAULT extract(epoch FROM clock_timestamp())
+    set_back_at double precision NOT NULL DEFAULT 0
 );
 INSERT INTO identity DEFAULT VALUES;
+
+-- When this schema was made, in seconds since the epoch; an instance may have come from another cell before, into a
+-- schema that was here earlier. Without a row a version from before this table made it: it is not known when.
+CREATE TABLE made (
+    at double precision NOT NULL DEFAULT extract(epoch FROM clock_timestamp()),
+    one boolean PRIMARY KEY DEFAULT true CHECK (one)
+);
+INSERT INTO made DEFAULT VALUES;
 
 -- What a database does not take along when it is restored or promoted: its cluster, the cluster's timeline (a recovery
 -- to a point in time and the promotion of a stand-by begin a new one), the database and the table themselves. What the
@@ -106,9 +112,8 @@ CREATE TABLE lease_keeper (
 );
 
 -- Hosts that an operator has fenced, and the machines that such a host has lost: no attempt up to this one is wanted
--- there, and its allocation is given up. Who records a loss holds the fence's row; it is lifted when its host has no
--- losses left. lifted: the row stays, because the message of an older decision may be delivered again, which would fence
--- a host that is used. version: of the decision. at: seconds since the epoch.
+-- there, and its allocation is given up. Who records a loss holds the fence's row; it goes when its host has no losses
+-- left. version: of the decision. at: seconds since the epoch.
 CREATE TABLE fences (
     host_uuid uuid PRIMARY KEY,
     host text NOT NULL,
@@ -116,8 +121,7 @@ CREATE TABLE fences (
     lifting boolean NOT NULL,
     reason text NOT NULL,
     decided_by text NOT NULL,
-    at double precision NOT NULL,
-    lifted boolean NOT NULL DEFAULT false
+    at double precision NOT NULL
 );
 CREATE TABLE fence_losses (
     host_uuid uuid NOT NULL,
@@ -126,6 +130,13 @@ CREATE TABLE fence_losses (
     service text NOT NULL,
     at double precision NOT NULL,
     PRIMARY KEY (host_uuid, instance_uuid)
+);
+
+-- The decision that lifted a host's last fence: the message of an older one may be delivered again, which would fence a
+-- host that is used.
+CREATE TABLE lifted_fences (
+    host_uuid uuid PRIMARY KEY,
+    version bigint NOT NULL
 );
 
 -- The outbox: messages that commit with the state that caused them (bus.persistence.outbox). The table is a short-lived

@@ -19,6 +19,7 @@ from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manife
 from berth.backup.restoring import restore
 from berth.schemas import SchemaState, assess, find_schemas, in_order, package_of
 from bus.persistence.database import Database
+from bus.persistence.revision import Revisions
 from tests.kit import servers
 from tests.kit.catalog import described
 
@@ -267,7 +268,7 @@ async def test_a_schema_of_a_newer_version_is_not_copied(empty_database: str, tm
     database = Database(empty_database, "scheduler", pool_size=1)
     await database.open(package_of("scheduler"))
     async with database.transaction() as connection:
-        await connection.execute(text("UPDATE alembic_version SET version_num = '9999_later'"))
+        await connection.execute(text("UPDATE schema_revision SET version_num = '9999_later'"))
     await database.close()
     with pytest.raises(BadBackup, match="scheduler \\(revision 9999_later\\)"):
         await save(empty_database, tmp_path / "backup")
@@ -291,15 +292,21 @@ def test_the_book_is_copied_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schema", "revision", "is_empty", "state"),
+    ("schema", "revision", "oldest", "state"),
     [
-        ("placement", "0001_initial", False, SchemaState.CURRENT),
-        ("placement", "9999_later", False, SchemaState.NEWER),
-        ("placement", "p0014", False, SchemaState.UNKNOWN),
-        ("placement", "", False, SchemaState.UNKNOWN),
-        ("placement", "", True, SchemaState.ABSENT),
-        ("cell_cell1", "0001_initial", False, SchemaState.CURRENT),
+        ("placement", "0001_initial", "0001_initial", SchemaState.CURRENT),
+        ("placement", "9999_later", "9999_later", SchemaState.NEWER),
+        ("placement", "9999_later", "0001_initial", SchemaState.AHEAD),
+        ("placement", "p0014", "p0014", SchemaState.UNKNOWN),
+        ("placement", "", "", SchemaState.UNKNOWN),
+        ("cell_cell1", "0002_lifted_fences", "0001_initial", SchemaState.CURRENT),
+        ("cell_cell1", "0001_initial", "0001_initial", SchemaState.BEHIND),
+        ("cell_cell1", "0002_other", "0001_initial", SchemaState.UNKNOWN),
     ],
 )
-def test_how_a_schema_stands(schema: str, revision: str, is_empty: bool, state: SchemaState) -> None:
-    assert assess(schema, revision, is_empty=is_empty).state is state
+def test_how_a_schema_stands(schema: str, revision: str, oldest: str, state: SchemaState) -> None:
+    assert assess(schema, Revisions(revision, oldest), is_empty=False).state is state
+
+
+def test_a_schema_without_tables_is_absent() -> None:
+    assert assess("placement", Revisions(), is_empty=True).state is SchemaState.ABSENT

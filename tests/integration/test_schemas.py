@@ -1,4 +1,7 @@
-"""Each worker's `store/schema.sql` against PostgreSQL: a migrated database is exactly it, and any other is refused."""
+"""Each worker's `store/schema.sql` against PostgreSQL: a migrated database is exactly it, and any other is refused.
+
+How schemas go from one revision to the next, and who may run on them: test_migrations.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from sqlalchemy import text
 
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
-from bus.persistence.revision import VERSION_TABLE, columns_of, head, is_at_head
+from bus.persistence.revision import APPLIED, REVISION_TABLES, columns_of, is_migrated, known_revisions
 from tests.kit.catalog import described
 
 pytestmark = pytest.mark.postgres
@@ -45,14 +48,14 @@ async def test_a_schema_at_head_is_known_without_alembic(empty_database: str, wo
     package = f"{worker}.store.migrations"
     database = await opened(empty_database, "migrated")
     async with database.transaction() as connection:
-        assert not await is_at_head(connection, package, "migrated"), "it is empty"
+        assert not await is_migrated(connection, package, "migrated"), "it is empty"
     await database.open(package)
     async with database.transaction() as connection:
-        assert await is_at_head(connection, package, "migrated")
-        await connection.execute(text(f"UPDATE {VERSION_TABLE} SET version_num = '0000_older'"))
-        assert not await is_at_head(connection, package, "migrated")
+        assert await is_migrated(connection, package, "migrated")
+        await connection.execute(text(f"UPDATE {APPLIED} SET version_num = '0000_older'"))
+        assert not await is_migrated(connection, package, "migrated")
     await database.close()
-    assert head(package) == ScriptDirectory.from_config(config(package)).get_current_head()
+    assert known_revisions(package)[-1] == ScriptDirectory.from_config(config(package)).get_current_head()
 
 
 @pytest.mark.parametrize(
@@ -100,6 +103,7 @@ async def test_a_database_from_before_the_first_release_is_refused_in_a_sentence
 ) -> None:
     database = await opened(empty_database, "old", f"{worker}.store.migrations")
     async with database.raw() as connection:
+        await connection.execute(f"DROP TABLE {APPLIED}")  # they kept it in the other one
         await connection.execute("UPDATE alembic_version SET version_num = $1", revision)
         await connection.execute("CREATE TABLE of_yesterday (n integer)")
     before = await description(database)
@@ -124,7 +128,7 @@ async def test_the_columns_that_are_read_from_the_file_are_those_of_a_migrated_d
         )
     expected = columns_of(files(f"{worker}.store").joinpath("schema.sql").read_text())
     assert {(table, column) for table, columns in expected.items() for column in columns} == {
-        (table, column) for table, column in rows if table != VERSION_TABLE
+        (table, column) for table, column in rows if table not in REVISION_TABLES
     }
     await database.close()
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import asyncpg
 
-from bus.persistence.revision import VERSION_TABLE
+from bus.persistence.revision import REVISION_TABLES
 
 # Each gives (what, definition) rows. $1 is the schema. Columns are in the table's order; a dropped one leaves no trace.
 QUERIES = {
@@ -66,7 +66,7 @@ ROWS = 'SELECT count(*) FROM "{schema}"."{table}"'
 async def described(connection: asyncpg.Connection[Any], schema: str) -> list[str]:
     """Every object of the schema with its definition, and how many rows each table holds, in a stated order.
 
-    The schema's own name is left out, and so is Alembic's version table.
+    The schema's own name is left out, and so are the tables of its revisions.
     """
     lines = []
     for kind, query in QUERIES.items():
@@ -76,4 +76,4 @@ async def described(connection: asyncpg.Connection[Any], schema: str) -> list[st
         name = table["tablename"]
         lines.append(f"rows {name}: {await connection.fetchval(ROWS.format(schema=schema, table=name))}")
     plain = (line.replace(f'"{schema}".', "").replace(f"{schema}.", "") for line in lines)
-    return [line for line in plain if VERSION_TABLE not in line.split(":")[0]]
+    return [line for line in plain if not any(table in line.split(":")[0] for table in REVISION_TABLES)]

@@ -19,6 +19,7 @@ import asyncpg
 
 from bus.persistence.database import Database
 from bus.persistence.known_types import TypedConnection
+from bus.persistence.revision import REVISION_TABLES
 from tests.kit.servers import administer, named, plain
 
 # The schemas that are there, and the package that owns each.
@@ -65,7 +66,7 @@ AND pid <> pg_backend_pid()
 _TABLES = """
 SELECT n.nspname, c.relname, pg_relation_size(c.oid) AS bytes
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = ANY($1) AND c.relkind IN ('r', 'p') AND c.relname <> 'alembic_version' ORDER BY 1, 2
+WHERE n.nspname = ANY($1) AND c.relkind IN ('r', 'p') AND NOT c.relname = ANY($2) ORDER BY 1, 2
 """
 _SEQUENCES = """
 SELECT setval(format('%I.%I', schemaname, sequencename)::regclass, start_value, false)
@@ -170,7 +171,7 @@ class LentDatabases:
     async def _empty(self, connection: asyncpg.Connection, name: str) -> None:
         """Delete every row, and insert what a migrated schema begins with."""
         schemas = list(SCHEMAS)
-        tables = await connection.fetch(_TABLES, schemas)
+        tables = await connection.fetch(_TABLES, schemas, REVISION_TABLES)
         known = [f'"{schema}"."{table}"' for schema, table, _ in tables]
         grown = any(size > MAX_TABLE_BYTES for _, _, size in tables)
         async with connection.transaction():

@@ -3,9 +3,9 @@
     python -m tests.upgrade.rolling OLD_TREE [--short] [--json FILE]
 
 OLD_TREE: a directory with the sources of the earlier version (`scripts/side-by-side` makes it). Every worker is
-replaced, one at a time, by one of this version, and then each by one of the earlier version again, while builds and
-deletes go on. At the end every request must have ended once and well, every invariant must hold, and nothing may lie
-in a dead-letter queue.
+replaced, one at a time, by one of this version, which migrates its schema, and then each by one of the earlier version
+again, while builds and deletes go on. At the end every request must have ended once and well, every invariant must
+hold, nothing may lie in a dead-letter queue, and the schemas must be those of this version.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from berth.backup.copying import connect
 from berth.client import BuildClient
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
+from berth.schemas import SchemaRevision, SchemaState, find_schemas
 from berth.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
 from berth.site import Site, process_name
 from berth.worker_processes import Worker, WorkerProcesses
@@ -45,8 +47,9 @@ PLAN = SystemPlan(
     compute=ComputeConfig(hosts=10, heartbeat_interval_s=0.5),
     durable=False,
 )
-# While the only compute service of a cell is replaced there would be no host.
-SHORT = msgspec.structs.replace(PLAN, placements=1, conductors_per_cell=1)
+# Two compute services: while the only one of a cell is replaced there would be no host. Two conductors: an earlier one
+# runs on beside the one that has migrated their schema.
+SHORT = msgspec.structs.replace(PLAN, placements=1)
 AT_ONCE = 4  # builds asked for together ...
 PAUSE_S = 0.2  # ... and so long until the next
 KEPT = 60  # machines that run at a time; the oldest are deleted
@@ -149,6 +152,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
     """The whole of it; returns what it has come to. Raises TimeoutError, ServerFailed."""
     async with _system(servers, old, directory, plan) as (processes, site):
         process = process_name("upgrade")
+        before = await _schemas(site)
         client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
         await client.open()
         load = Load(client, seed)
@@ -156,12 +160,12 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         try:
             for by_old in (False, True):
                 for name in list(processes.workers):
-                    before = load.tally.requested
+                    built = load.tally.requested
                     await processes.replace(name, by_old=by_old)
                     _print(f"{name} is of the {'earlier' if by_old else 'new'} version")
                     async with asyncio.timeout(PATIENCE_S):
                         while (
-                            load.tally.requested < before + 2 * AT_ONCE
+                            load.tally.requested < built + 2 * AT_ONCE
                         ):  # with each mix of versions something is built
                             if task.done():
                                 await task
@@ -174,6 +178,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             await client.close()
+        after = await _schemas(site)
         letters = {vhost: _dead_letters(servers, vhost) for vhost in (API_VHOST, *plan.cells)}
     return {
         "replaced": 2 * len(processes.workers),
@@ -184,8 +189,24 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         "at_rest": at_rest,
         "broken": [f"{one.name}: {'; '.join(one.examples)}" for one in verdicts if not one.holds],
         "dead_letters": {vhost: found for vhost, found in letters.items() if found},
+        "migrated": {
+            name: f"{before[name].revision} to {one.revision}, runs from {one.oldest}"
+            for name, one in after.items()
+            if one.revision != before[name].revision
+        },
+        "not_migrated": [name for name, one in after.items() if one.state is not SchemaState.CURRENT],
         "terminals": dict(Counter(str(track.terminals) for track in client.tracks.values())),
     }
+
+
+async def _schemas(site: Site) -> dict[str, SchemaRevision]:
+    """The schemas of the system, as this version judges them."""
+    assert site.database_url is not None
+    connection = await connect(site.database_url, name="upgrade")
+    try:
+        return {one.schema: one for one in await find_schemas(connection)}
+    finally:
+        await connection.close()
 
 
 def _dead_letters(servers: RealServers, vhost: str) -> dict[str, int]:
@@ -209,7 +230,7 @@ def main() -> int:
     """0: upgraded and back, and all is well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
-    parser.add_argument("--short", action="store_true", help="one placement and one conductor")
+    parser.add_argument("--short", action="store_true", help="one placement")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -224,7 +245,7 @@ def main() -> int:
     sys.stdout.write(text + "\n")
     if options.json is not None:
         options.json.write_text(text + "\n")
-    sound = found["at_rest"] and not (found["failed"] or found["broken"] or found["dead_letters"])
+    sound = found["at_rest"] and not any(found[what] for what in ("failed", "broken", "dead_letters", "not_migrated"))
     return 0 if sound and set(found["terminals"]) == {"1"} else 1  # type: ignore[call-overload]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import Connection
 
-from bus.persistence.revision import VERSION_TABLE
+from bus.persistence.revision import APPLIED
 
 _connection = context.config.attributes["connection"]
 assert isinstance(_connection, Connection)
@@ -13,7 +13,7 @@ assert isinstance(_connection, Connection)
 # The connection's search_path is the schema, so migrations name their tables plainly.
 context.configure(
     connection=_connection,
-    version_table=VERSION_TABLE,
+    version_table=APPLIED,
     version_table_schema=context.config.attributes["schema"],
     transactional_ddl=True,
 )

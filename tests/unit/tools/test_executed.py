@@ -23,7 +23,14 @@ FIGURES: dict[str, Any] = {
     "bad-input.json": {"passed": True, "requests": 1524},
     "bad-input-web.json": {"passed": True, "requests": 2262},
     "pages.json": {"passed": True, "steps": 10},
-    "side-by-side.json": {"built": 304, "failed": [], "broken": [], "dead_letters": {}, "at_rest": True},
+    "side-by-side.json": {
+        "built": 304,
+        "failed": [],
+        "broken": [],
+        "dead_letters": {},
+        "at_rest": True,
+        "not_migrated": [],
+    },
     "fuzz.json": {"passed": True, "inputs": 15000, "defects": 0},
 }
 
@@ -93,6 +100,7 @@ def test_a_file_that_is_missing_or_holds_nothing_is_no_pass(folder: Path, step: 
         ("side-by-side.json", {"built": 0}),
         ("side-by-side.json", {"at_rest": False}),
         ("side-by-side.json", {"broken": ["capacity"]}),
+        ("side-by-side.json", {"not_migrated": ["cell_cell1"]}),
         ("side-by-side.json", {"dead_letters": {"scheduler.requests": 1}}),
         ("fuzz.json", {"passed": False}),
         ("fuzz.json", {"inputs": 0}),
