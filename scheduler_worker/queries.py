@@ -79,10 +79,12 @@ class QueryHandler:
         ]
 
     async def _builds(self, query: BuildQuery) -> BuildPage:
-        found, searched_to = await self._store.builds(query), None
+        found, last = await self._store.builds(query), None
         if is_search(query) and len(found) < query.limit:
-            searched_to = await self._store.searched_to(query)
-        return BuildPage(builds=tuple(map(self._with_timeline, found)), searched_to=searched_to)
+            last = await self._store.searched_to(query)
+        at, instance = last or (None, None)
+        builds = tuple(map(self._with_timeline, found))
+        return BuildPage(builds=builds, searched_to=at, searched_to_instance=instance)
 
     def _one_of(self, found: dict[str, BuildRecord] | Refuse, uuid: str) -> Outcome:
         """The answer about one build; an empty page if it is not on record."""

@@ -118,7 +118,7 @@ class WebApi:
     async def list_builds(self, request: Request) -> Response:
         """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&gang=&after=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
-        only(request, "project", "state", "gang", *SEARCHED_BY, "after", "before", "limit")
+        only(request, "project", "state", "gang", *SEARCHED_BY, "after", "before", "before_instance", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
@@ -133,14 +133,15 @@ class WebApi:
                         **{name: query.get(name) for name in SEARCHED_BY},
                         "after": moment_of(query.get("after")),
                         "before": moment_of(query.get("before")),
+                        "before_instance": query.get("before_instance"),
                         "limit": limit,
                     },
                     BuildQuery,
                 )
             )
         )
-        before = next_before(page, limit)
-        following = None if before is None else str(request.url.include_query_params(before=before))
+        further = next_page(request, page, limit)
+        following = None if further is None else f"{request.url.path}?{further}"
         return json_response(Builds(tuple(as_seen(one, caller) for one in page.builds), following))
 
     async def show_build(self, request: Request) -> Response:
@@ -348,9 +349,15 @@ def moment_of(text: str | None) -> float | None:
     return found
 
 
-def next_before(page: BuildPage, limit: int) -> float | None:
-    """The value of `before` for the page after this one; None: there is none."""
-    return page.builds[-1].created_at if len(page.builds) == limit else page.searched_to
+def next_page(request: Request, page: BuildPage, limit: int) -> str | None:
+    """The parameters of the page after this one; None: there is none."""
+    before, instance = page.searched_to, page.searched_to_instance
+    if len(page.builds) == limit:
+        before, instance = page.builds[-1].created_at, page.builds[-1].instance_uuid
+    if before is None:
+        return None
+    place = {"before": before, **({"before_instance": instance} if instance is not None else {})}
+    return request.url.remove_query_params("before_instance").include_query_params(**place).query
 
 
 def uuid_of(request: Request) -> str:

@@ -69,7 +69,7 @@ def _of_instances() -> dict[str, _Operation]:
     from berth.web.moves import MoveTaken  # noqa: PLC0415
 
     builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
-    builds |= {"gang": Uuid, "after": float, "before": float, "limit": int}
+    builds |= {"gang": Uuid, "after": float, "before": float, "before_instance": Uuid, "limit": int}
     moves = {"instance": Uuid, "project": Word, "under_way": bool, "limit": int}
     return {
         "create_build": _Operation(Accepted, 202, BuildRequest, errors=(409, *_WRITES)),

@@ -23,7 +23,7 @@ from berth.web.api import (
     json_response,
     moment_of,
     need,
-    next_before,
+    next_page,
     parsed,
     sse,
     stream_response,
@@ -270,19 +270,18 @@ class Pages:
                     **{name: requested.get(name) or None for name in SEARCHED_BY},
                     "after": moment_of(requested.get("after")),
                     "before": moment_of(requested.get("before")),
+                    "before_instance": requested.get("before_instance") or None,
                     "limit": PAGE,
                 },
                 BuildQuery,
             )
         )
         page = await self._api.builds(query)
-        before = next_before(page, PAGE)
-        older = None if before is None else str(request.url.include_query_params(before=before).query)
         return self._page(
             request,
             "builds.html",
             builds=page.builds,
-            older=older,
+            older=next_page(request, page, PAGE),
             searched_to=page.searched_to,
             states=list(BuildState),
             query=requested,

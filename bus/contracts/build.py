@@ -191,15 +191,17 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
 class BuildQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="build.query.v1"):
     """Ask the scheduler for one build (with its timeline), or for a page of them, newest first.
 
-    before, after: when the build was requested, in seconds since the epoch; `after` itself included. host: the name of
-    the host that it has, or last had. gang: the members of one request for several. By cell, host, flavor and code at
-    most 100,000 builds are looked through.
+    before, after: when the build was requested, in seconds since the epoch; `after` itself included. before_instance:
+    of those requested at `before` itself, the ones of lesser uuids too: the last of a page, for the page after it.
+    host: the name of the host that it has, or last had. gang: the members of one request for several. By cell, host,
+    flavor and code at most 100,000 builds are looked through.
     """
 
     instance_uuid: Uuid | None = None
     project_id: Word | None = None
     state: BuildState | None = None
     before: float | None = None
+    before_instance: Uuid | None = None
     after: float | None = None
     cell: Word | None = None
     host: Label | None = None
@@ -264,12 +266,13 @@ class TimelineEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
     """Reply to a BuildQuery. Empty when the instance is unknown.
 
-    searched_to: the search was given up there, at builds requested at this time; older ones may match. Ask again with
-    this as `before`.
+    searched_to, searched_to_instance: the search was given up there, at this build, requested at this time; older ones
+    may match. Ask again with these as `before` and `before_instance`.
     """
 
     builds: tuple[BuildRecord, ...] = ()
     searched_to: float | None = None
+    searched_to_instance: Uuid | None = None
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):

@@ -223,11 +223,11 @@ class MemoryBuilds:
             records, now = self._table.records, self._table.instances
             return {uuid: _as_it_is(records[uuid], now.get(uuid)) for uuid in instances if uuid in records}
 
-    async def searched_to(self, query: BuildQuery) -> float | None:
-        """The request time of the last build that such a search looks at; None: it looks at all."""
+    async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
+        """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         async with self._session.transaction():
             found = self._of_query(query)
-        return found[rows.MAX_SEARCHED - 1].created_at if len(found) >= rows.MAX_SEARCHED else None
+        return _newest(found[rows.MAX_SEARCHED - 1]) if len(found) >= rows.MAX_SEARCHED else None
 
     def _of_query(self, query: BuildQuery) -> list[BuildRecord]:
         """Newest first, by what PostgreSQL has indexes for."""
@@ -237,11 +237,16 @@ class MemoryBuilds:
             if query.instance_uuid in (None, record.instance_uuid)
             and query.project_id in (None, record.project_id)
             and query.state in (None, record.state)
-            and (query.before is None or record.created_at < query.before)
+            and (query.before is None or _newest(record) < (query.before, query.before_instance or ""))
             and (query.after is None or record.created_at >= query.after)
             and query.gang in (None, record.gang)
         ]
-        return sorted(found, key=lambda record: record.created_at, reverse=True)
+        return sorted(found, key=_newest, reverse=True)
+
+
+def _newest(record: BuildRecord) -> tuple[float, str]:
+    """The order of a page, backwards: several builds may have been requested at one time."""
+    return record.created_at, record.instance_uuid
 
 
 def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildRecord:

@@ -194,8 +194,8 @@ class SchedulerStore(Protocol):
         losses: taken before those commits. Many callers share one flush, so it takes a tenth of a second.
         """
 
-    async def searched_to(self, query: BuildQuery) -> float | None:
-        """The request time of the last build that such a search looks at; None: it looks at all."""
+    async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
+        """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         ...
 
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:

@@ -63,26 +63,27 @@ SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
-# Along an index, whose order is that of the answer. For a column without an index a bounded number of builds is
-# examined.
+# Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
+# without an index a bounded number of builds is examined.
 OF_QUERY = """
 SELECT * FROM build_requests
 WHERE ($1::uuid IS NULL OR instance_uuid = $1) AND ($2::text IS NULL OR project_id = $2)
-  AND ($3::text IS NULL OR state = $3) AND ($4::double precision IS NULL OR created_at < $4)
+  AND ($3::text IS NULL OR state = $3)
+  AND ($4::double precision IS NULL OR created_at <= $4 AND (created_at < $4 OR instance_uuid < $7::uuid))
   AND ($5::double precision IS NULL OR created_at >= $5) AND ($6::uuid IS NULL OR gang = $6)
-ORDER BY created_at DESC
+ORDER BY created_at DESC, instance_uuid DESC
 """
 BUILDS = f"""
-SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $7) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
-WHERE ($9::text IS NULL OR cell = $9) AND ($10::text IS NULL OR host = $10)
-  AND ($11::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $11) AND ($12::text IS NULL OR code = $12)
-ORDER BY created_at DESC LIMIT $8
+SELECT {rows.RECORD} FROM ({OF_QUERY} LIMIT $8) b LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
+WHERE ($10::text IS NULL OR cell = $10) AND ($11::text IS NULL OR host = $11)
+  AND ($12::text IS NULL OR coalesce(nullif(i.flavor, ''), b.flavor) = $12) AND ($13::text IS NULL OR code = $13)
+ORDER BY created_at DESC, b.instance_uuid DESC LIMIT $9
 """
 BUILDS_NAMED = f"""
 SELECT {rows.RECORD} FROM (SELECT * FROM build_requests WHERE instance_uuid = ANY($1::uuid[])) b
 LEFT JOIN instances i ON i.instance_uuid = b.instance_uuid
 """
-SEARCHED_TO = f"SELECT created_at FROM ({OF_QUERY} OFFSET $7 - 1 LIMIT 1) b"
+SEARCHED_TO = f"SELECT created_at, instance_uuid::text FROM ({OF_QUERY} OFFSET $8 - 1 LIMIT 1) b"
 
 
 # Along the index on created_at: an index on a column that changes would make every write of a build dearer. Builds that
@@ -477,14 +478,15 @@ class PostgresBuilds:
             found = await connection.fetch(BUILDS_NAMED, instances)
         return {row["instance_uuid"]: rows.record(row) for row in found}
 
-    async def searched_to(self, query: BuildQuery) -> float | None:
-        """The request time of the last build that such a search looks at; None: it looks at all."""
+    async def searched_to(self, query: BuildQuery) -> tuple[float, str] | None:
+        """The last build that such a search looks at, and when it was requested; None: it looks at all."""
         async with self._database.raw() as connection:
-            found: float | None = await connection.fetchval(SEARCHED_TO, *_of_query(query), rows.MAX_SEARCHED)
-        return found
+            found = await connection.fetchrow(SEARCHED_TO, *_of_query(query), rows.MAX_SEARCHED)
+        return None if found is None else (found["created_at"], found["instance_uuid"])
 
 
 def _of_query(query: BuildQuery) -> tuple[object, ...]:
     """The parameters of OF_QUERY."""
     state = query.state.value if query.state is not None else None
-    return query.instance_uuid, query.project_id, state, query.before, query.after, query.gang
+    before = query.before, query.after, query.gang, query.before_instance
+    return query.instance_uuid, query.project_id, state, *before

@@ -178,6 +178,17 @@ async def test_a_page_is_newest_first_and_filtered(store: SchedulerStore) -> Non
     assert await store.builds(BuildQuery(project_id="q")) == []
 
 
+async def test_pages_of_builds_that_were_requested_together_leave_none_out(store: SchedulerStore) -> None:
+    await insert(store, new(B), new(C), new(A), now=1.0)
+    seen: list[str] = []
+    query = BuildQuery(limit=1)
+    while page := await store.builds(query):
+        seen += [record.instance_uuid for record in page]
+        query = replace(query, before=page[-1].created_at, before_instance=page[-1].instance_uuid)
+    assert seen == sorted((A, B, C), reverse=True)
+    assert await store.builds(BuildQuery(before=1.0)) == []
+
+
 async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: SchedulerStore) -> None:
     for at, uuid in enumerate((A, B, C)):
         await insert(store, new(uuid), now=float(at))
@@ -222,7 +233,7 @@ async def test_a_search_reads_a_bounded_number_of_builds_and_returns_its_positio
     await decide(store, placed(A))
     query = BuildQuery(host="h")
     assert await store.builds(query) == []
-    assert await store.searched_to(query) == 1.0
+    assert await store.searched_to(query) == (1.0, B)
     further = replace(query, before=1.0)
     assert [record.instance_uuid for record in await store.builds(further)] == [A]
     assert await store.searched_to(further) is None

@@ -58,13 +58,15 @@ def test_the_uuid_makes_a_request_idempotent_and_other_content_a_conflict(web: W
 
 def test_pages_of_builds_follow_each_other(web: Web) -> None:
     with web.client() as client:
-        made = {boot(client, project_id="paging") for _ in range(5)}
+        together = client.post("/api/v1/builds", json={"flavor": "m1.tiny", "project_id": "paging", "count": 5}).json()
+        made = set(together["members"])
         seen: list[str] = []
         following: str | None = "/api/v1/builds?project=paging&limit=2"
         while following is not None:
             page = client.get(following).json()
             seen += [one["instance_uuid"] for one in page["builds"]]
             following = page["next"]
+            assert following is None or following.startswith("/api/v1/builds?"), "wherever a proxy has the server"
         assert set(seen) == made and len(seen) == len(made)
 
 
