@@ -477,6 +477,7 @@ class MoveEngine:
             project_id=request.project_id,
             kind=request.kind,
             spec=spec if changes else None,
+            expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=selections,
             server_group=built.server_group,
             limits=config.quota_of(request.project_id) if selections else {},

@@ -123,6 +123,7 @@ class Mover:
             project_id=spec.project_id,
             kind=kind,
             spec=spec if kind in (MoveKind.RESIZE, MoveKind.REBUILD) else None,
+            expected_flavor="" if kind is MoveKind.RESIZE else spec.flavor,
             selections=self._selections(cell, instance, spec, kind, rng),
             limits=self._world.plan.quota_of(spec.project_id),
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),

@@ -278,15 +278,16 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
 class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 
-    spec: the instance's target state (of a resize, a rebuild, an unshelving; None: as it is). selections: hosts in
-    order, not claimed: the conductor claims them one after the other, in attempt numbers that it alone knows. The
-    source's own host among them is a resize in place. server_group, limits: what those claims are held to, as for a
-    build. step_timeout_s: how long one step on one host may take. to_cell: the instance is to leave for this cell; its
-    machine here, if it has one, is stopped and kept. arrival: with what it has left its former cell for this one, where
-    it is on record from now on. active_in: the instance is active in that cell for good, so the machine that this cell
-    has kept since the request of this id is destroyed; nothing else is done. order, sequence: the changes of its
-    machine, and its announcements, are numbered above these: no more than the cell has on record, unless that was set
-    back. The other fields: as in MoveRequest.
+    spec: the instance's target state (of a resize, a rebuild, an unshelving; None: as it is). expected_flavor: that of
+    the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it has another
+    one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
+    attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
+    what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take. to_cell: the
+    instance is to leave for this cell; its machine here, if it has one, is stopped and kept. arrival: with what it has
+    left its former cell for this one, where it is on record from now on. active_in: the instance is active in that cell
+    for good, so the machine that this cell has kept since the request of this id is destroyed; nothing else is done.
+    order, sequence: the changes of its machine, and its announcements, are numbered above these: no more than the cell
+    has on record, unless that was set back. The other fields: as in MoveRequest.
     """
 
     request_id: Uuid
@@ -294,6 +295,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     project_id: Word
     kind: MoveKind
     spec: InstanceSpec | None = None
+    expected_flavor: str = ""
     selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}

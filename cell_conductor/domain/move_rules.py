@@ -101,6 +101,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
         return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
     if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
         return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")
+    if (refused := _refuse_other_flavor(instance, event, context)) is not None:
+        return refused
     if kind in CLAIMS:
         return begin_claimed(instance, event, context)
     return begin_in_place(instance, event, context)
@@ -114,11 +116,25 @@ def begin_offloaded(instance: Instance, event: MoveRequested, context: StepConte
     request = event.request
     if request.kind is not MoveKind.UNSHELVE:
         return refuse_request(instance, event, context, "instance.offloaded", "unshelve it first")
+    if (refused := _refuse_other_flavor(instance, event, context)) is not None:
+        return refused
     if not request.selections:
         return refuse_request(instance, event, context, "move.no_host")
     # `here` is the host that it had; no machine is there.
     begun = adopt(instance, event, source=None, selections=(instance.here, *request.selections))
     return claim(begun, event.at, context)
+
+
+def _refuse_other_flavor(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """Hosts that were chosen for another flavor than the instance has here would claim that one's amounts for it. The
+    sender's record is behind (a database was set back); it takes the present flavor from the refusal.
+    """
+    expected = event.request.expected_flavor
+    assert instance.spec is not None
+    if "" in (expected, instance.spec.flavor) or expected == instance.spec.flavor:
+        return None
+    reason = f"its flavor is {instance.spec.flavor}, and the hosts were chosen for {expected}"
+    return refuse_request(instance, event, context, "instance.flavor_changed", reason)
 
 
 def end_resized(instance: Instance, event: MoveRequested, context: StepContext) -> Step:

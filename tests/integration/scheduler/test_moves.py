@@ -203,6 +203,10 @@ async def test_a_resize_counts_what_it_holds_once_where_the_site_allows_the_same
     assert record is not None and record.flavor == "m1.large"
     again = world.move(built, MoveKind.RESIZE, flavor="m1.large")
     assert await refused(world, again) == "flavor.same"
+    assert command.expected_flavor == ""
+    rebuild = world.move(built, MoveKind.REBUILD, image="other")
+    await world.ask(rebuild)
+    assert (await world.dispatched(rebuild)).expected_flavor == "m1.large"
 
 
 async def announce_modes(world: World, modes: dict[str, str]) -> None:

@@ -191,6 +191,14 @@ def test_an_offloaded_instance_holds_nothing_and_is_unshelved_from_its_image() -
     )
 
 
+def test_an_unshelving_on_hosts_chosen_for_another_flavor_is_refused() -> None:
+    made = offloaded()
+    made.instance = replace(made.instance, spec=replace(SPEC, flavor="m1.small"))
+    made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER, expected_flavor="m1.old"))
+    assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.REFUSED, "instance.flavor_changed")]
+    assert made.instance.state is State.OFFLOADED
+
+
 def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:
     made = offloaded()
     made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))

@@ -36,8 +36,26 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, queried, run, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, spawned
 from tests.unit.conductor.scenario import announced as builds
+
+SMALL = replace(SPEC, flavor="m1.small")
+
+
+@pytest.mark.parametrize("kind", [MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD, MoveKind.UNSHELVE])
+def test_hosts_chosen_for_another_flavor_than_the_instance_has_are_refused(kind: MoveKind) -> None:
+    made = Scenario(replace(active(), spec=SMALL))
+    made.apply(
+        request(kind, 2, spec=SPEC if kind in (MoveKind.REBUILD, MoveKind.UNSHELVE) else None, expected_flavor="m1.old")
+    )
+    assert made.terminals == [(kind, MoveState.REFUSED, "instance.flavor_changed")]
+    assert (made.instance.state, made.instance.spec) == (State.ACTIVE, SMALL)
+
+
+def test_hosts_chosen_for_the_flavor_that_the_instance_has_are_claimed() -> None:
+    made = Scenario(replace(active(), spec=SMALL))
+    made.apply(request(MoveKind.LIVE_MIGRATE, 2, expected_flavor="m1.small"))
+    assert made.instance.state is State.CLAIMING
 
 
 def test_a_cold_migration_from_claim_to_confirm() -> None:
