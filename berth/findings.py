@@ -231,7 +231,11 @@ def _machines(
         at_home = [one for one in places.get(uuid, ()) if one.host_uuid == instance.host_uuid]
         if not at_home:
             reason = f"active on {instance.host_uuid} of {instance.cell}, which does not run it"
-            yield _finding(Kind.INSTANCE_WITHOUT_MACHINE, uuid, reason)
+            kept_on = [host for one, host in quarantined if one == uuid]
+            repair = f"decide: berth quarantine adopt {uuid} --host {kept_on[0]}" if len(kept_on) == 1 else None
+            if kept_on:
+                reason = f"{reason}; in quarantine on {', '.join(kept_on)}"
+            yield _finding(Kind.INSTANCE_WITHOUT_MACHINE, uuid, reason, repair)
     for uuid, machines in places.items():
         if uuid in unsettled:
             continue

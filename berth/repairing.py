@@ -69,7 +69,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
             )
             for one in due
         }
-        await _enter(site, repairs, who)
+        await enter(site, repairs, who, "audit.orphaned = repair")
         replies = await store.apply([Release(consumer=one.subject, attempt=attempts[one.subject]) for one in due])
     finally:
         await store.close()
@@ -81,7 +81,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     return lines
 
 
-async def _enter(site: Site, repairs: dict[str, AuditRepair], who: str) -> None:
+async def enter(site: Site, repairs: dict[str, AuditRepair], who: str, why: str) -> None:
     """Put the repairs into the log of changes of the schedulers' record."""
     database: Database = site.environment("audit").database("scheduler", pool_size=1)
     changed = [
@@ -91,7 +91,7 @@ async def _enter(site: Site, repairs: dict[str, AuditRepair], who: str) -> None:
     try:
         async with database.raw() as connection:
             await objects.lock(connection)
-            author = ChangeAuthor(who, "audit.orphaned = repair", site.clock.time())
+            author = ChangeAuthor(who, why, site.clock.time())
             await objects.write(connection, changed, author)
     finally:
         await database.close()

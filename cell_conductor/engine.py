@@ -48,6 +48,7 @@ from .domain.table import IllegalStep, question_of, step
 from .placement_requests import PendingQuestion, PlacementRequests, due_questions
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
+from .store.safety import UnexplainedRecord
 from .transition import ENDS, Transition, may_be_redone, observe_steps
 
 log = structlog.get_logger(__name__)
@@ -119,9 +120,7 @@ class Engine:
         search: MachineSearch | None = None,
         outdated: Callable[[str, int], None] | None = None,
     ) -> None:
-        """`outdated(service, epoch)`: a machine was known under this epoch of its service, which reports under a lower
-        one.
-        """
+        """`outdated(service, epoch)`: a machine was known under this epoch; its service reports under a lower one."""
         self._store = store
         self._bus = bus
         self._relay = relay
@@ -133,6 +132,7 @@ class Engine:
         self._search = search
         self._outdated = outdated
         self._unsearched: dict[str, PendingQuestion] = {}
+        self._decided: dict[str, UnexplainedRecord] = {}  # machines in quarantine to adopt, by instance
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
@@ -354,12 +354,34 @@ class Engine:
         await self._search_due.wait()
         self._search_due.clear()
         questions, self._unsearched = list(self._unsearched.values()), {}
+        decided, self._decided = self._decided, {}
         found, unsure = await self._find_forgotten(questions)
+        found += await self._find_decided(decided)
         if found:
             await self._ask_placement(await self._apply(found))
         answers = await self._placement.ask(await self._still_due(questions, unsure))
         if answers:
             await self._ask_placement(await self._apply(answers))
+
+    def adopt(self, record: UnexplainedRecord) -> None:
+        """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
+        instance if it is the only one. It comes again with each report of its host.
+        """
+        if self._search is not None and len(self._decided) < MAX_UNSEARCHED:
+            self._decided[record.machine.uuid] = record
+            self._search_due.set()
+
+    async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
+        if not decided or self._search is None:
+            return []
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted(decided))
+        found = await self._search.find_decided(decided, known, self._fences.known)
+        now = self._clock.time()
+        return [
+            InstanceEvent(uuid, MachineFound(at=now, machines=(machine,), decided_by=decided[uuid].decided_by))
+            for uuid, machine in found.items()
+        ]
 
     async def _ask_placement(self, questions: Sequence[PendingQuestion]) -> None:
         """Send requests to placement, until no instance of this batch waits for an answer; requests without an answer

@@ -28,7 +28,7 @@ from .domain.instance import Instance
 from .domain.proof import is_ordered
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .store.port import InstanceStore
-from .store.safety import DESTROY, MachineKey, UnexplainedRecord
+from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -45,8 +45,17 @@ class Guard:
     """One conductor's; the records of breakers and quarantine are in the cell's schema, for all conductors."""
 
     def __init__(
-        self, store: InstanceStore, bus: Bus, clock: Clock, config: ConductorConfig, *, effective: Effective
+        self,
+        store: InstanceStore,
+        bus: Bus,
+        clock: Clock,
+        config: ConductorConfig,
+        *,
+        effective: Effective,
+        adopt: Callable[[UnexplainedRecord], None],
     ) -> None:
+        """`adopt(record)`: give this machine to its instance, as an operator has decided."""
+        self._adopt = adopt
         self._store = store
         self._effective = effective
         self._bus = bus
@@ -161,6 +170,8 @@ class Guard:
         for row in quarantined:
             if row.verdict == DESTROY:
                 await self._destroy(row)
+            elif row.verdict == ADOPT:
+                self._adopt(row)
         await self._announce(report, [row.machine for row in records if row.is_new])
         new = [row.machine for row in quarantined if row.is_new]
         if new:

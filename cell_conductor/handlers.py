@@ -237,7 +237,7 @@ class HostHandlers:
         self._up = up
         self._outdated = outdated
         self._fences = fences
-        self._guard = Guard(store, bus, clock, config, effective=engine.effective)
+        self._guard = Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
         self._reservations = QuarantineReservations(store, bus)
         self._bus = bus
         self._owners = HostOwners(bus, self._listings, leases)

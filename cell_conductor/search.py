@@ -18,10 +18,11 @@ from bus.contracts.cell import MAX_FOUND, FindMachines, FoundMachine, MachinesFo
 from bus.faults import Fault
 
 from . import metrics
-from .domain.adopt_rules import forgotten_machines
+from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
 from .domain.arrival_doubts import hosts_of, services_of, unexpected
 from .domain.instance import Instance, State
 from .store.port import InstanceStore
+from .store.safety import UnexplainedRecord
 
 log = structlog.get_logger(__name__)
 
@@ -184,6 +185,39 @@ class MachineSearch:
                 unsure.add(uuid)
                 found[uuid] = forgotten
         return found, unsure
+
+    async def find_decided(
+        self, decided: Mapping[str, UnexplainedRecord], known: Mapping[str, Instance], fenced: Collection[str]
+    ) -> dict[str, FoundMachine]:
+        """The machines in quarantine of which operators have decided that they are their instances', by instance.
+
+        Every service that is up has to answer, and that of the host on record has to have looked at the host, unless
+        the host is fenced or the service forgotten: its machine may run there.
+        """
+        taken = {uuid: known[uuid] for uuid in decided if not why_not_adoptable(known.get(uuid))}
+        services = {one.here.service for one in taken.values() if one.host_uuid not in fenced} - set(self._forgotten())
+        searched = await self.find(taken, services, thorough=True)
+        found: dict[str, FoundMachine] = {}
+        for uuid, record in decided.items():
+            why = why_not_adoptable(known.get(uuid))
+            if not why and searched.missing:
+                silent = ", ".join(filter(None, searched.missing[:LOGGED_SERVICES]))
+                why = f"not all compute services that are up have answered: {silent}"
+            elif not why and taken[uuid].here.service in services and taken[uuid].host_uuid not in searched.hosts:
+                why = f"no compute service has looked at host {taken[uuid].here.host}, where its record has it"
+            elif not why:
+                why = why_not_its_machine(taken[uuid], record.machine, searched.machines.get(uuid, ()))
+            if not why:
+                found[uuid] = searched.machines[uuid][0]
+            log.warning(
+                "quarantine.not_adopted" if why else "quarantine.adopted",
+                instance=uuid,
+                host=record.machine.host_uuid,
+                by=record.decided_by,
+                reason=why,
+                cause=uuid,
+            )
+        return found
 
 
 def _log_searched(

@@ -35,7 +35,7 @@ class Plant(Struct, frozen=True, kw_only=True):
 _LAST_OF_FAILED = (
     "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
     "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n"
-    "        MachineFound: IGNORE,\n    },\n    State.DELETING"
+    "        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),\n    },\n    State.DELETING"
 )
 
 PLANTS = (
@@ -54,6 +54,14 @@ PLANTS = (
         old="return found if found or not self.missing else None",
         new="return found",
         tests="tests/unit/conductor/test_search.py",
+    ),
+    Plant(
+        name="adopted_beside_another_machine",
+        does="a machine in quarantine is given to its instance though another host has one of it",
+        file="cell_conductor/domain/adopt_rules.py",
+        old="if len(found) > 1:",
+        new="if len(found) > 2:",
+        tests="tests/unit/conductor/test_decided_adoption.py",
     ),
     Plant(
         name="second_service_has_the_host_too",

@@ -13,6 +13,7 @@ from typing import Annotated
 import asyncpg
 import typer
 
+from berth.adoption import decide_adoption
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,
@@ -29,10 +30,11 @@ from berth.commands.common import (
 )
 from berth.render import printable, render_rows
 from berth.site import Site
+from bus.contracts.base import MAX_REASON
 from bus.faults import DatabaseUnprepared
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
 
 quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an operator decides about them.")
 breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost in one report.")
@@ -63,7 +65,10 @@ def release(
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide about a machine in quarantine. Destroying begins with its host's next report."""
+    """Decide about a machine in quarantine: --destroy or --keep. Destroying begins with its host's next report.
+
+    `berth quarantine adopt` gives it back to its instance.
+    """
     instance = parse_uuid(uuid)
     if destroy is None:
         raise typer.BadParameter("give --destroy or --keep", param_hint="--destroy/--keep")
@@ -80,6 +85,37 @@ def release(
             print_json({"instance": instance, "verdict": verdict, "machines": decided})
         else:
             out.print(f"{instance}: {verdict}, {decided} machine{'s' if decided > 1 else ''}", soft_wrap=True)
+
+    run(body)
+
+
+@quarantine.command("adopt")
+def adopt(
+    context: typer.Context,
+    uuid: Annotated[str, typer.Argument(help="The instance.")],
+    host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
+    reason: Annotated[str, typer.Option("--reason", help="Why, for those who look later.")],
+    by: By = None,
+    as_json: AsJson = False,
+) -> None:
+    """Decide that a machine in quarantine is its instance: its record then has it where it runs.
+
+    For an instance that was moved after a backup, and whose record has the host that it left. Its cell carries this out
+    with the host's next report, if the host still reports the machine, no other host reports one of the instance, and
+    the host on record has been looked at (or is fenced, or its service forgotten). Nothing is destroyed or started. The
+    cell claims what the machine takes; where placement refuses that, `berth placement audit --repair` puts it right.
+    """
+    instance, place = parse_uuid(uuid), parse_uuid(host)
+    if not reason or len(reason) > MAX_REASON:
+        raise typer.BadParameter(f"1 to {MAX_REASON} characters", param_hint="--reason")
+
+    async def body() -> None:
+        here, who = database_of(settings_of(context)), decided_by(by)
+        cell = await decide_adoption(here, instance, place, who=who, why=reason)
+        if as_json:
+            print_json({"instance": instance, "verdict": ADOPT, "cell": cell, "host": place})
+        else:
+            out.print(f"{instance}: {ADOPT}, with the next report of host {place}", soft_wrap=True)
 
     run(body)
 

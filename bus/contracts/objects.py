@@ -160,8 +160,9 @@ class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
 
 
 class AuditRepair(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A repair that an audit has carried out by itself, as the site's policy allows. It is only in the log of changes,
-    under the name of the consumer, as an object that was there before: none is ever on record.
+    """A repair that an audit has carried out by itself, as the site's policy allows, or an operator's decision that a
+    machine in quarantine is its instance. It is only in the log of changes, under the name of the consumer, as an
+    object that was there before: none is ever on record.
 
     finding: its kind. found: what was wrong; proof: why the repair is safe. held: the allocation that was released.
     """

@@ -1,4 +1,5 @@
-"""Adoption: a doubted build's machine was found on a host that its record does not name, and is not built again.
+"""Adoption: a doubted build's machine was found on a host that its record does not name, and is not built again; or an
+operator has decided that a machine in quarantine is the instance's.
 
 Placement is requested to release the build's allocation and to claim that of its machine. Whatever the answer, the
 machine stays and belongs to the instance. A claim that was refused is requested again, less and less often; after
@@ -27,7 +28,8 @@ from .events import (
     Spawned,
     TimedOut,
 )
-from .instance import MACHINE_EXISTS, Instance, State
+from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
+from .report import Unexplained
 from .steps import Step, StepContext
 
 MAX_SELECTIONS = 10  # of one record, as of one request
@@ -79,6 +81,60 @@ def adopt_machine(instance: Instance, event: MachineFound, context: StepContext)
     if not instance.doubted or not found:
         return Step(instance)
     return _adopt(replace(instance, reused_from=instance.reused_from or 1), found, event.at, context)
+
+
+def why_not_adoptable(instance: Instance | None) -> str:
+    """Why no machine may be given to this record by an operator's word; "": it may."""
+    if instance is None or instance.spec is None or not instance.selections:
+        return "the cell has no record of it"
+    if instance.machine_exists:
+        return "its build was refused, because the machine may be another project's"
+    if instance.state not in (State.ACTIVE, State.FAILED) or instance.move is not None:
+        return f"it is {instance.state}: only what is active elsewhere by its record, or failed, takes a machine over"
+    return ""
+
+
+def why_not_its_machine(instance: Instance, kept: Unexplained, found: Sequence[FoundMachine]) -> str:
+    """Why this machine in quarantine is not given to its instance though an operator has decided so; "": it is.
+
+    found: every machine of the instance that the compute services have, those of other deployments included.
+    """
+    spec = instance.spec
+    here = [one for one in found if (one.host_uuid, one.attempt) == (kept.host_uuid, kept.attempt) and not one.foreign]
+    if not here:
+        return f"host {kept.host_uuid} does not report it"
+    if len(found) > 1:
+        others = sorted(one.host for one in found if one is not here[0])
+        return f"there is another machine of it on {', '.join(others)}"
+    if spec is None or here[0].project_id not in (None, spec.project_id):
+        return "it was built for another project"
+    if here[0].attempt < 1 or taken_of(instance, here[0]) is None:
+        return "what it takes of its host is not known"
+    return ""
+
+
+def adopt_decided(instance: Instance, event: MachineFound, context: StepContext) -> Step:
+    """By an operator's word the machine is this instance's: it is recorded where the machine runs.
+
+    Nothing is destroyed: other machines of the instance stay in quarantine. The forgotten history has numbered
+    attempts, changes and announcements of its own, so these go on far above those on record.
+    """
+    spec, found = instance.spec, event.machines[0]
+    if not event.decided_by or spec is None or why_not_adoptable(instance) or taken_of(instance, found) is None:
+        return Step(instance)
+    is_here = (found.attempt, found.host_uuid) == (instance.attempt, instance.host_uuid)
+    if instance.state is State.ACTIVE and is_here:
+        return Step(instance)
+    decided = replace(
+        rules.numbered_on(instance),
+        newest=max(found.attempt, instance.last_attempt) + FORGOTTEN_ATTEMPTS,
+        order=instance.order + FORGOTTEN_ATTEMPTS,
+        reused_from=instance.reused_from or 1,
+        consumer_generation=instance.consumer_generation if instance.state is State.ACTIVE else None,
+        code="",
+        reason="",
+    )
+    return _adopt(decided, (replace(found, project_id=spec.project_id),), event.at, context)
 
 
 def note_built(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:

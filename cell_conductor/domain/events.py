@@ -205,9 +205,13 @@ class ServiceLost(Event, frozen=True, kw_only=True):
 
 
 class MachineFound(Event, frozen=True, kw_only=True):
-    """The cell's services were queried about a doubted instance, and have these machines of it."""
+    """The cell's services were queried about a doubted instance, and have these machines of it.
+
+    decided_by: the operator by whose word the one machine in quarantine is the instance's ("": there is no decision).
+    """
 
     machines: tuple[FoundMachine, ...]
+    decided_by: str = ""
 
 
 class HostFenced(Event, frozen=True, kw_only=True):

@@ -192,7 +192,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
-        MachineFound: IGNORE,
+        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
@@ -232,7 +232,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         ChangeEnded: IGNORE,
         Reverted: IGNORE,
         HostFenced: IGNORE,
-        MachineFound: IGNORE,
+        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
     },
     State.DELETING: {
         BuildRequested: IGNORE,

@@ -58,14 +58,16 @@ class MemorySafety:
             await transaction.statement()
             transaction.will(partial(_drop, self._table.unexplained, places))
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
+    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             decided = {
                 place: replace(record, verdict=verdict, decided_by=by, decided_at=now)
                 for place, record in self._table.unexplained.items()
-                if record.machine.uuid == uuid and record.machine.kind is UnexplainedKind.QUARANTINED
+                if record.machine.uuid == uuid
+                and record.machine.kind is UnexplainedKind.QUARANTINED
+                and host in (None, record.machine.host_uuid)
             }
             transaction.will(partial(self._table.unexplained.update, decided))
             return len(decided)

@@ -1,7 +1,7 @@
 """The record of machines that no record of an instance explains, and of the breakers: a port, PostgreSQL and memory.
 
 Machines are recorded with each report that has them, and deleted when their host is seen without them. An operator's
-verdict on a quarantined machine (`destroy` or `keep`, by whom and when) stands beside it.
+verdict on a quarantined machine (`destroy`, `keep` or `adopt`, by whom and when) stands beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from cell_conductor.domain.report import Unexplained
 
 DESTROY = "destroy"
 KEEP = "keep"
+ADOPT = "adopt"
 
 MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
@@ -53,8 +54,10 @@ class Safety(Protocol):
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """Delete these, which are not there any more."""
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
-        """Record an operator's verdict on the quarantined machines of this instance; returns how many there are."""
+    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
+        """Record an operator's verdict on the quarantined machines of this instance, or the one on this host; returns
+        how many there are.
+        """
 
     async def breaker(self, service: str) -> Breaker | None:
         """The record of this service's breaker."""
@@ -89,7 +92,7 @@ WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
 """
 DECIDE = """
 UPDATE unexplained SET verdict = $2, decided_by = $3, decided_at = $4
-WHERE instance_uuid = $1::uuid AND kind = 'quarantined' RETURNING 1
+WHERE instance_uuid = $1::uuid AND kind = 'quarantined' AND host_uuid = coalesce($5::uuid, host_uuid) RETURNING 1
 """
 TRIP = """
 INSERT INTO breakers (service, record) VALUES ($1, $2::text::json)
@@ -131,10 +134,10 @@ class PostgresSafety:
                 DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places]
             )
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float) -> int:
+    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
         """One statement."""
         async with self._database.raw() as connection:
-            return len(await connection.fetch(DECIDE, uuid, verdict, by, now))
+            return len(await connection.fetch(DECIDE, uuid, verdict, by, now, host))
 
     async def breaker(self, service: str) -> Breaker | None:
         """One statement."""

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.port import InstanceStore
-from cell_conductor.store.safety import DESTROY, KEEP, Safety
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, Safety
 
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
@@ -44,6 +44,14 @@ async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(saf
     assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
     (newer,) = await safety.record("s", [replace(OURS, attempt=4)], 4.0)
     assert newer.verdict == ""
+
+
+async def test_a_word_about_one_host_is_not_for_the_others(safety: Safety) -> None:
+    other = replace(OURS, host_uuid=B)
+    await safety.record("s", [OURS, other], 1.0)
+    assert await safety.decide(A, ADOPT, "op", 2.0, host=A) == 0, "no machine of it is there"
+    assert await safety.decide(A, ADOPT, "op", 2.0, host=HOST) == 1
+    assert {one.machine.host_uuid: one.verdict for one in await safety.records()} == {HOST: ADOPT, B: ""}
 
 
 async def test_a_breaker_is_reset_once(safety: Safety) -> None:

@@ -144,7 +144,8 @@ class Neighbours:
             for (host, uuid), attempt in self.running.items()
             if uuid in question.instance_uuids
         )
-        return MachinesFound(service="s1", machines=machines)
+        hosts = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 10))
+        return MachinesFound(service="s1", machines=machines, hosts=hosts if question.thorough else None)
 
     def _command(self, message: Message) -> ComputeResult | None:
         if isinstance(message, Spawn | Destroy) and message.host_uuid in self.dead:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import count
 
 import pytest
 from msgspec.structs import replace
@@ -12,10 +13,11 @@ from structlog.testing import capture_logs
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete
+from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.faults import DatabaseReplaced
 from cell_conductor.domain.instance import State
 from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
+from cell_conductor.store.safety import ADOPT
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
 
@@ -194,3 +196,39 @@ async def test_a_delete_that_overtakes_its_build_is_remembered_by_a_cell_that_wa
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
     await cell.drain()
     assert (await cell.state(uuid), cell.around.events) == (State.TOMBSTONE, [])
+
+
+@pytest.mark.parametrize("is_ahead", [True, False], ids=["the book has the move", "the book was set back as well"])
+async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operators_word(
+    cell: Cell, *, is_ahead: bool
+) -> None:
+    """It was moved after the backup. An operator could destroy it or leave it there for good, and nothing else."""
+    uuid, _ = await _active(cell)
+    at, book, spawns = cell.host(2), cell.around.held, len(cell.around.spawns)
+    del cell.around.running[cell.host(1), uuid]
+    cell.around.running[at, uuid] = 2
+    if is_ahead:
+        book[uuid] = (2, at, 5)
+    reports = count(1)
+
+    async def report() -> None:
+        ours = Running(instance_uuid=uuid, attempt=2, deployment=cell.store.deployment)
+        hosts = (HostReport(uuid=at, name="host-2", running=(ours,)),)
+        page = ComputeHosts(service="s1", cell="c1", epoch=1, sequence=next(reports), hosts=hosts)
+        await cell.around.bus.publish(page)
+
+    await report()
+    async with asyncio.timeout(WAIT_S):
+        while not await cell.store.safety.decide(uuid, ADOPT, "ann", 1.0, host=at):  # noqa: ASYNC110  (as below)
+            await asyncio.sleep(0.01)
+    assert await cell.state(uuid) is State.ACTIVE and cell.around.events[-1].host == "host-1"
+    await report()
+    await cell.around.until(lambda: cell.around.events[-1].host == at)  # the neighbour's hosts have no other name
+    assert cell.around.ends(uuid) == [BuildState.ACTIVE] * 2 and not cell.around.destroys
+    assert (len(cell.around.spawns), cell.around.running) == (spawns, {(at, uuid): 2})
+    assert book[uuid][1] == at
+    await report()
+    async with asyncio.timeout(WAIT_S):
+        while await cell.store.safety.records():  # noqa: ASYNC110  (a record explains it now)
+            await asyncio.sleep(0.01)
+    assert await cell.state(uuid) is State.ACTIVE

@@ -8,9 +8,12 @@ import os
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
+from bus.contracts.cell import InstanceSpec, Selection
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.forks import run_berth
@@ -62,3 +65,51 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert (status == 1 and "not_open" in output) or "is open" in output
     for store in stores:
         await store.close()
+
+
+async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(postgres_url: str) -> None:
+    first, second = (PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2"))
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    for store in (first, second):
+        await store.open()
+    there = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "newer than its record")
+    home = Selection(host_uuid=B, host="home", service="s", allocations={B: {"VCPU": 1}})
+    spec = InstanceSpec(instance_uuid=A, project_id="p")
+    record = Instance(uuid=A, state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)
+
+    async def adopt(host: str = HOST) -> tuple[int, str]:
+        status, output = await berth(
+            postgres_url, "quarantine", "adopt", A, "--host", host, "--reason", "moved", "--by", "ann"
+        )
+        return status, str(output)
+
+    assert (await adopt())[0] == 1
+    await first.safety.record("s", [there], 1.0)
+    assert "quarantine.unknown" in (await adopt(B))[1]
+    assert "quarantine.not_adoptable" in (await adopt())[1], "the cell has no record of it"
+    async with second.transaction() as transaction:
+        await transaction.insert([replace(record, state=State.BUILDING)])
+    async with first.transaction() as transaction:
+        await transaction.insert([replace(record, state=State.DELETING)])
+    assert "it is deleting" in (await adopt())[1]
+    async with first.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([record])
+    assert "quarantine.recorded_elsewhere" in (await adopt())[1]
+    async with second.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([replace(record, state=State.DELETED)])
+    await second.safety.record("s", [Unexplained(A, 2, B, UnexplainedKind.QUARANTINED, "no record")], 1.0)
+    status, output = await adopt()
+    assert status == 1 and "quarantine.several" in output and B in output
+    await second.safety.delete([(B, A)])
+    assert {one.verdict for one in await first.safety.records()} == {""}
+    status, output = await adopt()
+    assert status == 0, output
+    assert [(one.verdict, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
+    async with schedulers.raw() as connection:
+        logged = [tuple(row) for row in await connection.fetch("SELECT name, who, why FROM object_log")]
+    assert logged == [(A, "ann", "moved")]
+    for one in (first, second, schedulers):
+        await one.close()

@@ -238,3 +238,70 @@ def test_what_an_unclaimed_instance_is_requested_meanwhile_does_not_end_its_clai
     assert stopped.instance.state is State.ACTIVE and stopped.instance.deadline is not None
     leaving = run(DELETE, start=unclaimed())
     assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]
+
+
+def decided(*machines: FoundMachine) -> e.MachineFound:
+    return e.MachineFound(at=9e3, machines=machines, decided_by="ann")
+
+
+def test_an_active_record_takes_over_the_machine_that_an_operator_has_decided_to_be_its_own() -> None:
+    """A move since the backup was forgotten: its machine stayed in quarantine, and no command gave it back."""
+    left = run(requested(SET_BACK_AT - 500.0), spawned()).instance
+    assert left.state is State.ACTIVE and left.host_uuid == host(1)
+    assert run(e.MachineFound(at=9e3, machines=(machine(attempt=2),)), start=left).instance is left, (
+        "it was not decided"
+    )
+    adopting = run(decided(machine(attempt=2)), start=left)
+    assert adopting.instance.state is State.ADOPTING and adopting.commands == ()
+    claim = claim_of(adopting.instance)
+    assert claim.release_first and claim.consumer_generation == left.consumer_generation
+    assert claim.attempt > 1000, "the forgotten history has claimed attempts of its own"
+    assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
+    up = run(taken(attempt=claim.attempt), start=adopting.instance)
+    (event,) = announced(up)
+    assert (event.state, event.host, event.attempt) == (BuildState.ACTIVE, "host-3", 2)
+    assert event.sequence > left.sequence + 1000, "schedulers have had the next numbers already"
+    assert (up.instance.state, up.instance.host_uuid, up.instance.attempt) == (State.ACTIVE, host(3), 2)
+    assert not destroys(up) and not spawns(up) and up.instance.order == 1000
+    assert not is_over(up.instance, 1, host(1)), "what may be on the other host is not destroyed"
+    again = run(decided(machine(attempt=2)), start=up.instance)
+    assert again.instance is up.instance, "its host's next report may still name it"
+
+
+def test_a_machine_that_is_adopted_stays_where_the_book_has_it_or_has_no_room() -> None:
+    left = run(requested(SET_BACK_AT - 500.0), spawned()).instance
+    adopting = run(decided(machine(attempt=2)), start=left).instance
+    attempt = claim_of(adopting).attempt
+    there = e.ClaimRefused(
+        at=111.0, attempt=attempt, consumer_changed=True, consumer_generation=5, holding={host(3): {"VCPU": 1}}
+    )
+    held = run(there, start=adopting).instance
+    assert (held.state, held.consumer_generation, held.is_unclaimed) == (State.ACTIVE, 5, False)
+    full = run(refused(attempt=attempt), start=adopting).instance
+    assert (full.state, full.host_uuid, full.is_unclaimed) == (State.ACTIVE, host(3), True)
+    assert full.deadline is not None, "it is claimed again, and left to the audit at last"
+
+
+def test_an_instance_that_was_given_up_as_lost_takes_over_its_machine() -> None:
+    """Its loss was on the host that the record named: fewer than the breaker's limit were lost at once."""
+    missing = e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1")
+    lost = run(requested(SET_BACK_AT - 500.0), spawned(), missing, RELEASED).instance
+    assert lost.state is State.FAILED
+    adopting = run(decided(machine(attempt=2)), start=lost).instance
+    claim = claim_of(adopting)
+    assert claim.consumer_generation is None, "it holds nothing"
+    up = run(taken(attempt=claim.attempt), start=adopting)
+    (event,) = announced(up)
+    assert (event.state, event.code, up.instance.state) == (BuildState.ACTIVE, "", State.ACTIVE)
+
+
+def test_no_other_record_takes_a_machine_over_by_an_operators_word() -> None:
+    built = run(requested(SET_BACK_AT - 500.0), spawned()).instance
+    deleting = run(DELETE, start=built).instance
+    assert run(decided(machine(attempt=2)), start=deleting).instance is deleting
+    theirs = run(RELEASED, start=found(machine(project_id="theirs")).instance).instance
+    assert theirs.state is State.FAILED
+    assert run(decided(machine(attempt=2)), start=theirs).instance is theirs, "it may be another project's"
+    unknown = decided(machine(attempt=2, allocations=None))
+    nested = replace(built, selections=(replace(built.here, allocations={host(7): {"VCPU": 1}}),))
+    assert run(unknown, start=nested).instance is nested, "what it takes there is not known"

@@ -55,7 +55,7 @@ async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look
         await transaction.insert(instances)
     bus = cast(Bus, Silent())
     engine = Engine(store=store, bus=bus, relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
-    guard = Guard(store, bus, clock, config, effective=engine.effective)
+    guard = Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
     report = ComputeHosts(
         service=SERVICE,
         cell=CELL,

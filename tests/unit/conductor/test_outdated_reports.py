@@ -55,7 +55,7 @@ async def guarded(
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
     engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL, outdated=outdated)
-    yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective)
+    yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt)
     await store.close()
 
 
