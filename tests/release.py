@@ -106,22 +106,34 @@ def _changelog(root: Path, version: str) -> Iterator[Finding]:
 
 def _upgrade(root: Path) -> Iterator[Finding]:
     last, what = newest_tag(root), "upgrades are tested from a commit of this history"
-    if not last:
-        earlier = (root / ANCHOR).read_text().strip()
-        found = is_in(root, earlier)
-        detail = f"{earlier}, as {ANCHOR} has it" if found else f"{ANCHOR} names {earlier}, which is not in it"
+    if last:
+        yield Finding(what, True, f"{last}, the last release")
+    else:
+        last = (root / ANCHOR).read_text().strip()
+        found = is_in(root, last)
+        detail = f"{last}, as {ANCHOR} has it" if found else f"{ANCHOR} names {last}, which is not in it"
         yield Finding(what, found, detail)
-        return
-    yield Finding(what, True, f"{last}, the last release")
+        if not found:
+            return
     changes = git(root, "diff", "--name-status", "--no-renames", last, "HEAD", "--", MIGRATIONS).splitlines()
-    edited = [line.split("\t")[1] for line in changes if not line.startswith("A")]
+    edited = [
+        path for kind, path in (line.split("\t") for line in changes) if kind != "A" and not _same(root, last, path)
+    ]
     yield Finding("no released migration is another", not edited, ", ".join(edited))
-    added = {line.split("/")[0].split("\t")[1] for line in changes if line.startswith("A")}
+    added = {line.split("/")[0].split("\t")[1] for line in changes if line.startswith("A") and line.endswith(".py")}
     changed = {
         path.split("/")[0] for path in git(root, "diff", "--name-only", last, "HEAD", "--", SCHEMAS).splitlines()
     }
     without = ", ".join(sorted(changed - added))
     yield Finding("each changed schema has a migration", not without, f"not {without}" if without else "")
+
+
+def _same(root: Path, last: str, path: str) -> bool:
+    """Whether it is a first migration that applied schema.sql, and applies a copy of what that was."""
+    worker, copy = path.split("/", maxsplit=1)[0], path.removesuffix(".py") + ".sql"
+    if not path.endswith("/0001_initial.py") or not (root / copy).is_file():
+        return False
+    return git(root, "show", f"{last}:{worker}/store/schema.sql") == (root / copy).read_text().strip()
 
 
 def pages(root: Path) -> Finding:

@@ -1,8 +1,8 @@
 """Runs Alembic for all workers: a package with `versions/`, one schema, and the tables of its revisions in that schema.
 
-A worker's `store/schema.sql` is its whole schema at the newest revision. While there is no other migration,
-`0001_initial` applies it. A migration that only adds states `compatible_from`, the oldest revision whose code may run
-on the schema that it leaves; without that, older code is refused.
+A worker's `store/schema.sql` is its whole schema at the newest revision. A migration that only adds states
+`compatible_from`, the oldest revision whose code may run on the schema that it leaves; without that, older code is
+refused.
 """
 
 from __future__ import annotations

@@ -72,6 +72,27 @@ def test_a_commit_on_which_all_agree_is_a_release(clone: Path) -> None:
     assert broken(clone) == []
 
 
+def _first_apart(root: Path) -> None:
+    """The first migration applied schema.sql, and applies a copy of it from now on."""
+    write(root, f"{MIGRATIONS}/0001_initial.py", "0001_initial.sql")
+    write(root, f"{MIGRATIONS}/0001_initial.sql", "one")
+    commit(root)
+
+
+def test_the_first_migration_may_apply_a_copy_of_the_schema_that_it_applied(clone: Path) -> None:
+    _first_apart(clone)
+    assert broken(clone) == []
+
+
+def test_before_the_first_release_schemas_change_by_migrations_too(clone: Path) -> None:
+    git(clone, "tag", "--delete", "v0.1.0")
+    _first_apart(clone)
+    assert broken(clone) == []
+    (clone / MIGRATIONS / "0002_more.py").unlink()
+    commit(clone)
+    assert broken(clone) == ["each changed schema has a migration"]
+
+
 def test_before_the_first_release_the_anchor_is_the_named_commit(clone: Path) -> None:
     git(clone, "tag", "--delete", "v0.1.0")
     assert broken(clone) == []
@@ -111,6 +132,12 @@ def _edited_migration(root: Path) -> None:
     commit(root)
 
 
+def _copied_and_edited(root: Path) -> None:
+    _first_apart(root)
+    write(root, f"{MIGRATIONS}/0001_initial.sql", "edited")
+    commit(root)
+
+
 def _no_migration(root: Path) -> None:
     (root / MIGRATIONS / "0002_more.py").unlink()
     commit(root)
@@ -129,6 +156,7 @@ def _tagged(root: Path) -> None:
         (_other_version, ["pyproject.toml has it"]),
         (_state_that_is_none, ["each feature has a state"]),
         (_edited_migration, ["no released migration is another"]),
+        (_copied_and_edited, ["no released migration is another"]),
         (_no_migration, ["each changed schema has a migration"]),
         (_tagged, ["no tag has it", "it is above the last release"]),
     ],

@@ -1,4 +1,4 @@
-"""The whole schema, as `store/schema.sql` has it."""
+"""The first schema."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ depends_on = None
 
 def upgrade() -> None:
     """Create everything."""
-    apply_sql("scheduler_worker.store", "schema.sql")
+    apply_sql("scheduler_worker.store.migrations.versions", "0001_initial.sql")
