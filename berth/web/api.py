@@ -203,6 +203,7 @@ class WebApi:
 
     async def follow_all(self, request: Request) -> Response:
         """Server-sent events of all builds that the caller sees."""
+        only(request)
         sees = caller_of(request).sees
         return self._stream(lambda event: sees in (None, event.project_id))
 

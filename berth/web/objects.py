@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -227,10 +228,11 @@ class WebObjects:
         return json_response((await self._objects.quotas([project]))[0])
 
     async def list_zones(self, request: Request) -> Response:
-        """Availability zones by name."""
+        """Availability zones by name; role project sees no aggregates."""
         only(request)
         _, aggregates = await self._objects.stored(ObjectKind.AGGREGATE)
-        return json_response(zones_of(aggregates))
+        zones = zones_of(aggregates)
+        return json_response([Zone(one.name, ()) for one in zones] if caller_of(request).sees else zones)
 
     async def list_objects(self, request: Request) -> Response:
         """All objects, in order of kind and name. Not for role project."""
@@ -274,7 +276,8 @@ class _OfKind:
         only(request)
         self._check_role(caller_of(request))
         revision, found = await self._objects.stored(self._kind)
-        shown = tuple(one for one in found if self._is_shown(one, caller_of(request)))
+        caller = caller_of(request)
+        shown = tuple(_as_seen(one, caller) for one in found if self._is_shown(one, caller))
         return json_response(ObjectList(revision, shown))
 
     async def show(self, request: Request) -> Response:
@@ -288,7 +291,7 @@ class _OfKind:
             raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}")
         if self._kind is ObjectKind.GROUP:
             return json_response(await self._objects.group(shown[0]))
-        return json_response(shown[0])
+        return json_response(_as_seen(shown[0], caller_of(request)))
 
     async def put(self, request: Request) -> Response:
         """Make an object, or replace the whole of it. For operators."""
@@ -336,6 +339,13 @@ class _OfKind:
             return caller.sees is None or one.name.startswith(f"{caller.sees}/")
         projects = one.body.get("projects") or ()
         return caller.sees is None or not projects or caller.sees in projects
+
+
+def _as_seen(one: StoredObject, caller: WebCaller) -> StoredObject:
+    """A flavor without the other projects that may request it, of which a project knows nothing."""
+    if caller.sees is None or not one.body.get("projects"):
+        return one
+    return replace(one, body={**one.body, "projects": [caller.sees]})
 
 
 def zones_of(aggregates: Sequence[StoredObject]) -> list[Zone]:

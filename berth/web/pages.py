@@ -325,7 +325,7 @@ class Pages:
             max_age=int(SESSION_S),
             httponly=True,
             samesite="strict",
-            secure=request.url.scheme == "https",
+            secure=request.headers.get("origin", "").startswith("https:"),  # TLS is the proxy's: here it is http
         )
         return response
 

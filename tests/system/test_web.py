@@ -284,10 +284,17 @@ def test_a_session_begins_with_a_token_and_ends_with_log_out(web: Web) -> None:
         assert wrong.status_code == 401 and "not in the token file" in wrong.text
         assert "Now" in client.post("/login", data={"token": "op"}).text
         cookie = next(iter(client.cookies.jar))
+        assert not cookie.secure
         assert cookie.has_nonstandard_attr("HttpOnly") and cookie.get_nonstandard_attr("SameSite") == "strict"
         assert client.get("/fleet").status_code == 200
         client.post("/logout")
         assert "Log in" in client.get("/fleet").text
+
+
+def test_a_session_behind_a_proxy_with_tls_is_sent_over_tls_alone(web: Web) -> None:
+    origin = web.tokens_url.replace("http:", "https:")
+    answer = httpx.post(f"{web.tokens_url}/login", data={"token": "op"}, headers={"origin": origin}, timeout=TIMEOUT_S)
+    assert answer.status_code == 303 and "; Secure" in answer.headers["set-cookie"]
 
 
 @pytest.mark.parametrize(

@@ -141,6 +141,8 @@ def test_aggregates_make_zones_and_rules_are_set(web: Web) -> None:
         body = {"uuid": ZONE, "metadata": {"availability_zone": "east"}}
         assert client.put("/api/v1/aggregates/racks", json=body).status_code == 200
         assert client.get("/api/v1/zones").json() == [{"name": "east", "aggregates": ["racks"]}]
+        with web.client("alice") as alice:
+            assert alice.get("/api/v1/zones").json() == [{"name": "east", "aggregates": []}]
         assert client.get("/api/v1/aggregates").json()["objects"][0]["body"]["uuid"] == ZONE
         assert client.put("/api/v1/rules/default", json={"host_subset_size": 2}).status_code == 200
         assert client.get("/api/v1/rules/default").json()["body"] == {"host_subset_size": 2}
@@ -172,8 +174,10 @@ def test_a_group_is_shown_with_its_members_to_its_project_alone(web: Web) -> Non
 
 def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
-        client.put("/api/v1/flavors/secret", json={"vcpus": 1, "projects": ["p-alice"]})
-        assert alice.get("/api/v1/flavors/secret").status_code == 200
+        client.put("/api/v1/flavors/secret", json={"vcpus": 1, "projects": ["p-alice", "p-carol"]})
+        one = alice.get("/api/v1/flavors/secret").json()
+        (listed,) = [one for one in alice.get("/api/v1/flavors").json()["objects"] if one["name"] == "secret"]
+        assert one["body"] == listed["body"] == {"vcpus": 1, "projects": ["p-alice"]}, "of p-carol it knows nothing"
         assert code_of(bob.get("/api/v1/flavors/secret"), 404) == "object.unknown"
         names = {one["name"] for one in bob.get("/api/v1/flavors").json()["objects"]}
         assert "m1.tiny" in names and "secret" not in names
