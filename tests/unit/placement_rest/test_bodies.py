@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.rest import bodies
 from placement_worker.rest.bodies import InventoryBody, at, consumer_write
 from placement_worker.rest.candidates_query import parse_candidates
+from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, best
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.query import is_uuid, resources_of
@@ -230,3 +232,26 @@ def test_a_list_of_objects_is_not_compared_pair_by_pair(
 def test_an_aggregate_named_twice_is_shown_as_before() -> None:
     with pytest.raises(HttpFault, match="has non-unique elements"):
         bodies.AGGREGATES.parse(json.dumps([HOST, HOST]).encode())
+
+
+@pytest.mark.parametrize("value", ["[]", "{}", "1", "null", '{"a":0}'])
+def test_item_16_a_body_of_very_many_values_is_not_built_to_be_examined(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of empty lists withheld the interpreter for 56 ms, from all threads."""
+
+    def traits(count: int) -> bytes:
+        return f'{{"traits":[{",".join([value] * count)}],"resource_provider_generation":1}}'.encode()
+
+    with pytest.raises(HttpFault, match="JSON does not validate: "):
+        bodies.PROVIDER_TRAITS.explain(traits(100))
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was built"))
+    with pytest.raises(HttpFault, match=f"more than {bodies.MAX_EXPLAINED} values") as refused:
+        bodies.PROVIDER_TRAITS.parse(traits(bodies.MAX_EXPLAINED)[:-1])
+    assert refused.value.status == 400
+
+
+def test_item_16_no_larger_bodies_can_be_allowed_than_the_decoder_takes_in_20_ms() -> None:
+    assert RestConfig(max_body_bytes=2**20) == RestConfig()
+    with pytest.raises(msgspec.ValidationError, match="max_body_bytes"):
+        msgspec.convert({"max_body_bytes": 2**20 + 1}, RestConfig)
