@@ -4,8 +4,9 @@
 
 OLD_TREE: a directory with the sources of the earlier version (`scripts/side-by-side` makes it). Every worker is
 replaced, one at a time, by one of this version, which migrates its schema, and then each by one of the earlier version
-again, while builds and deletes go on. At the end every request must have ended once and well, every invariant must
-hold, nothing may lie in a dead-letter queue, and the schemas must be those of this version.
+again, while builds and deletes go on; after each conductor a host is fenced and the fence lifted. At the end every
+request must have ended once and well, every invariant must hold, nothing may lie in a dead-letter queue, and the
+schemas must be those of this version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,7 @@ from msgspec import Struct
 
 from berth.backup.copying import connect
 from berth.client import BuildClient
+from berth.fencing.fencer import MAX_HOSTS
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.schemas import SchemaRevision, SchemaState, find_schemas
@@ -36,6 +38,7 @@ from berth.site import Site, process_name
 from berth.worker_processes import Worker, WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
+from bus.contracts.operations import AdminState, HostAdminState, SetAdminState
 from compute_sim.config import ComputeConfig
 
 PLAN = SystemPlan(
@@ -113,6 +116,45 @@ class Load:
             raise TimeoutError(f"{self.client.unfinished} {what} had not ended after {PATIENCE_S:g} s")
 
 
+class FencedHost:
+    """A host without machines, whose fence each mix of conductors records and lifts: they share its tables."""
+
+    def __init__(self, client: BuildClient) -> None:
+        self._client = client
+        self._uuid = ""
+        self.fenced = 0
+
+    async def take(self) -> None:
+        """Choose a host that nothing runs on yet, and keep builds away from it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not self._uuid:
+                page = await self._client.hosts(limit=1, timeout_s=PATIENCE_S)
+                self._uuid = next((host.uuid for host in page.hosts), "")
+        await self._decide(AdminState.DISABLED)
+
+    async def fence_and_lift(self) -> None:
+        """Do both, and wait until the cell has recorded each. Raises TimeoutError."""
+        await self._decide(AdminState.FENCED)
+        await self._until(lambda admin: admin.state is AdminState.FENCED and admin.acknowledged >= admin.fence)
+        await self._decide(AdminState.DISABLED)
+        await self._until(lambda admin: admin.state is AdminState.DISABLED)
+        self.fenced += 1
+
+    async def _decide(self, state: AdminState) -> None:
+        force = state is AdminState.FENCED  # its compute service is up
+        decision = SetAdminState(host=self._uuid, state=state, reason="upgrade", by="upgrade", force=force)
+        await self._client.set_admin_state(decision, timeout_s=PATIENCE_S)
+
+    async def _until(self, condition: Callable[[HostAdminState], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                page = await self._client.hosts(limit=MAX_HOSTS, timeout_s=PATIENCE_S)
+                admin = next((host.admin for host in page.hosts if host.uuid == self._uuid), None)
+                if admin is not None and condition(admin):
+                    return
+                await asyncio.sleep(0.05)
+
+
 class MixedProcesses(WorkerProcesses):
     """The workers of one system, each of the earlier version or of this one."""
 
@@ -155,7 +197,8 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         before = await _schemas(site)
         client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
         await client.open()
-        load = Load(client, seed)
+        load, host = Load(client, seed), FencedHost(client)
+        await host.take()
         task = asyncio.create_task(load.run())
         try:
             for by_old in (False, True):
@@ -163,10 +206,10 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
                     built = load.tally.requested
                     await processes.replace(name, by_old=by_old)
                     _print(f"{name} is of the {'earlier' if by_old else 'new'} version")
+                    if name.startswith("conductor"):
+                        await host.fence_and_lift()
                     async with asyncio.timeout(PATIENCE_S):
-                        while (
-                            load.tally.requested < built + 2 * AT_ONCE
-                        ):  # with each mix of versions something is built
+                        while load.tally.requested < built + 2 * AT_ONCE:  # by each mix of versions
                             if task.done():
                                 await task
                             await asyncio.sleep(0.05)
@@ -184,6 +227,7 @@ async def run(servers: RealServers, old: Path, directory: Path, plan: SystemPlan
         "replaced": 2 * len(processes.workers),
         "built": load.tally.requested,
         "deleted": load.tally.deleted,
+        "fenced": host.fenced,
         "slowest_round_s": round(load.tally.slowest_s, 3),
         "failed": load.tally.failed,
         "at_rest": at_rest,
