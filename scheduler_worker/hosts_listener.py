@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServicesDigest
+from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServiceOutdated, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
 from scheduler_worker import metrics
@@ -46,10 +47,13 @@ class HostsListener:
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
         now_s = self._clock.monotonic()
+        outdated: dict[str, int] = {}
         for received in batch:
             message = received.message
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
-                self._table.apply(message, now_s)
+                is_applied = self._table.apply(message, now_s)
+                if isinstance(message, ComputeHosts) and not is_applied:
+                    outdated[message.service] = message.epoch
             elif isinstance(message, ServiceGone) and message.cell == self._bus.name:
                 self._table.forget_service(message, now_s)
             elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
@@ -57,7 +61,19 @@ class HostsListener:
             elif isinstance(message, WorkerHeartbeat):
                 self._workers.apply(message, self._bus.name, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
+        await self._announce_outdated(outdated)
         return [Done()] * len(batch)
+
+    async def _announce_outdated(self, received: Mapping[str, int]) -> None:
+        """A service whose announcements count for nothing here receives the epoch that it has to exceed.
+
+        The cell's conductor announces it, too, if it has received the higher one; it may have been away.
+        """
+        for service, epoch in received.items():
+            newest = self._table.epoch_of(self._bus.name, service)
+            if epoch < newest:
+                with suppress(BusError):  # the next announcement repeats it
+                    await self._bus.publish(ServiceOutdated(service=service, cell=self._bus.name, epoch=newest))
 
     def on_reconnected(self) -> None:
         """The private queue was deleted with the connection, and so were the announcements in it."""

@@ -212,8 +212,8 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     "T-19": (_FLAVORS, "        forced=request.forced,", "        forced=False,"),
     "N-4": (
         "scheduler_worker/hosts_listener.py",
-        "                self._table.apply(message, now_s)",
-        "                pass",
+        "                is_applied = self._table.apply(message, now_s)",
+        "                is_applied = True",
     ),
     "N-8": (
         "placement_worker/domain/server_groups.py",

@@ -490,7 +490,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=cell.ServiceOutdated,
         owner="cell_conductor",
-        publishers=("cell_conductor",),
+        publishers=("cell_conductor", "scheduler_worker"),
         where=Where.CELL,
         exchange=EVENTS,
         key="compute.outdated.{service}",

@@ -13,7 +13,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts, ServiceOutdated
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import CellBus
@@ -61,6 +61,7 @@ class World:
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
         self.buses: dict[str, Bus] = {}
         self.fences: list[tuple[str, CellFence]] = []
+        self.outdated: list[ServiceOutdated] = []
         self._sequence = 0
         self._version = 0
         self._changed = asyncio.Condition()
@@ -193,6 +194,7 @@ class World:
         for received in batch:
             if isinstance(received.message, ReportHosts):  # and not one of this world's own heartbeats
                 await self.announce(received.bus)
+        await self._keep([one for one in batch if isinstance(one.message, ServiceOutdated)], self.outdated)
         return [Done()] * len(batch)
 
     async def until(self, there: Callable[[], T]) -> T:
