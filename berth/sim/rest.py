@@ -25,6 +25,8 @@ from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.objects import drains_of
 
+STUCK_S = 3.0  # a confirmed row is deleted within 1 s
+
 # The processes of a cell, by the first word of their name.
 FROM_CELLS = ("conductor", "compute")
 
@@ -34,8 +36,8 @@ def unsettled(world: World, client: Client) -> list[str]:
     lost = unclearable(world)
     found = list(_requests(world, client, lost))
     for schema, table in world.databases.tables.items():
-        if table.outbox:
-            found.append(f"liveness: {len(table.outbox)} rows in the outbox of {schema}")
+        if stuck := _stuck(world, schema, table.outbox):
+            found.append(f"liveness: {stuck} rows in the outbox of {schema}")
         if table.deadlocks:
             found.append(f"no_deadlock: {table.deadlocks} in {schema}")
     found += _breaches(facts_of(world, list(client.confirmed), lost))
@@ -66,12 +68,23 @@ def unsettled(world: World, client: Client) -> list[str]:
     return found
 
 
+def _stuck(world: World, schema: str, outbox: Collection[int]) -> int:
+    """How many rows have been in an outbox for longer than a row is. While an instance waits for a fence, its move is
+    queried every 20 to 30 s, so there always comes another row.
+    """
+    now = world.clock.monotonic()
+    before = world.outbox_since.get(schema, {})
+    world.outbox_since[schema] = {row: before.get(row, now) for row in outbox}
+    return sum(now - since >= STUCK_S for since in world.outbox_since[schema].values())
+
+
 def _requests_have_ends(world: World, lost: Collection[str]) -> Iterator[str]:
     """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten.
 
-    Where other machines could take it: one whose host has burnt down waits for a fence, which some kinds do not have.
+    Where other machines could take it: one whose host has burnt down waits for a fence, which some kinds do not have,
+    and which a host that burns down a second time does not get.
     """
-    burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else set()
+    burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     for move in world.builds.moves.values():
         if not move[0].terminal and move[0].instance_uuid not in burnt:
             yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
@@ -168,6 +181,17 @@ def unclearable(world: World) -> set[str]:
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
         )
+    }
+
+
+def _unfenced(world: World) -> set[str]:
+    """Instances that move from or to a host which has burnt down, and of which their cell has no fence on record."""
+    return {
+        uuid
+        for table in world.cells.values()
+        for uuid, instance in table.instances.items()
+        for host in (instance.host_uuid, instance.source_host_uuid)
+        if instance.move is not None and world.left.get(host or "") == "dead" and host not in table.fences
     }
 
 

@@ -106,6 +106,7 @@ class World:
         self.expected_down: set[str] = set()
         self.crashes: dict[str, int] = {}
         self.over = False
+        self.outbox_since: dict[str, dict[int, float]] = {}  # by schema, when the judge first saw each row
         self.flat = set(plan.flat)
         self.left: dict[str, str] = {}  # root providers that are gone for good, and how: drained or dead
         self.dead: set[str] = set()  # services that are gone for good, with their hosts

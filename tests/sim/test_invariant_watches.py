@@ -23,7 +23,7 @@ from berth.sim.network import SimTransport
 from berth.sim.operator import Operator
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
-from berth.sim.rest import _inventories, _leftovers, _running
+from berth.sim.rest import _inventories, _leftovers, _running, _stuck, _unfenced
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach, MachineWatch
@@ -40,6 +40,7 @@ from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
 from bus.wire import pack, single
 from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -134,6 +135,43 @@ async def test_a_half_built_machine_that_came_back_with_an_older_disk_is_not_wai
     assert left() == []
     Fleet.put(fleet, host, Guest(INSTANCE, 2, {}, False))
     assert left() == ["no_leftovers"]
+
+
+@pytest.mark.parametrize(
+    ("is_fenced", "is_dead", "waits"), [(False, True, True), (True, True, False), (False, False, False)]
+)
+def test_a_move_waits_for_the_fence_of_a_burnt_host(*, is_fenced: bool, is_dead: bool, waits: bool) -> None:
+    """It came back after its fence, and burnt down again without one (seed 1795402091)."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        cell, service = world.plan.services[0]
+        here = Selection(host_uuid=HERE, host="h", service=service, allocations={HERE: {"VCPU": 1}})
+        spec = InstanceSpec(instance_uuid=INSTANCE, project_id="red")
+        move = Move(request_id="m", kind=MoveKind.RESIZE, source=here, source_attempt=1, spec=spec)
+        moving = Instance(uuid=INSTANCE, state=State.FINISHING, spec=spec, selections=(here,), attempt=2, move=move)
+        world.cells[cell].instances[INSTANCE] = moving
+        if is_dead:
+            world.left[HERE] = "dead"
+        if is_fenced:
+            world.cells[cell].fences[HERE] = Fence(host_uuid=HERE, host="h", version=1)
+        assert _unfenced(world) == ({INSTANCE} if waits else set())
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+def test_rows_of_an_outbox_that_come_and_go_are_not_stuck() -> None:
+    """A move that waits for a fence is queried for ever (seed 1795400820)."""
+
+    async def main() -> None:
+        world = World(plan_of(1), EventLog())
+        stuck = []
+        for row in (1, 2, 3, 3, 3, 3):
+            stuck.append(_stuck(world, "cell", {row}))
+            await asyncio.sleep(1.0)
+        assert stuck == [0, 0, 0, 0, 0, 1]
+
+    virtual.run(main, on_unseen=pytest.fail)
 
 
 def test_a_host_that_a_move_has_left_is_not_empty_until_the_move_has_ended() -> None:
