@@ -144,14 +144,16 @@ class Operator:
         self._world.fleets[other].enable(host)
 
     async def _emptied(self, service: str, host: str) -> bool:
-        """No new builds here, and what is here is deleted by its owners. False: the service is no more."""
+        """No new builds here, what is here is deleted by its owners, and its fence ends. False: the service is no
+        more.
+        """
         world = self._world
         world.fleets[service].disable(host, "it is to leave")
         while service not in world.dead:
             mine = self._tenants(service, host)
             for uuid in mine:
                 self._client.delete(uuid)
-            if not mine:
+            if not mine and not any(host in table.fences for table in world.cells.values()):
                 return True
             await asyncio.sleep(POLL_S)
         return False

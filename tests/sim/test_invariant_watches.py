@@ -160,6 +160,23 @@ def test_a_move_waits_for_the_fence_of_a_burnt_host(*, is_fenced: bool, is_dead:
     virtual.run(main, on_unseen=pytest.fail)
 
 
+def test_a_host_is_not_taken_out_while_its_fence_is_on_record() -> None:
+    """Its service could not destroy what it had lost on a host that it does not have any more (seed 1795400646)."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        cell, service = world.plan.services[0]
+        host = next(iter(world.fleets[service].hosts)).plan.uuid
+        world.cells[cell].fences[host] = Fence(host_uuid=host, host="h", version=1, lifting=True)
+        emptied = asyncio.create_task(Operator(world, Client(world))._emptied(service, host))
+        await asyncio.sleep(30.0)
+        assert not emptied.done()
+        del world.cells[cell].fences[host]
+        assert await emptied
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
 def test_rows_of_an_outbox_that_come_and_go_are_not_stuck() -> None:
     """A move that waits for a fence is queried for ever (seed 1795400820)."""
 
