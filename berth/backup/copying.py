@@ -134,7 +134,8 @@ async def _copy_all(url: str, directory: Path) -> Manifest:
 
 
 def _require_known(found: list[SchemaRevision]) -> None:
-    known = {SchemaState.CURRENT, SchemaState.BEHIND, SchemaState.ABSENT}
+    # One that is ahead is copied as it is, and restored by a version that knows its revision.
+    known = {SchemaState.CURRENT, SchemaState.BEHIND, SchemaState.AHEAD, SchemaState.ABSENT}
     strange = [schema for schema in found if schema.state not in known]
     if strange:
         names = ", ".join(f"{each.schema} (revision {each.revision or 'none'})" for each in strange)

@@ -19,7 +19,7 @@ from berth.backup.manifest import MANIFEST, MANIFEST_SUM, BadBackup, read_manife
 from berth.backup.restoring import restore
 from berth.schemas import SchemaState, assess, find_schemas, in_order, package_of
 from bus.persistence.database import Database
-from bus.persistence.revision import Revisions
+from bus.persistence.revision import APPLIED, REVISION_TABLES, Revisions
 from tests.kit import servers
 from tests.kit.catalog import described
 
@@ -268,11 +268,32 @@ async def test_a_schema_of_a_newer_version_is_not_copied(empty_database: str, tm
     database = Database(empty_database, "scheduler", pool_size=1)
     await database.open(package_of("scheduler"))
     async with database.transaction() as connection:
-        await connection.execute(text("UPDATE schema_revision SET version_num = '9999_later'"))
+        for table in REVISION_TABLES:
+            await connection.execute(text(f"UPDATE {table} SET version_num = '9999_later'"))
     await database.close()
     with pytest.raises(BadBackup, match="scheduler \\(revision 9999_later\\)"):
         await save(empty_database, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
+
+
+async def test_a_schema_that_a_newer_version_has_added_to_is_copied_for_that_version(
+    postgres_url: str, tmp_path: Path, postgres_server: str
+) -> None:
+    """After a way back the earlier version runs on it, perhaps for weeks."""
+    connection = await asyncpg.connect(postgres_url)
+    await connection.execute("CREATE TABLE cell_c1.later AS SELECT 7 AS n")
+    await connection.execute(f"UPDATE cell_c1.{APPLIED} SET version_num = '9999_later'")
+    await connection.close()
+    manifest = await save(postgres_url, tmp_path / "backup")
+    (copied,) = [schema for schema in manifest.schemas if schema.schema == "cell_c1"]
+    assert copied.revision == "9999_later"
+    tables = {table.table: table.rows for table in copied.tables}
+    assert tables["later"] == tables["identity"] == 1 and not tables.keys() & set(REVISION_TABLES)
+    with servers.fresh_database(postgres_server) as target:
+        with pytest.raises(BadBackup) as caught:
+            await restore(target, tmp_path / "backup")
+        assert caught.value.code == "backup.newer_schema"
+        assert await content(target) == {}
 
 
 def test_tables_come_after_those_that_they_refer_to() -> None:

@@ -10,12 +10,15 @@ import asyncpg
 import pytest
 from msgspec.structs import replace
 
+from berth.backup.copying import save
+from berth.backup.restoring import restore
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
 from bus.persistence.revision import APPLIED, OLDEST, known_revisions
 from cell_conductor.store.fences import LIFTED, LOCK_HOST
 from cell_conductor.store.postgres import PostgresInstances
+from tests.kit import servers
 from tests.kit.catalog import described
 from tests.kit.releases import Migration, not_additive, release, structure
 
@@ -257,6 +260,22 @@ async def test_a_cell_of_the_first_revision_keeps_its_fences_and_was_not_made_no
     assert await revisions(empty_database, "cell_c1") == (known_revisions(CELL)[-1], "0001_initial")
     await store.close()
     await connection.close()
+
+
+async def test_a_backup_of_the_first_revision_is_restored_and_migrated(
+    empty_database: str, postgres_server: str, tmp_path: Path
+) -> None:
+    connection = await first_cell(empty_database, "UPDATE identity SET origin = cell_origin()")
+    await connection.execute(FENCE, HOST)
+    await connection.close()
+    assert [one.revision for one in (await save(empty_database, tmp_path / "backup")).schemas] == ["0001_initial"]
+    with servers.fresh_database(postgres_server) as target:
+        await restore(target, tmp_path / "backup")
+        assert await revisions(target, "cell_c1") == (known_revisions(CELL)[-1], "0001_initial")
+        store = PostgresInstances(Database(target, "cell_c1", pool_size=2))
+        await store.open()
+        assert [one.host_uuid for one in await store.fences.fences()] == [HOST] and store.made_at == 0
+        await store.close()
 
 
 async def test_a_cell_that_no_conductor_has_opened_is_made_by_its_migration(empty_database: str) -> None:
