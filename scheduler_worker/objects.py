@@ -42,8 +42,7 @@ from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import cells as cell_rules
 from scheduler_worker.domain import fences
-from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
-from scheduler_worker.domain.fleet import zones_of
+from scheduler_worker.domain.flavors import ZONE_KEY, FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
@@ -506,7 +505,7 @@ class ObjectRegistry:
         for name in book.resource_classes():
             used |= book.usage(name, view.rows) > 0
         names = [book.name_of(row) for row in view.rows.tolist()]
-        before = _zone_of_each(view, names, self._selector.config.default_availability_zone)
+        before = _zones_of_each(view, names, self._selector.config.default_availability_zone)
         changed = HostsView(
             book,
             view.table,
@@ -516,7 +515,7 @@ class ObjectRegistry:
             down=view.down,
             metrics=view.metrics,
         )
-        then = _zone_of_each(changed, names, after.default_availability_zone)
+        then = _zones_of_each(changed, names, after.default_availability_zone)
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
 
 
@@ -529,6 +528,11 @@ def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:
     return [f"{one.kind.value} {one.name}" for one in changed[:limit]]
 
 
-def _zone_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, str]:
-    zones, zone = zones_of(view, default_zone)
-    return {name: zones[at] for name, at in zip(names, zone.tolist(), strict=True)}
+def _zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
+    """All zones of each host: a request for any of them is built there."""
+    zones: dict[str, list[str]] = {name: [] for name in names}
+    for aggregate in view.membership.with_key(ZONE_KEY):
+        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
+            if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
+                zones[names[at]].append(zone)
+    return {name: found or [default_zone] for name, found in zones.items()}

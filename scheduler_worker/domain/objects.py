@@ -467,16 +467,16 @@ def _classes_of(kind: ObjectKind, body: Mapping[str, Any] | None) -> set[str]:
 
 
 def zones_that_move(
-    before: Mapping[str, str], after: Mapping[str, str], in_use: Sequence[str], *, named: int = 5
+    before: Mapping[str, Sequence[str]], after: Mapping[str, Sequence[str]], in_use: Sequence[str], *, named: int = 5
 ) -> str | None:
-    """Why a change of aggregates is refused: hosts with instances whose zone it would change. None: there are none.
+    """Why a change of aggregates is refused: it takes hosts with instances out of a zone. None: it does not.
 
-    before, after: {host: zone}; in_use: hosts with allocations.
+    before, after: {host: its zones}, any of which an instance may have requested; in_use: hosts with allocations.
     """
-    moved = sorted(host for host in in_use if before.get(host) != after.get(host))
+    moved = sorted(host for host in in_use if set(before[host]) - set(after[host]))
     if not moved:
         return None
-    shown = ", ".join(f"{host} ({before.get(host)} to {after.get(host)})" for host in moved[:named])
+    shown = ", ".join(f"{host} ({' and '.join(before[host])} to {' and '.join(after[host])})" for host in moved[:named])
     more = f" and {len(moved) - named} more" if len(moved) > named else ""
     hosts = "1 host" if len(moved) == 1 else f"{len(moved)} hosts"
     return (

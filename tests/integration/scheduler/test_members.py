@@ -18,6 +18,7 @@ pytestmark = pytest.mark.postgres
 
 A, G = ObjectKind.AGGREGATE, ObjectKind.GROUP
 ZONE = "e0000000-0000-4000-8000-000000000000"
+WEST = "e0000000-0000-4000-8000-000000000001"
 WEB = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity"})
 
 
@@ -110,6 +111,19 @@ async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> 
     await change(world, zone(hosts=[other]), force=True)
     await world.eventually(lambda: members("s1") == members("s2") == {other})
     assert (await end(world, availability_zone="east")) == ("", "c1-1")
+
+
+async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requested_it(world: World) -> None:
+    await world.scheduler("s1")
+    (host,) = await world.add_hosts("c1", 1)
+    book = world.replicas["s1"]
+    second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
+    await change(world, zone(hosts=["c1-0"]))
+    await change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": ["c1-0"]}))
+    await world.eventually(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    assert (await end(world, availability_zone="west")) == ("", "c1-0")
+    why = await refused(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
+    assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
 
 
 async def test_members_that_are_set_otherwise_are_set_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

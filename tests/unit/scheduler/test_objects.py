@@ -140,8 +140,13 @@ def test_the_seeds_of_settings_add_up_to_them() -> None:
 
 
 def test_hosts_with_instances_that_change_zone_are_named() -> None:
-    before, after = {f"h{n}": "nova" for n in range(9)}, {f"h{n}": "east" for n in range(9)}
-    assert zones_that_move(before, {**before, "h8": "east"}, ["h0", "h1"]) is None, "an empty host may change its zone"
+    before, after = {f"h{n}": ["nova"] for n in range(9)}, {f"h{n}": ["east"] for n in range(9)}
+    assert zones_that_move(before, {**before, "h8": ["east"]}, ["h0", "h1"]) is None, (
+        "an empty host may change its zone"
+    )
+    assert zones_that_move({"h": ["a"]}, {"h": ["a", "b"]}, ["h"]) is None, "what was requested in a is still there"
+    why = zones_that_move({"h": ["a", "b"]}, {"h": ["a"]}, ["h"])
+    assert why is not None and "h (a and b to a)" in why, "an instance there may have requested b"
     why = zones_that_move(before, after, [f"h{n}" for n in range(7)])
     assert why is not None
     assert why.startswith("7 hosts with instances")
