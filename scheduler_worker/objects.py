@@ -106,16 +106,24 @@ def configured(config: SchedulerConfig) -> Configured:
     )
 
 
-def check_objects(settings: SchedulerConfig, changes: ObjectsChange | None = None) -> Configured:
+def check_objects(
+    settings: SchedulerConfig, changes: ObjectsChange | None = None, cells: Sequence[str] = ()
+) -> Configured:
     """The configuration that the settings' own objects make, with these changes to them, as a scheduler would use it.
 
-    Raises SettingsError: no scheduler could use it; its reason names the object.
+    cells: of the settings; with them names are looked up, too. Raises SettingsError: no scheduler could use it, or a
+    name is of nothing; its reason names the object.
     """
     try:
-        first = applied(RecordedObjects(0, {}), seeds(settings), ChangeAuthor(SEEDED_BY, "", 0.0)).objects
+        seeded = seeds(settings)
+        first = applied(RecordedObjects(0, {}), seeded, ChangeAuthor(SEEDED_BY, "", 0.0)).objects
         planned = ChangePlan(()) if changes is None else plan(changes, first)
         if isinstance(planned, Refusal):
             raise SettingsError(planned.code, planned.reason)
+        if cells and (refused := cell_rules.unknown_cell(cells, planned.cells_decided)) is not None:
+            raise SettingsError(refused.code, refused.reason)
+        if cells and (why := unknown_class((*seeded, *planned.changed))) is not None:
+            raise SettingsError(UNKNOWN, why)
         return configured(effective_config(settings, configuration_bodies(first, planned.changed)))
     except ValueError as error:
         raise SettingsError(getattr(error, "code", INVALID), str(error)) from error

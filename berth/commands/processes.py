@@ -182,9 +182,11 @@ def config(
         settings = settings_of(context)
         # A setting that names a class is only known to be wrong once the class is looked for; objects, once they are
         # put together.
-        check_objects(settings.scheduler)
+        cells = sorted(settings.cells)
+        check_objects(settings.scheduler, cells=cells)
         if objects is not None:
-            check_objects(settings.scheduler, ObjectsChange(changes=tuple(read_file(objects)[0]), who="berth config"))
+            change = ObjectsChange(changes=tuple(read_file(objects)[0]), who="berth config")
+            check_objects(settings.scheduler, change, cells)
         plain = redact(settings)
         if as_json:
             print_json(plain)

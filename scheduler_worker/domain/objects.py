@@ -276,7 +276,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
             after[key] = None
             continue
         try:
-            after[key] = msgspec.to_builtins(body_of(change.kind, change.name, change.body))
+            after[key] = _as_stored(body_of(change.kind, change.name, change.body))
         except ValueError as error:
             return Refusal(code=INVALID, reason=str(error)[:MAX_REASON])
     for key in present:
@@ -377,9 +377,14 @@ def seeds(settings: SchedulerConfig) -> tuple[ChangedObject, ...]:
     bodies |= {(ObjectKind.QUOTA, name): ProjectQuota(limits=limits) for name, limits in quotas.items()}
     bodies |= {(ObjectKind.GROUP, name): group for name, group in settings.groups.items()}
     return tuple(
-        ChangedObject(kind=kind, name=name, after=msgspec.to_builtins(body))
-        for (kind, name), body in sorted(bodies.items())
+        ChangedObject(kind=kind, name=name, after=_as_stored(body)) for (kind, name), body in sorted(bodies.items())
     )
+
+
+def _as_stored(body: Struct) -> dict[str, Any]:
+    """The body as it is read from the database, without tuples: equal ones compare equal on every scheduler."""
+    stored: dict[str, Any] = msgspec.json.decode(_encode(body))
+    return stored
 
 
 def host_decisions(present: Objects) -> dict[str, HostAdminState]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -24,7 +25,10 @@ from bus.service.settings import SettingsError
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import (
     MAX_BODY_BYTES,
+    ChangeAuthor,
     ChangePlan,
+    RecordedObjects,
+    applied,
     configuration_bodies,
     effective_config,
     plan,
@@ -174,13 +178,31 @@ def test_objects_of_settings_that_no_scheduler_could_use_are_named(
 
 def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
     def check(*changes: ObjectChange) -> None:
-        check_objects(SchedulerConfig(), ObjectsChange(changes=changes, who="t"))
+        check_objects(SchedulerConfig(), ObjectsChange(changes=changes, who="t"), cells=("c1",))
 
     check(ObjectChange(kind=ObjectKind.FLAVOR, name="m1.tiny", body={"vcpus": 2}))
     with pytest.raises(SettingsError, match="is no amount"):
         check(ObjectChange(kind=ObjectKind.FLAVOR, name="x", body={"extra_specs": {"resources:VCPU": "many"}}))
     with pytest.raises(SettingsError, match="not available"):
         check(ObjectChange(kind=ObjectKind.SCHEDULING, name="default", body={"enabled_filters": ["Nope"]}))
+    with pytest.raises(SettingsError, match="did you mean VCPU"):
+        check(ObjectChange(kind=ObjectKind.QUOTA, name="p", body={"limits": {"CORES": 4}}))
+    with pytest.raises(SettingsError, match="there is no cell 'c2'"):
+        check(ObjectChange(kind=ObjectKind.CELL, name="c2", body={"state": "disabled", "reason": "x"}))
+
+
+def test_objects_as_they_are_on_record_are_no_change() -> None:
+    """Objects are read from the database by one scheduler and from messages by another."""
+    settings = SchedulerConfig(
+        flavors={"own": Flavor(vcpus=3, projects=("p",))}, aggregates=(Aggregate(uuid=RACK, name="rack", hosts=("h",)),)
+    )
+    seeded = seeds(settings)
+    read = msgspec.json.decode(msgspec.json.encode(seeded), type=tuple[ChangedObject, ...])
+    changes = tuple(ObjectChange(kind=one.kind, name=one.name, body=one.after) for one in read)
+    for known in (seeded, read):
+        present = applied(RecordedObjects(0, {}), known, ChangeAuthor("t", "", 0.0)).objects
+        again = plan(ObjectsChange(changes=changes, who="t"), present)
+        assert isinstance(again, ChangePlan) and again.changed == ()
 
 
 async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None:
