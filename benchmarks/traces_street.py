@@ -1,6 +1,6 @@
 """The cost of traces in the street: CPU a boot of all processes and servers, without traces and with them, in turns.
 
-    python -m benchmarks.traces_street [--ratio 0.05] [--turns 20] [--boots 2000] [--hosts 2000] [--watched]
+    python -m benchmarks.traces_street [--ratio 0.05] [--turns 20] [--boots 2000] [--idle 60] [--hosts 2000] [--watched]
 
 One system of real processes on a private RabbitMQ and a private PostgreSQL, as `benchmarks.street` has it. Its workers
 trace what their client has sampled and nothing else, and the client samples in every second turn. So both turns have
@@ -9,7 +9,9 @@ not counted; exporting to it is.
 
 --watched: what the page, the metrics and the traces cost together. In each turn with them a web server runs whose page
 Now a viewer follows and reads every 2 s, and each worker's metrics are scraped every 15 s, as by Prometheus. The web
-server is counted, the viewer is not. Boots a second of both kinds of turn are compared as well.
+server is counted, the viewer is not.
+
+Boots a second of both kinds of turn are compared as well, and the latency of boots one at a time before each burst.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks import probe
+from benchmarks.street import positive
 from benchmarks.street_systems import BIG, servers_for
 from benchmarks.traces import COLLECTOR, WAIT_S, summary
 from berth.client import BuildClient
@@ -69,10 +72,11 @@ repeat(metrics, 15)
 
 
 class Turn(Struct, frozen=True):
-    """Of one burst: milliseconds of CPU a boot, and boots a second."""
+    """Of one burst: milliseconds of CPU a boot, and boots a second. alone_ms: p50 of boots one at a time before it."""
 
     cpu_ms: float
     per_s: float
+    alone_ms: float
 
 
 class Street:
@@ -114,20 +118,24 @@ class Street:
             web.terminate()
             await web.wait()
 
-    async def burst(self, boots: int, *, watched: bool) -> Turn:
-        """So many boots at once, and what they cost until all is quiet again."""
+    async def burst(self, boots: int, idle: int, *, watched: bool) -> Turn:
+        """Some boots one at a time, then so many at once, and what those cost until all is quiet again."""
         async with self._watched(wanted=watched) as more:
-            used, began = self._used(more), time.monotonic()
-            await self._client.boot(
-                [
-                    BuildRequest(instance_uuid=new_uuid(self._rng), flavor="m1.tiny", project_id="p")
-                    for _ in range(boots)
-                ]
-            )
-            assert await self._client.wait(WAIT_S)
-            per_s = boots / (time.monotonic() - began)
+            alone = [await self._boot(1) for _ in range(idle)]
+            used = self._used(more)
+            took_s = await self._boot(boots)
             await asyncio.sleep(REST_S)
-            return Turn((self._used(more) - used) / boots * 1000, per_s)
+            cpu_ms = (self._used(more) - used) / boots * 1000
+            return Turn(cpu_ms, boots / took_s, statistics.median(alone) * 1000)
+
+    async def _boot(self, boots: int) -> float:
+        """So many at once; the seconds until the last has ended."""
+        began = time.monotonic()
+        await self._client.boot(
+            [BuildRequest(instance_uuid=new_uuid(self._rng), flavor="m1.tiny", project_id="p") for _ in range(boots)]
+        )
+        assert await self._client.wait(WAIT_S)
+        return time.monotonic() - began
 
     def _used(self, more: list[int]) -> float:
         """CPU seconds of all processes so far."""
@@ -136,11 +144,9 @@ class Street:
         return time.process_time() + sum(map(probe.cpu_s, pids))
 
 
-async def measure(
-    ratio: float, turns: int, boots: int, hosts: int, endpoint: str, *, watched: bool
-) -> list[tuple[Turn, Turn]]:
+async def measure(options: argparse.Namespace, endpoint: str) -> list[tuple[Turn, Turn]]:
     """Each pair of turns, without and with traces (watched: and page and metrics)."""
-    sampling = TraceSettings(endpoint=endpoint, ratio=ratio, most_per_s=100_000.0)
+    sampling = TraceSettings(endpoint=endpoint, ratio=options.ratio, most_per_s=100_000.0)
     workers = {
         "BERTH_TRACES__ENDPOINT": endpoint,
         "BERTH_TRACES__RATIO": "0",
@@ -150,7 +156,7 @@ async def measure(
         cells=CELLS,
         schedulers=1,
         placements=1,
-        compute=ComputeConfig(hosts=hosts // len(CELLS), gpu_share=0.0, sizes=(BIG,)),
+        compute=ComputeConfig(hosts=options.hosts // len(CELLS), gpu_share=0.0, sizes=(BIG,)),
     )
     with servers_for(CELLS, None) as servers:
         async with running_processes(servers, plan, extra=workers) as (processes, here):
@@ -162,21 +168,25 @@ async def measure(
             street = Street(servers, processes, client, here.settings)
             pairs: list[tuple[Turn, Turn]] = []
             try:
-                for number in range(-WARM_UP, turns):
+                for number in range(-WARM_UP, options.turns):
                     turn = {}
                     for on in (True, False) if number % 2 else (False, True):
                         bus.tracer = tracer if on else None
-                        turn[on] = await street.burst(boots, watched=on and watched)
+                        turn[on] = await street.burst(options.boots, options.idle, watched=on and options.watched)
                     if number >= 0:
                         pairs.append((turn[False], turn[True]))
                         print(
-                            f"{turn[False].cpu_ms:.3f} ms a boot and {turn[False].per_s:.0f} boots a second without, "
-                            f"{turn[True].cpu_ms:.3f} and {turn[True].per_s:.0f} with",
+                            "CPU ms a boot, boots a second, ms of a boot alone: "
+                            f"{_line(turn[False])} without, {_line(turn[True])} with",
                             flush=True,
                         )
             finally:
                 await client.close()
     return pairs
+
+
+def _line(turn: Turn) -> str:
+    return f"{turn.cpu_ms:.3f}, {turn.per_s:.0f}, {turn.alone_ms:.1f}"
 
 
 def main() -> None:
@@ -185,6 +195,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.05)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--boots", type=int, default=2000)
+    parser.add_argument("--idle", type=positive, default=60, help="boots one at a time before each burst")
     parser.add_argument("--hosts", type=int, default=2000)
     parser.add_argument("--watched", action="store_true", help="page and metrics beside the traces")
     options = parser.parse_args()
@@ -194,16 +205,16 @@ def main() -> None:
         try:
             assert collector.stdout is not None
             endpoint = f"http://127.0.0.1:{collector.stdout.readline().strip()}"
-            parameters = (options.ratio, options.turns, options.boots, options.hosts, endpoint)
-            pairs = uvloop.run(measure(*parameters, watched=options.watched))
+            pairs = uvloop.run(measure(options, endpoint))
         finally:
             collector.terminate()
     what = "page, metrics and traces" if options.watched else "traces"
     cpu = summary([(off.cpu_ms, on.cpu_ms) for off, on in pairs])
-    speed = statistics.median(on.per_s / off.per_s for off, on in pairs)
+    speed = summary([(off.per_s, on.per_s) for off, on in pairs])
+    alone = summary([(off.alone_ms, on.alone_ms) for off, on in pairs])
     print(
-        f"{what} at a ratio of {options.ratio:g}: CPU a boot {cpu}; boots a second: median {speed:.3f}; "
-        f"{time.monotonic() - began:.0f} s in all"
+        f"{what} at a ratio of {options.ratio:g}\nCPU a boot: {cpu}\nboots a second: {speed}\n"
+        f"a boot alone: {alone}\n{time.monotonic() - began:.0f} s in all"
     )
 
 
