@@ -69,7 +69,8 @@ async def test_a_refused_command_without_a_reply_queue_is_a_dead_letter(house: H
     [
         (b"{", "message.malformed"),
         (b"\xff\xfe", "message.malformed"),
-        (b'{"deep":' * 100_000, "message.malformed"),
+        (b'{"deep":' * 60_000, "message.malformed"),
+        (b'{"deep":' * 100_000, "message.too_large"),
         (b"[]", "message.invalid"),
         (b'{"type":"no.such.v1"}', "message.unknown_type"),
         (b'{"type":"placement.claim.v1"}', "message.unknown_type"),

@@ -15,7 +15,7 @@ from bus.contracts.catalogue import MESSAGES
 from bus.contracts.catalogue.rows import MessageRow
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
-from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES
+from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
 from placement_worker.domain.server_groups import permitted
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,8 @@ def test_each_list_that_a_client_sends_is_bounded_and_its_bound_is_documented(ro
 
 def test_the_lengths_of_a_body_and_of_a_batch_are_documented() -> None:
     text = " ".join(PAGE.read_text().split())
-    assert f"at most {MAX_BODY_BYTES:,} bytes (`message.too_large`)" in text
+    assert f"at most {MAX_CLIENT_BYTES:,} bytes (`message.too_large`) and {MAX_CLIENT_VALUES:,} values" in text
+    assert f"at most {MAX_BODY_BYTES:,} bytes on others" in text
     assert f"at most {MAX_BATCH_ITEMS:,} items" in text
 
 
