@@ -23,6 +23,8 @@ from placement_worker.store.memory_table import ConsumerRow
 RACE_S = 5.0
 # A report that a conductor cannot take yet (its database is away, it is paused) acts so long after its scan at most.
 LATE_REPORT_S = MAX_FAULT_S + 5.0
+# The codes of attempts that ended although their machines had been built: nothing of them is wanted any more.
+LOST = frozenset({"instance.lost", "host.fenced"})
 # While a record stands so, its attempt is wanted.
 WANTED = frozenset({State.BUILDING, State.ADOPTING, State.ACTIVE})
 
@@ -43,8 +45,9 @@ class HarmWatch:
         self.requested: dict[str, None] = {}  # builds that a client ever requested: what could be ours
         self._to_delete: dict[str, None] = {}
         self._given_up: dict[str, int] = {}  # the newest attempt of each instance that a record gave up
-        # attempts that a record has as lost: reported, and seen to be so (`lost_was_lost`)
-        self._lost: dict[str, int] = {}
+        # {instance: attempts that a record had as lost}: reported, and seen to be so (`lost_was_lost`). A build that a
+        # restored record does not have as active any more goes on elsewhere: only its history has the loss then.
+        self._lost: dict[str, set[int]] = {}
         self._was_active: dict[tuple[str, str], int] = {}  # (host, instance): the attempt that a record had as active
         self._records: dict[str, Instance] = {}
         # (process, node): by the job that looked, those of the last RACE_S and the newest
@@ -81,8 +84,10 @@ class HarmWatch:
             # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.state in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
-            if instance.code in ("instance.lost", "host.fenced"):
-                self._lost[uuid] = instance.attempt
+            lost = self._lost.setdefault(uuid, set())
+            lost.update(one.attempt for one in instance.history if one.code in LOST)
+            if instance.code in LOST:
+                lost.add(instance.attempt)
             if instance.state is State.ACTIVE and instance.host_uuid is not None:
                 self._was_active[instance.host_uuid, uuid] = instance.attempt
 
@@ -101,7 +106,7 @@ class HarmWatch:
         if attempt is not None and (host, uuid, attempt) in self.given_up:
             return ""
         active = self._was_active.get((host, uuid))
-        if active is not None and attempt in (active, None) and self._lost.get(uuid) != active:
+        if active is not None and attempt in (active, None) and active not in self._lost.get(uuid, ()):
             return f"{uuid} on {host} was active as attempt {active}; its end was not requested"
         if attempt is not None and attempt > self._given_up.get(uuid, 0):
             return f"{uuid} attempt {attempt} on {host} is destroyed; no record ever gave it up"

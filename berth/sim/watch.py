@@ -165,6 +165,9 @@ class MachineWatch:
             if before is not None and instance.code == "instance.lost" and before.code != "instance.lost":
                 self._lost(before)
                 self._active[uuid][cell] = instance
+            elif before is not None and _lost_its_attempt(before, instance):
+                self._lost(instance)
+                self._active[uuid][cell] = instance
             if instance.state is not State.ACTIVE:
                 continue
             self._active.setdefault(uuid, {})[cell] = instance
@@ -177,6 +180,13 @@ class MachineWatch:
         runs = self.runs(instance.host_uuid or "", instance.uuid)
         if runs == instance.attempt:
             raise Breach("lost_was_lost", f"{instance.uuid} attempt {runs} is taken for lost, and runs")
+
+
+def _lost_its_attempt(before: Instance, instance: Instance) -> bool:
+    """Whether a build goes on after its host has reported that it lost the current attempt: only its history has it."""
+    last = instance.history[-1] if instance.history else None
+    is_new = last is not None and last.code == "instance.lost" and last not in before.history
+    return is_new and last is not None and last.attempt == instance.attempt
 
 
 class WatchedFleet(Fleet):

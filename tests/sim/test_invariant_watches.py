@@ -31,6 +31,7 @@ from berth.sim.wiring import conductor
 from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
+from bus.contracts.build import AttemptRecord
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
@@ -438,6 +439,46 @@ def test_what_was_lost_when_its_host_looked_may_be_there_again(
             world.machines.instances("c1", {INSTANCE: lost})
 
     virtual.run(main, on_unseen=pytest.fail)
+
+
+def went_on(code: str) -> tuple[Instance, Instance]:
+    """(active, as its restored record has it a while later: built elsewhere because its attempt ended with this)."""
+    chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
+    active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+    ended = AttemptRecord(attempt=1, host="h", outcome="failed", code=code, at=1.0)
+    return active, replace(active, state=State.RECLAIMING, history=(ended,))
+
+
+@pytest.mark.parametrize(
+    ("code", "breaks"), [("instance.lost", False), ("host.fenced", False), ("spawn.timeout", True)]
+)
+def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bool) -> None:
+    """Seed 1795361046: the cell was set back to before the build was active, and its host reported it lost. The order
+    of that day ended the machine when the host's disks were set back as well.
+    """
+    harm = HarmWatch(lambda: 0.0)
+    harm.requested[INSTANCE] = None
+    active, reclaiming = went_on(code)
+    for record in (active, replace(active, state=State.BUILDING, doubted=True), reclaiming):
+        harm.record({INSTANCE: record})
+    guest = Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d")
+    with pytest.raises(Breach, match="was active as attempt 1") if breaks else nullcontext():
+        harm.destroyed(HERE, guest)
+
+
+@pytest.mark.parametrize("runs", [None, 1])
+def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
+    active, reclaiming = went_on("instance.lost")
+    watch = MachineWatch()
+    watch.put(HERE, Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d"))
+    watch.instances("c1", {INSTANCE: active})
+    watch.instances("c1", {INSTANCE: replace(active, state=State.BUILDING, doubted=True)})
+    watch.runs = lambda _host, _instance: runs
+    with pytest.raises(Breach, match="lost_was_lost") if runs else nullcontext():
+        watch.instances("c1", {INSTANCE: reclaiming})
+    if runs is None:  # it is known by then, and its machine may be brought back
+        watch.runs = lambda _host, _instance: 1
+        watch.instances("c1", {INSTANCE: replace(reclaiming, deadline=2.0)})
 
 
 @pytest.mark.parametrize(("loser", "breaks"), [("c1", False), ("c2", True)])
