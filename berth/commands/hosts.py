@@ -132,7 +132,8 @@ def fence(
 
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
     first, or let --switch-off do so; a host that is not proved to be off is not fenced then. A host whose compute
-    service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again.
+    service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
+    until its cell has acknowledged the fence as well: `berth hosts` shows that.
     """
     _decide(
         context,
@@ -275,8 +276,10 @@ def show_hosts(hosts: Sequence[HostRecord]) -> None:
 
 
 def show_decision(one: HostAdminState) -> None:
-    """Print what was decided about a host."""
+    """Print what was decided about a host, and how long a fenced one has to stay off."""
     out.print(Text(printable(f"{one.host}: {_decided_state(one)}, by {one.by}")), soft_wrap=True)
+    if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
+        out.print("  leave it off until `berth hosts` shows that its cell has acknowledged the fence", soft_wrap=True)
 
 
 def _decided_state(one: HostAdminState) -> str:
@@ -284,7 +287,7 @@ def _decided_state(one: HostAdminState) -> str:
         return one.state.value
     if one.pending is not None:
         return f"fenced, then {one.pending.value} ({one.losses} to destroy)"
-    return "fenced" if one.acknowledged >= one.fence else "fenced, its cell does not know yet"
+    return "fenced" if one.is_fence_acknowledged else "fenced, not acknowledged by its cell yet"
 
 
 def _host_row(host: HostRecord) -> list[str | Text]:

@@ -15,10 +15,11 @@ from berth.sim.plan import Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
+from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
 from bus.contracts.moves import CellMove, MoveKind, MoveRequest
-from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
+from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
@@ -287,8 +288,13 @@ class Mover:
         for host, guest in list(fleet.guests()):
             if world.harm.ours(guest.instance_uuid):
                 fleet.put(host, replace(guest, runs=False))
-        decided = [host.uuid for host in hosts if await self._decide(host.uuid, AdminState.FENCED, MAX_DECISION_TRIES)]
+        decided = {}
+        for dead in hosts:
+            if (decision := await self._decide(dead.uuid, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
+                decided[dead.uuid] = decision.fence
         await asyncio.sleep(order.seconds)
+        for uuid, fence in decided.items():
+            await self._acknowledged(uuid, fence, order.service)
         if order.service in world.dead:
             world.move_watch.gone.update(decided)
             return
@@ -300,27 +306,48 @@ class Mover:
             await self._decide(host, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
 
-    async def _decide(self, host: str, state: AdminState, tries: int | None) -> bool:
+    async def _decide(self, host: str, state: AdminState, tries: int | None) -> HostAdminState | None:
         """An operator decides, who knows that the host is off. tries: at most; None: until it is decided.
 
         A fence is ended without force, by its cell: force is for a cell that is gone for good, and cells are back here.
         """
         force = state is AdminState.FENCED
         command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=force)
-        return await self._answered(command, AdminStateSet, tries)
+        answer = await self._answered(command, AdminStateSet, tries)
+        return answer.host if isinstance(answer, AdminStateSet) else None
 
-    async def _answered(self, command: Message, reply: type[Message], tries: int | None) -> bool:
-        """Request until a scheduler has done it; a refusal may be too early. tries: at most; None: until it is done."""
+    async def _acknowledged(self, host: str, fence: int, service: str) -> None:
+        """An operator leaves a host off until its cell has acknowledged the fence (seed 1795360866: it built there).
+
+        A decision that the schedulers' restored record does not have is made again.
+        """
+        unknown = 0
+        while service not in self._world.dead:
+            page = await self._answered(HostsQuery(), HostsPage, 1)
+            if isinstance(page, HostsPage):
+                admin = next((one.admin for one in page.hosts if one.uuid == host), None)
+                is_known = admin is not None and admin.fence >= fence
+                if is_known and admin is not None and admin.is_fence_acknowledged:
+                    return
+                unknown = 0 if is_known else unknown + 1
+            if unknown > MAX_DECISION_TRIES:
+                again = await self._decide(host, AdminState.FENCED, 1)
+                unknown, fence = (0, again.fence) if again is not None else (unknown, fence)
+            await asyncio.sleep(RETRY_S)
+
+    async def _answered(self, command: Message, reply: type[Message], tries: int | None) -> Message | None:
+        """The reply of a scheduler, once it has done it; a refusal may be too early. tries: at most; None: any number.
+
+        None: no scheduler has done it.
+        """
         bus, tried = self._buses[API], 0
         while tries is None or tried < tries:
             tried += 1
             try:
-                await bus.request(command, reply, timeout_s=DECISION_S)
+                return await bus.request(command, reply, timeout_s=DECISION_S)
             except (BusError, Transient, RequestRefused):
                 await asyncio.sleep(RETRY_S)
-            else:
-                return True
-        return False
+        return None
 
     async def _send(self, cell: str, request: CellMove) -> None:
         self._world.event_log.record("order", f"{request.kind.value} {request.instance_uuid}")

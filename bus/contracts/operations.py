@@ -50,6 +50,11 @@ class HostAdminState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     losses: Count = 0
     drain: Uuid | None = None
 
+    @property
+    def is_fence_acknowledged(self) -> bool:
+        """Whether the host's cell has the fence on record: until then it builds on a host that is switched on."""
+        return self.state is AdminState.FENCED and self.acknowledged >= self.fence
+
 
 class SetAdminState(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.set.v1"):
     """Decide about a host: `host` is its uuid, or its name when one host has it. Idempotent by the message's id.

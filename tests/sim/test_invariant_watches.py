@@ -31,11 +31,11 @@ from berth.sim.wiring import conductor
 from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
-from bus.contracts.build import AttemptRecord
+from bus.contracts.build import AttemptRecord, HostRecord, HostsPage
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.cell import CellBuild, ComputeOutcome, ComputeResult, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
-from bus.contracts.operations import AdminState, SetAdminState
+from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.memory import MemoryTransport
 from bus.topology import QueuePlan
@@ -226,9 +226,9 @@ def test_an_operator_ends_a_fence_without_force(state: AdminState, monkeypatch: 
     """By force its cell is notified every five minutes only, longer than the bound on rest (seed 1795337330435)."""
     sent: list[Message] = []
 
-    async def answered(_mover: Mover, command: Message, _reply: type[Message], _tries: int | None) -> bool:
+    async def answered(_mover: Mover, command: Message, _reply: type[Message], _tries: int | None) -> Message:
         sent.append(command)
-        return True
+        return AdminStateSet(host=HostAdminState(host_uuid=HERE, host="h", state=state))
 
     async def main() -> None:
         assert await Mover(World(plan_of(1), EventLog()))._decide(HERE, state, None)
@@ -238,6 +238,27 @@ def test_an_operator_ends_a_fence_without_force(state: AdminState, monkeypatch: 
     (command,) = sent
     assert isinstance(command, SetAdminState)
     assert command.force is (state is AdminState.FENCED)
+
+
+def test_an_operator_leaves_a_host_off_until_its_cell_has_acknowledged_the_fence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seed 1795360866: the host built what waited for it, and the fence that came later took that for dead."""
+    states = [None, (3, 3), (7, 3), (7, 7)]  # the last but one is this fence, not acknowledged; before it another's
+
+    async def answered(_mover: Mover, _query: Message, _reply: type[Message], _tries: int | None) -> Message:
+        shown = states.pop(0)
+        if shown is None:
+            return HostsPage()
+        admin = HostAdminState(host_uuid=HERE, host="h", state=AdminState.FENCED, fence=shown[0], acknowledged=shown[1])
+        return HostsPage(hosts=(HostRecord(uuid=HERE, name="h", admin=admin),))
+
+    async def main() -> None:
+        await Mover(World(plan_of(1), EventLog()))._acknowledged(HERE, 7, "s")
+
+    monkeypatch.setattr(Mover, "_answered", answered)
+    virtual.run(main, on_unseen=pytest.fail)
+    assert not states
 
 
 def test_a_service_that_dies_while_it_stops_has_stopped() -> None:
