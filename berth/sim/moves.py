@@ -23,6 +23,7 @@ from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, 
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
+from cell_conductor.domain.leases import LeaseState
 
 STEP_S = 10.0
 ABROAD = 0.7  # the share of moves that name a host of another cell, where that is allowed
@@ -129,12 +130,20 @@ class Mover:
             limits=self._world.plan.quota_of(spec.project_id),
             auto_confirm_s=rng.choice((0.0, 2.0, 10.0, 15.0)),
             offload=rng.random() < 0.5,
-            fenced=order.verb == FENCE or (kind is MoveKind.EVACUATE and rng.random() < 0.7),
+            fenced=order.verb == FENCE
+            or (kind is MoveKind.EVACUATE and rng.random() < 0.7 and self._is_up(cell, instance)),
             step_timeout_s=STEP_S,
         )
         await self._send(cell, request)
         if rng.random() < 0.1:
             await self._send(cell, request)  # the same once more
+
+    def _is_up(self, cell: str, instance: Instance) -> bool:
+        """Whether the cell has to refuse the false statement that this host is off. While its service is silent, the
+        statement is all the proof that there can be (seed 1795400627).
+        """
+        lease = self._world.cells[cell].leases.get(instance.here.service)
+        return lease is not None and lease.state is LeaseState.UP
 
     async def _ask_scheduler(
         self, cell: str, instance: Instance, order: Order, kind: MoveKind, rng: random.Random

@@ -43,6 +43,7 @@ from bus.wire import pack, single
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.drivers.ironic.node import Mark
@@ -157,6 +158,22 @@ def test_a_move_waits_for_the_fence_of_a_burnt_host(*, is_fenced: bool, is_dead:
         if is_fenced:
             world.cells[cell].fences[HERE] = Fence(host_uuid=HERE, host="h", version=1)
         assert _unfenced(world) == ({INSTANCE} if waits else set())
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(("state", "may"), [(LeaseState.UP, True), (LeaseState.SILENT, False), (None, False)])
+def test_no_operator_states_falsely_that_a_silent_host_is_off(state: LeaseState | None, *, may: bool) -> None:
+    """The statement is all the proof that the cell can have; it evacuated a machine that ran (seed 1795400627)."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        cell, service = world.plan.services[0]
+        here = Selection(host_uuid=HERE, host="h", service=service, allocations={HERE: {"VCPU": 1}})
+        if state is not None:
+            world.cells[cell].leases[service] = Lease(service=service, epoch=1, interval_s=1.0, state=state)
+        active = Instance(uuid=INSTANCE, state=State.ACTIVE, selections=(here,), attempt=1)
+        assert Mover(world)._is_up(cell, active) is may
 
     virtual.run(main, on_unseen=pytest.fail)
 
