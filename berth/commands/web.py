@@ -35,7 +35,7 @@ def web(
 ) -> None:
     """Serve the pages and the HTTP API.
 
-    The API is at /api/v1. It runs until SIGTERM or SIGINT.
+    The API is at /api/v1. It runs until SIGTERM or SIGINT, or until the `berth up` that holds its bus ends (status 3).
 
     Without --tokens and --keystone it listens on loopback alone, and who can reach it there may do everything.
     """
@@ -62,7 +62,7 @@ def web(
         await open_in_time(server.open())
         try:
             out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
-            await stop.wait()
+            await server.serve_until(stop)
         finally:
             await server.close()
             if known is not None:

@@ -20,6 +20,8 @@ from berth.web.live import Live
 from berth.web.queues import QueueReader
 from bus.bus import API
 from bus.faults import Fault
+from bus.local import LocalTransport
+from bus.port import BusUnavailable
 from bus.service.environment import Environment
 
 log = structlog.get_logger("web")
@@ -133,6 +135,21 @@ class WebServer:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="web server")
         self._serving.add_done_callback(lambda _: listening.close())
         log.info("web.listening", url=self.url, open=self._access.open)
+
+    async def serve_until(self, stop: asyncio.Event) -> None:
+        """Serve until then. Raises BusUnavailable when the `berth up` that holds the bus has ended."""
+        transport = self._bus.transport
+        if not isinstance(transport, LocalTransport):  # it connects again by itself
+            await stop.wait()
+            return
+        stopped, gone = asyncio.create_task(stop.wait()), asyncio.create_task(transport.gone())
+        try:
+            await asyncio.wait({stopped, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
+            gone.cancel()
+        if not stop.is_set():
+            raise BusUnavailable("the berth up that these pages are of has ended")
 
     def _listen(self) -> socket.socket:
         try:

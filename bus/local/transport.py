@@ -108,6 +108,11 @@ class LocalTransport:
             await asyncio.gather(self._listening, return_exceptions=True)
         self._lost()
 
+    async def gone(self) -> None:
+        """Return once the serving process has gone: nothing comes of this transport any more."""
+        if self._listening is not None:
+            await asyncio.wait({self._listening})
+
     @property
     def blocked(self) -> str:
         """A broker in a process's memory raises no alarms."""

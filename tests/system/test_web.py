@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,9 @@ from berth.web.access import MAX_SESSIONS, Access, WebRole, check_listen, read_t
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
 from bus.clock import SystemClock
+from bus.port import BusUnavailable
 from bus.service.settings import SettingsError
+from tests.contract.rig import LocalRig
 from tests.system.web_server import JSON, TIMEOUT_S, Web, boot, code_of, ended, follow, running_web, token_file
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
@@ -364,6 +367,25 @@ async def test_a_taken_address_is_a_sentence(web: Web) -> None:
     one = WebServer(here.environment("w"), here.settings, host="127.0.0.1", port=taken, access=access)
     with pytest.raises(WebCannotListen, match="cannot listen"):
         await one.open()
+
+
+async def test_pages_end_with_the_berth_up_that_holds_their_bus() -> None:
+    rig = LocalRig()
+    await rig.open()
+    here = Site(Settings(state_dir=str(rig.socket.parent)))
+    pages = WebServer(here.environment("w"), here.settings, host="127.0.0.1", port=0, access=Access(None, here.clock))
+    stop = asyncio.Event()
+    try:
+        await pages.open()
+        serving = asyncio.create_task(pages.serve_until(stop))
+        await rig.server.close()
+        with pytest.raises(BusUnavailable, match="has ended"):
+            await asyncio.wait_for(serving, TIMEOUT_S)
+        stop.set()
+        await pages.serve_until(stop)
+    finally:
+        await pages.close()
+        await rig.close()
 
 
 # --- pages
