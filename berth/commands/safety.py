@@ -98,12 +98,13 @@ def adopt(
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide that a machine in quarantine is its instance: its record then has it where it runs.
+    """Give a machine in quarantine back to its instance.
 
-    For an instance that was moved after a backup, and whose record has the host that it left. Its cell carries this out
-    with the host's next report, if the host still reports the machine, no other host reports one of the instance, and
-    the host on record has been looked at (or is fenced, or its service forgotten). Nothing is destroyed or started. The
-    cell claims what the machine takes; where placement refuses that, `berth placement audit --repair` puts it right.
+    For an instance that was moved after a backup, and whose record has the host that it left: the record then has it
+    where it runs. Its cell carries this out with the host's next report, if the host still reports the machine, no
+    other host reports one of the instance, and the host on record has been looked at (or is fenced, or its service
+    forgotten). Nothing is destroyed or started. The cell claims what the machine takes; where placement refuses that,
+    `berth placement audit --repair` puts it right.
     """
     instance, place = parse_uuid(uuid), parse_uuid(host)
     if not reason or len(reason) > MAX_REASON:
