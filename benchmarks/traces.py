@@ -193,15 +193,25 @@ def summary(pairs: Sequence[tuple[float, float]]) -> str:
     """
     ratios = sorted(on / off for off, on in pairs)
     low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    median = statistics.median(ratios)
-    # The interval of a median by order statistics: as many pairs lie below it as heads fall.
-    reach = round(0.98 * math.sqrt(len(ratios)))
-    at = len(ratios) / 2
-    least, most = ratios[max(0, math.floor(at - reach))], ratios[min(len(ratios) - 1, math.ceil(at + reach))]
+    least, most = median_interval(ratios) or (-math.inf, math.inf)
     return (
-        f"median {median:.3f} of {len(ratios)} pairs (19 times in 20 from {least:.3f} to {most:.3f}), half of them "
-        f"from {low:.3f} to {high:.3f}, all from {ratios[0]:.3f} to {ratios[-1]:.3f}"
+        f"median {statistics.median(ratios):.3f} of {len(ratios)} pairs (19 times in 20 from {least:.3f} to "
+        f"{most:.3f}), half of them from {low:.3f} to {high:.3f}, all from {ratios[0]:.3f} to {ratios[-1]:.3f}"
     )
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """Between which of these the median of what they are drawn from lies, whatever its distribution (order statistics:
+    as many lie below it as heads fall). None: they are too few for that confidence, fewer than 6 for 0.95.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, below = 0.0, -1  # the chance that the median lies below ordered[below] or above its counterpart
+    while below < count // 2:
+        more = outside + 2 * math.comb(count, below + 1) / 2**count
+        if more > 1 - confidence:
+            break
+        outside, below = more, below + 1
+    return None if below < 0 else (ordered[below], ordered[count - 1 - below])
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ class BuildClient:
         self._keep = keep_events
         self._queue = "client.record.{process}" if durable else "client.feed.{process}"
         self._open: set[str] = set()
-        self._spans = RequestSpans(bus.tracer)
+        self._spans = RequestSpans(bus)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[BuildEvent], None]] = []
         self._end_listeners: list[Callable[[Track], None]] = []

@@ -34,7 +34,7 @@ class MoveClient:
         self._clock = clock
         self._process = process
         self._open: dict[str, MoveRequest] = {}
-        self._spans = RequestSpans(bus.tracer)
+        self._spans = RequestSpans(bus)
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[MoveEvent], None]] = []
 

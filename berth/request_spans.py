@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from msgspec import Struct
 
+from bus.bus import Bus
 from bus.tracing.context import CURRENT, NOT_SAMPLED, Scope, Span, TraceContext
-from bus.tracing.tracer import Tracer
 
 
 class TracedRequest(Struct, frozen=True):
@@ -20,16 +20,16 @@ class TracedRequest(Struct, frozen=True):
 
 
 class RequestSpans:
-    """The spans of one client's requests that have not ended."""
+    """The spans of one client's requests that have not ended. They are made while its bus has a tracer."""
 
-    def __init__(self, tracer: Tracer | None) -> None:
-        self._tracer = tracer
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
         self._spans: dict[str, Span] = {}
 
     @contextlib.contextmanager
     def publishing(self, requests: Iterable[TracedRequest]) -> Iterator[None]:
         """The messages that the block publishes for them carry their traces, or that they are not sampled."""
-        tracer = self._tracer
+        tracer = self._bus.tracer
         if tracer is None:
             yield
             return

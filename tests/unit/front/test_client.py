@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -15,6 +15,8 @@ from berth.load import LoadPlan, draw_requests
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
+from bus.tracing.context import Span
+from bus.tracing.tracer import Tracer
 from tests.unit.front.world import ClientWorld
 
 
@@ -26,6 +28,16 @@ def record(request: BuildRequest, state: BuildState) -> BuildRecord:
     return BuildRecord(
         instance_uuid=request.instance_uuid, project_id=request.project_id, flavor=request.flavor, state=state
     )
+
+
+class _Nowhere:
+    """An exporter that is not called."""
+
+    async def export(self, spans: Sequence[Span]) -> None:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -44,6 +56,17 @@ async def test_builds_are_followed_to_their_ends(client_world: ClientWorld) -> N
     assert await client_world.client.wait(20)
     assert [track.state for track in tracks] == ["active"] * 5
     assert client_world.client.unfinished == 0 and len(client_world.client.events) == 5
+
+
+async def test_a_client_without_the_tracer_that_it_had_begins_no_trace(client_world: ClientWorld) -> None:
+    """Benchmarks do so to compare. The client had kept the tracer, and its requests were traced in both turns."""
+    client = client_world.client
+    tracer = Tracer(_Nowhere(), ratio=1.0, most_per_s=1000.0, rng=random.Random(1), monotonic=lambda: 1.0)
+    for one, begun in ((tracer, 1), (None, 1), (tracer, 2)):
+        client.bus.tracer = one
+        await client.boot(draw_requests(LoadPlan(boots=1, mix={"f": 1.0}), random.Random(begun + (one is None) * 10)))
+        assert await client.wait(20)
+        assert len(tracer._spans) == begun
 
 
 async def test_item_7_an_event_of_another_project_ends_no_build_of_ours(client_world: ClientWorld) -> None:
