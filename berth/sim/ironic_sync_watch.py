@@ -25,11 +25,12 @@ FACTS = frozenset({"provision_set", "power_state_corrected"})
 class NodeKnowledge:
     """One process's knowledge of one node: when it was last named, and whether it may be reported as free."""
 
-    __slots__ = ("may_offer", "may_remove", "notified_at", "seen")
+    __slots__ = ("may_offer", "may_remove", "missing_at", "notified_at", "seen")
 
     def __init__(self) -> None:
         self.notified_at = -1.0
-        self.may_remove = False  # Ironic has answered that there is no such node, and nothing was received of it since
+        self.may_remove = False  # Ironic has answered that there is no such node, and nothing newer was received since
+        self.missing_at = -1.0  # when Ironic made that answer
         self.may_offer = False
         self.seen = ""
 
@@ -66,7 +67,8 @@ class IronicSyncWatch:
         for node in [one for one in shown if "provision_state" in one]:  # a ping requests a uuid alone
             known = self._nodes.setdefault(node["uuid"], NodeKnowledge())
             known.seen = node.get("updated_at") or known.seen
-            known.may_remove = False
+            if at >= known.missing_at:  # a page of a list may have been on its way for longer than that answer
+                known.may_remove = False
             if not free(node):
                 known.may_offer = False
             elif known.notified_at <= at:  # what was received by then had happened
@@ -75,7 +77,8 @@ class IronicSyncWatch:
     def missing(self, at: float, uuid: str) -> None:
         """An answer that Ironic made at this time, that it has no such node, arrives at the process."""
         known = self._nodes.setdefault(uuid, NodeKnowledge())
-        known.may_remove = known.may_remove or known.notified_at <= at
+        if known.notified_at <= at:
+            known.may_remove, known.missing_at = True, max(at, known.missing_at)
 
     def saving(self, positions: Sequence[Position], loaded: Mapping[str, Position]) -> None:
         """The process is about to keep these, and to report them to the book."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
+from berth.sim.ironic_sync_watch import IronicSyncWatch
 from berth.sim.plan import Action, Order, Plan, Rates
 from berth.sim.run import run
+from berth.sim.watch import Breach
 from berth.sim.widening import Widening
+from bus.contracts.placement import ProviderReport
+from ironic_sync.domain.position import Position
+
+NODE = "00000000-0000-4000-8000-000000000001"
 
 
 def hosts_come_back(*, lost: bool) -> Plan:
@@ -59,3 +67,18 @@ def machines_are_lost_at_once() -> Plan:
 def test_it_holds(plan: Plan) -> None:
     held = run(plan)
     assert held.breach == "", held.detail
+
+
+@pytest.mark.parametrize(("listed_at", "breaks"), [(99.0, False), (101.0, True)])
+def test_a_page_made_before_a_404_does_not_contradict_it(listed_at: float, *, breaks: bool) -> None:
+    """Seed 1795400181: the page of a list arrived later than the 404, while the removal was saved a second time."""
+    found: list[Breach] = []
+    watch = IronicSyncWatch(lambda: 102.0, found.append)
+    before = Position(uuid=NODE, version=1, report=ProviderReport(uuid=NODE, name=NODE, inventories={}))
+    removed = Position(uuid=NODE, version=2)
+    watch.missing(100.0, NODE)
+    watch.saving([removed], {NODE: before})
+    node = {"uuid": NODE, "provision_state": "manageable"}
+    watch.answered(listed_at, json.dumps({"nodes": [node]}).encode())
+    watch.saving([removed], {NODE: before})
+    assert [one.name for one in found] == ["removed_on_fresh_word"] * breaks
