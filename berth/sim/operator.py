@@ -105,6 +105,7 @@ class Operator:
         world.kill(name)
         for host in world.fleets[order.service].hosts:
             world.left[host.plan.uuid] = "dead"
+            world.move_watch.gone.add(host.plan.uuid)
 
     async def _stop(self, service: str) -> None:
         world, name = self._world, f"compute-{service}"
