@@ -244,7 +244,7 @@ class Placer:
         to_locate = [state for state in states if has_peers(state.request)]
         if not to_locate:
             return states
-        requests = [locate_request(state.request, surely_unclaimed=state.surely_unclaimed) for state in to_locate]
+        requests = [locate_request(state.request) for state in to_locate]
         distinct = list(dict.fromkeys(requests))
         pages = dict(zip(distinct, await self._claims.locate(distinct), strict=True))
         answered: dict[str, PlacementState] = {}

@@ -41,18 +41,27 @@ JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root
 
 # The members that a decision needs: those on the hosts that the claims name, found from the hosts' allocations, so that
 # the size of the group does not matter; those that the same transaction may move there; and, of groups with affinity,
-# enough members that at least one of them does not move.
+# enough members that at least one of them does not move. OFFSET 0 keeps the order of the joins: PostgreSQL expects few
+# members of a group, and without it joins all of them to each of the hosts.
 READ = f"""
 WITH m AS (
-    SELECT m.project_id, m.group_uuid, m.consumer
+    SELECT g.project_id, g.group_uuid, held.consumer
     FROM unnest($1::text[], $2::uuid[], $3::uuid[]) AS g (project_id, group_uuid, host)
-    JOIN providers root ON root.uuid = g.host JOIN providers p ON p.root_id = root.id
-    JOIN allocations a ON a.provider_id = p.id
-    JOIN group_members m ON m.project_id = g.project_id AND m.group_uuid = g.group_uuid AND m.consumer = a.consumer
+    CROSS JOIN LATERAL (
+        SELECT DISTINCT a.consumer FROM providers root JOIN providers p ON p.root_id = root.id
+        JOIN allocations a ON a.provider_id = p.id WHERE root.uuid = g.host OFFSET 0
+    ) AS held
+    CROSS JOIN LATERAL (
+        SELECT FROM group_members m
+        WHERE m.project_id = g.project_id AND m.group_uuid = g.group_uuid AND m.consumer = held.consumer OFFSET 0
+    ) AS m
     UNION
-    SELECT m.project_id, m.group_uuid, m.consumer
+    SELECT c.project_id, c.group_uuid, c.consumer
     FROM unnest($4::text[], $5::uuid[], $6::uuid[]) AS c (project_id, group_uuid, consumer)
-    JOIN group_members m USING (project_id, group_uuid, consumer)
+    CROSS JOIN LATERAL (
+        SELECT FROM group_members m
+        WHERE m.project_id = c.project_id AND m.group_uuid = c.group_uuid AND m.consumer = c.consumer OFFSET 0
+    ) AS m
     UNION
     SELECT g.project_id, g.group_uuid, m.consumer FROM unnest($7::text[], $8::uuid[]) AS g (project_id, group_uuid)
     CROSS JOIN LATERAL (

@@ -18,14 +18,15 @@ def has_peers(request: BuildRequest) -> bool:
     return bool(request.server_group or request.different_host or request.same_host)
 
 
-def locate_request(request: BuildRequest, *, surely_unclaimed: bool = False) -> LocateRequest:
-    """The query to placement. surely_unclaimed: the instance holds nothing yet, so that all members of its
-    group send the same query.
+def locate_request(request: BuildRequest) -> LocateRequest:
+    """The query to placement, the same for all members of a group: they share its answer.
+
+    An instance that holds a claim of an earlier run is counted with the others. Its next claim, or the probe where no
+    host is left to it, finds that claim. One query for each such member would read the group's members that many times.
     """
     return LocateRequest(
         project_id=request.project_id,
         server_group=request.server_group.uuid if request.server_group is not None else None,
-        besides=None if surely_unclaimed else request.instance_uuid,
         consumers=tuple(dict.fromkeys((*request.different_host, *request.same_host))),
     )
 

@@ -31,6 +31,7 @@ class BookClaims:
     def __init__(self, book: MemoryBook | None = None) -> None:
         self.book = book or MemoryBook(MemoryBookTable(SystemClock()).session())
         self.submitted: list[Claim] = []
+        self.located: list[LocateRequest] = []
         self.answer: Answer | None = None
         self.unavailable = False
 
@@ -57,6 +58,7 @@ class BookClaims:
         return [reply for reply in replies if isinstance(reply, ReleaseResult)]
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        self.located += requests
         if self.unavailable:
             return [RequestTimeout("unavailable") for _ in requests]
         return list(await self.book.locate(requests))

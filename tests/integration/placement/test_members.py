@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 
 import asyncpg
 import pytest
@@ -12,6 +13,7 @@ from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
 from placement_worker.domain.allocations import ConsumerWrite, Replace
+from placement_worker.domain.claim_items import groups_of
 from placement_worker.store import members, rest_allocations
 
 from .conftest import Book
@@ -21,6 +23,8 @@ pytestmark = pytest.mark.postgres
 PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 MANY = members.MAX_GROUP_MEMBERS_READ + 20
+BATCH, SMALL, LARGE = 100, 50, 900  # claims of one transaction; members of a group; hosts
+MOST_BLOCKS = 30  # for each claim
 
 
 def group(policy: GroupPolicy) -> ServerGroup:
@@ -57,6 +61,33 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     is_hard = policy in (GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY)
     expected = ClaimOutcome.RULED_OUT if is_hard else ClaimOutcome.CLAIMED
     assert isinstance(reply, ClaimResult) and reply.outcome is expected
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+async def test_a_claim_of_a_large_group_reads_as_many_rows_as_one_of_a_small_group(
+    book: Book, rng: random.Random, *, analyzed: bool
+) -> None:
+    """PostgreSQL cannot know how many members a group has, so its plan must not matter: blocks are counted."""
+    hosts = await book.hosts(LARGE, rng, VCPU=2)
+    on_empty_hosts = [member(rng, host, GroupPolicy.ANTI_AFFINITY) for host in hosts[-BATCH:]]
+    await book.store.apply([member(rng, host, GroupPolicy.ANTI_AFFINITY) for host in hosts[:SMALL]])
+    small = await blocks_read(book, on_empty_hosts)
+    await book.store.apply([member(rng, host, GroupPolicy.ANTI_AFFINITY) for host in hosts[SMALL:-BATCH]])
+    if analyzed:
+        async with book.database.raw() as connection:
+            await connection.execute("ANALYZE group_members, allocations, providers")
+    large = await blocks_read(book, on_empty_hosts)
+    assert max(small, large) <= MOST_BLOCKS * BATCH, (small, large)
+
+
+async def blocks_read(book: Book, claims: Sequence[Claim]) -> int:
+    """How many blocks the claims' read of their groups touches."""
+    keys = groups_of(claims)
+    async with book.database.raw() as connection:
+        columns = members._columns(claims, keys, ())
+        (plan,) = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
+    blocks: int = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
+    return blocks
 
 
 async def test_a_member_that_put_moves_to_a_host_while_a_claim_waits_for_it_is_seen(

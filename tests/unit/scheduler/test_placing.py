@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from msgspec import structs
@@ -12,7 +12,16 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult, ProviderState
+from bus.contracts.placement import (
+    Change,
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    LocatePage,
+    LocateRequest,
+    ProviderState,
+)
+from bus.faults import Fault
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker.config import SchedulerConfig
@@ -458,3 +467,38 @@ async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(c
     assert list(chosen) == [request.instance_uuid], "a request that depends on where others are is not chosen for ahead"
     cluster.placer.drop(chosen.values())
     assert list(cluster.hosts.book.assumed_keys()) == []
+
+
+@pytest.mark.parametrize("surely_unclaimed", [True, False])
+async def test_the_members_of_a_group_are_located_once_for_all_of_them_again_after_a_fault(
+    cluster: Cluster, *, surely_unclaimed: bool
+) -> None:
+    """A query for each member, after one fault, made a batch of n members read n times the group: no batch ended."""
+    group = ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART)
+    requests = [cluster.hosts.request(server_group=group) for _ in range(4)]
+    placed = await cluster.place(*requests, surely_unclaimed=surely_unclaimed)
+    assert all(isinstance(one, HostClaimed) for one in placed)
+    assert len(cluster.port.located) == 1
+
+
+@pytest.mark.parametrize("policy", [GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY])
+async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(policy: GroupPolicy) -> None:
+    """It is counted among the others, so its own host may look full of them: the probe finds its claim."""
+    hosts = Hosts([{**PLENTY, "VCPU": 1}], config=CONFIG)
+    cluster = Cluster(hosts, CONFIG)
+    request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
+    held: list[str] = []
+
+    def again(claim: Claim) -> ClaimResult:
+        held.append(claim.consumer)
+        found = {hosts.uuids[0]: {"VCPU": 1}}
+        return ClaimResult(outcome=ClaimOutcome.CLAIMED, generations={hosts.uuids[0]: 2}, holding=found)
+
+    async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
+
+    cluster.answer = again
+    cluster.port.locate = on_its_host  # type: ignore[method-assign]
+    (placed,) = await cluster.place(request, surely_unclaimed=False)
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
+    assert held == [request.instance_uuid]
