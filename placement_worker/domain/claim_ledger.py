@@ -6,7 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from bus.contracts.placement import Claim, ClaimOption, Migration
 from placement_worker.domain.moves import source_of
-from placement_worker.domain.server_groups import GroupCount, counted_by_class, group_key, held_by_class
+from placement_worker.domain.server_groups import (
+    GroupCount,
+    counted_by_class,
+    group_key,
+    held_by_class,
+    hosts_that_matter,
+)
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 
@@ -67,7 +73,8 @@ class ClaimLedger:
         return self._consumers.get(uuid)
 
     def others(self, claim: Claim) -> dict[str, int]:
-        """Return how many members of the claim's server group each host has, without the claim's own consumer.
+        """Return how many members of the claim's server group each host has that matters to the claim, without its own
+        consumer.
 
         A migration is a member as long as it holds allocations on the source, so that the instance may return there.
         The claim's own migration is not counted either.
@@ -84,14 +91,17 @@ class ClaimLedger:
                 changed = consumer in self.changed_consumers
                 group.put(consumer, self._hosts_now(consumer, joined.get(consumer)) if changed else ())
         group.seen = len(self._changes)
-        return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])])
+        named = hosts_that_matter(claim)
+        return group.without([claim.consumer, *([] if claim.migration is None else [claim.migration.uuid])], named)
 
     def outside(self, claim: Claim, others: dict[str, int]) -> dict[str, int]:
         """Return the other members without those of the gang that is tried, because the gang's claims are not
         committed.
         """
         key = group_key(claim)
-        return others if key is None or not self.gang else self._counts[key].without({claim.consumer, *self.gang})
+        if key is None or not self.gang:
+            return others
+        return self._counts[key].without({claim.consumer, *self.gang}, hosts_that_matter(claim))
 
     def _hosts_now(self, consumer: str, claimed: str | None) -> Sequence[str]:
         """The hosts of a consumer that this group has changed: the claimed host, or the hosts to which a swap has moved

@@ -157,7 +157,7 @@ def _turned_down(
     server group. past: the limit that was exceeded.
     """
     known = ledger.consumer(claim.consumer)
-    members = visible_members(claim, ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
+    members = visible_members(ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
     return ClaimVerdict(

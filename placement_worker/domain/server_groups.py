@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 
 from msgspec import Struct
@@ -50,12 +50,13 @@ class GroupCount:
         self.hosts[consumer] = hosts
         self._count(hosts, 1)
 
-    def without(self, consumers: Iterable[str]) -> dict[str, int]:
-        """Return the number of members by host, without these consumers."""
-        counted = dict(self.by_host)
+    def without(self, consumers: Iterable[str], hosts: Collection[str] | None = None) -> dict[str, int]:
+        """Return the number of members by host, without these consumers. hosts: only on these; None: on all."""
+        counted = dict(self.by_host) if hosts is None else {host: self.by_host.get(host, 0) for host in hosts}
         for consumer in consumers:
             for host in self.hosts.get(consumer, ()):
-                counted[host] -= 1
+                if host in counted:
+                    counted[host] -= 1
         return {host: count for host, count in counted.items() if count}
 
     def _count(self, hosts: Sequence[str], sign: int) -> None:
@@ -96,15 +97,19 @@ def permitted(claim: Claim, option: ClaimOption, others: Mapping[str, int]) -> C
     return ClaimOutcome.CLAIMED if allowed else ClaimOutcome.RULED_OUT
 
 
-def visible_members(claim: Claim, others: Mapping[str, int]) -> dict[str, int]:
-    """The other members by host, for the answer to a claim that the rule has refused.
+def hosts_that_matter(claim: Claim) -> Collection[str] | None:
+    """The hosts whose members decide about the claim, and are shown where it is refused; None: all.
 
-    With anti-affinity these are only the hosts that the claim named, because the group may be on very many others.
+    With anti-affinity these are only the hosts that the claim names, because the group may be on very many others.
     """
     assert claim.server_group is not None
-    if claim.server_group.policy is GroupPolicy.ANTI_AFFINITY:
-        named = {option.host for option in claim.options}
-        return {host: count for host, count in others.items() if host in named}
+    if claim.server_group.policy is not GroupPolicy.ANTI_AFFINITY:
+        return None
+    return dict.fromkeys(option.host for option in claim.options if option.host is not None)
+
+
+def visible_members(others: Mapping[str, int]) -> dict[str, int]:
+    """The other members by host, for the answer to a claim that the rule has refused."""
     return dict(islice(others.items(), MAX_LOCATED_HOSTS))
 
 

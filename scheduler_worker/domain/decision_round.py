@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from placement_worker.replica.search import options
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.gangs import largest_first, with_shared_findings
 from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.domain.ranking import Choice, RandomSource, Ranking
+from scheduler_worker.domain.ranking import NONE_FULL, Choice, RandomSource, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import nothing_fits, refused
@@ -23,38 +23,36 @@ MAX_SHARED_HOSTS = 64
 
 
 class GroupExclusions:
-    """The rows of hosts that a member of an anti-affinity group may not use: rejected, or full with other members.
+    """The hosts that are full with members of one anti-affinity group, for all of its members in one round.
 
-    members: {host uuid: members that placement reported}. placed: members that this round has added, not claimed yet.
+    placed: {host uuid: members that this round has added, not claimed yet}. A full host stays full for the round.
     """
 
-    __slots__ = ("_book", "_max_per_host", "_members", "_placed", "_rejected")
+    __slots__ = ("_book", "_known", "_max_per_host", "_members", "_placed", "full_hosts")
 
-    def __init__(
-        self,
-        book: Book,
-        rejected: Container[int],
-        members: Mapping[str, int],
-        placed: Mapping[str, int],
-        max_per_host: int,
-    ) -> None:
+    def __init__(self, book: Book, placed: Mapping[str, int], max_per_host: int) -> None:
         self._book = book
-        self._rejected = rejected
-        self._members = members
         self._placed = placed
         self._max_per_host = max_per_host
+        self._members: dict[str, int] = {}
+        self._known: Mapping[str, int] | None = None
+        self.full_hosts = 0
+
+    def learn(self, members: Mapping[str, int]) -> None:
+        """Add the members that placement reported to one of the group: {host uuid: count}."""
+        if members is self._known:  # most members of a batch have one answer
+            return
+        self._known = members
+        for uuid, count in members.items():
+            before = self._members.get(uuid, 0)
+            if count > before:
+                self._members[uuid] = count
+                self.full_hosts += before < self._max_per_host <= count
 
     def __contains__(self, row: object) -> bool:
         assert isinstance(row, int)
-        if row in self._rejected:
-            return True
         uuid = self._book.uuid_of(row)
         return self._members.get(uuid, 0) + self._placed.get(uuid, 0) >= self._max_per_host
-
-    @property
-    def full_hosts(self) -> int:
-        """How many hosts are full with members."""
-        return sum(count >= self._max_per_host for count in self._members.values())
 
 
 class DecisionRound:
@@ -74,6 +72,7 @@ class DecisionRound:
             runs.begin_round()
         self.rankings: dict[tuple[str, ...], Ranking] = {}
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
+        self._exclusions: dict[tuple[str, str, int], GroupExclusions] = {}  # and by how many may share a host
 
     def decide(self, state: PlacementState) -> PlacementState:
         """The state with a choice to claim, with a probe to claim, or with the result when nothing fits."""
@@ -123,6 +122,7 @@ class DecisionRound:
         for one in members:
             self._book.forget(one.request.instance_uuid)
             self._placed_of(one).clear()
+        self._exclusions.clear()  # hosts that were full are not
         for one in members[1:]:
             self.rankings.pop(one.spec.key, None)  # the ranking was made of the first member's host
 
@@ -138,8 +138,13 @@ class DecisionRound:
         if ranking is None:
             ranking = self._selector.rank(spec, self._rng, self._runs)
             self.rankings[spec.key] = ranking
-        excluded = self._selector.rows_of(state.rejected) if exclusions is None else exclusions
-        choice = ranking.pick(excluded, subset=self._subset, alternates=state.max_alternates)
+        rejected = self._selector.rows_of(state.rejected)
+        choice = ranking.pick(
+            rejected,
+            subset=self._subset,
+            alternates=state.max_alternates,
+            full=NONE_FULL if exclusions is None else exclusions,
+        )
         if choice is not None:
             self._assume(state, choice)
             ranking.consumed(choice.selected)
@@ -155,14 +160,14 @@ class DecisionRound:
         peers = state.spec.peers
         if peers is None or not self._selector.may_share_ranking(state.spec):
             return None
-        assert peers.server_group is not None
-        return GroupExclusions(
-            self._book,
-            self._selector.rows_of(state.rejected),
-            peers.members,
-            self._placed_of(state),
-            peers.server_group.max_per_host,
-        )
+        group = peers.server_group
+        assert group is not None
+        key = (state.request.project_id, group.uuid, group.max_per_host)
+        exclusions = self._exclusions.get(key)
+        if exclusions is None:
+            exclusions = self._exclusions[key] = GroupExclusions(self._book, self._placed_of(state), group.max_per_host)
+        exclusions.learn(peers.members)
+        return exclusions
 
     def _seen_by(self, state: PlacementState) -> RequestSpec:
         """The spec of a gang's member: its server group also counts the members that this round has

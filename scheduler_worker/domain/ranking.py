@@ -31,6 +31,7 @@ LEAST_CHUNK = 16  # ... of one cell
 RADIX_KEYS = 2**16  # up to this many places (cell and service) are sorted in linear time, as numpy does for 16 bits
 ALTERNATE_WALK = 64  # hosts looked at for alternates of the same cell; fewer alternates may result
 OTHER_SERVICE_WALK = 4  # ... and of each other compute service
+NONE_FULL: Container[int] = ()
 
 
 # (minus the score, a tie-breaker, position in the view): the smallest is the best.
@@ -106,16 +107,24 @@ class Ranking:
         self._scores, self._scales = score(view, spec, weighings)
         self._kept = [(one.weighing.weigher.name, one.weights.item) for one in self._scales if one.weights is not None]
         self._rotations: dict[int, deque[ServiceRotation]] = {}
+        self._full = NONE_FULL  # of the last pick, and what was drawn of it since it was set
+        self._full_drawn: list[Entry] = []
         self._heaps = self._sorted(rng, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.view)
 
-    def pick(self, excluded: Container[int], *, subset: int, alternates: int) -> Choice | None:
+    def pick(
+        self, excluded: Container[int], *, subset: int, alternates: int, full: Container[int] = NONE_FULL
+    ) -> Choice | None:
         """The best host that still fits and is not excluded (rows of the book), with its alternates.
 
-        `subset`: the choice is drawn at random from this many of the best.
+        `subset`: the choice is drawn at random from this many of the best. full: hosts that are excluded too, and that
+        every later pick with the same `full` excludes: those are drawn once, and not for each pick.
         """
+        if full is not self._full:
+            self._put_back(self._full_drawn)
+            self._full, self._full_drawn = full, []
         drawn: list[Entry] = []
         viable: list[RankedHost] = []
         while len(viable) < subset and (found := self._next(excluded, drawn, self._max_options)):
@@ -198,7 +207,8 @@ class Ranking:
         """The next host of one service that may be claimed, if there is one within a few."""
         for score_, _, position in rotation.draw(OTHER_SERVICE_WALK):
             row = int(self.view.rows[position])
-            found = [] if row in excluded else options(self.view.book, self.spec.query, row, limit=1)
+            out = row in excluded or row in self._full
+            found = [] if out else options(self.view.book, self.spec.query, row, limit=1)
             if found:
                 return [RankedHost(self.view.book.uuid_of(row), row, position, -score_, found)]
         return []
@@ -214,6 +224,9 @@ class Ranking:
                 return None
             position = entry[2]
             row = int(self.view.rows[position])
+            if row in self._full:
+                self._full_drawn.append(entry)
+                continue
             drawn.append(entry)
             if row in excluded:
                 continue

@@ -5,15 +5,21 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+import pytest
+
+from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.placement import PlacementRequest, initial_state
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.placement import PlacementRequest, PlacementState, initial_state
+from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 HOSTS = 2_000  # so many that no cell's hosts are one chunk
 # As it is, and a tenth more. Below full load a process's code has left the caches, and a call costs microseconds.
 MOST_CALLS = 900
+BATCH = 100
+MOST_CALLS_OF_BATCH = 1_200  # for each request of a batch, whatever the size of its group
 
 
 class Calls:
@@ -47,3 +53,47 @@ def test_one_request_alone_is_decided_within_so_many_calls() -> None:
     finally:
         sys.setprofile(None)
     assert calls.count <= MOST_CALLS, calls.count
+
+
+def of_group(hosts: Hosts, members: int) -> list[PlacementState]:
+    """A batch of members of one anti-affinity group that has so many others, on hosts that are as good as any."""
+    group = ServerGroup(uuid=new_uuid(hosts.rng), policy=GroupPolicy.ANTI_AFFINITY)
+    peers = Peers(server_group=group, members=dict.fromkeys(hosts.uuids[:members], 1))
+    states: list[PlacementState] = []
+    for _ in range(BATCH):
+        request = hosts.request(server_group=group)
+        spec = hosts.selector.request_spec(request)
+        assert isinstance(spec, RequestSpec)
+        spec = spec.with_peers(peers, request.instance_uuid)
+        states.append(initial_state(PlacementRequest(request=request, spec=spec), hosts.selector))
+    return states
+
+
+@pytest.mark.parametrize("members", [0, 100, HOSTS - BATCH])
+def test_a_member_of_a_large_group_is_decided_within_as_many_calls(members: int) -> None:
+    hosts = Hosts([PLENTY] * HOSTS, cells=["c1", "c2", "c3", "c4"] * (HOSTS // 4))
+    states = of_group(hosts, members)
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=CellRuns())
+    calls = Calls()
+    sys.setprofile(calls)
+    try:
+        decided = [round_.decide(state) for state in states]
+    finally:
+        sys.setprofile(None)
+    chosen = {one.choice.selected.uuid for one in decided if one.choice is not None}
+    assert len(chosen) == BATCH and not chosen & set(hosts.uuids[:members])
+    assert calls.count <= MOST_CALLS_OF_BATCH * BATCH, calls.count / BATCH
+
+
+def test_hosts_that_are_full_for_one_group_are_there_for_all_others() -> None:
+    """In one round, and with one ranking: members of a large group, of another one, and requests without a group."""
+    hosts = Hosts([PLENTY] * 6)
+    by_group = [of_group(hosts, 4)[:2], of_group(hosts, 0)[:6]]
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1)
+    first, second = ([round_.decide(state) for state in states] for states in by_group)
+    assert {one.choice.selected.uuid for one in first if one.choice} == set(hosts.uuids[4:])
+    assert {one.choice.selected.uuid for one in second if one.choice} == set(hosts.uuids)
+    spec = hosts.spec()
+    plain = [initial_state(PlacementRequest(request=hosts.request(), spec=spec), hosts.selector) for _ in range(40)]
+    assert {one.choice.selected.uuid for one in map(round_.decide, plain) if one.choice} == set(hosts.uuids)
+    assert len(round_.rankings) == 1
