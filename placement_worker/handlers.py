@@ -23,6 +23,7 @@ from bus.contracts.placement import (
     InventoryForgotten,
     InventoryOutdated,
     InventoryReleased,
+    InventoryResult,
     InventoryTaken,
     InventoryUpdate,
     LocateRequest,
@@ -34,6 +35,7 @@ from bus.contracts.placement import (
 from placement_worker import metrics
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
 from placement_worker.domain.refusal import Why
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
@@ -71,13 +73,16 @@ class PlacementHandlers:
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.requests: all claims, releases, reverts and swaps of the batch are one group in one
-        transaction.
+        transaction, or several where they name very many providers.
         """
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
-        started = self._clock.monotonic()
-        replies = iter(await self._store.apply(items, bus=batch[0].bus))
-        self._claimed()
-        _measure("claims", len(items), self._clock.monotonic() - started)
+        applied: list[ClaimReply] = []
+        for part in parts(items, entries_of_claim, MAX_CLAIMED):
+            started = self._clock.monotonic()
+            applied += await self._store.apply(part, bus=batch[0].bus)
+            self._claimed()
+            _measure("claims", len(part), self._clock.monotonic() - started)
+        replies = iter(applied)
         return [
             self._answer(received, next(replies))
             if isinstance(received.message, ClaimItem)
@@ -86,16 +91,13 @@ class PlacementHandlers:
         ]
 
     async def inventory(self, batch: Sequence[Received]) -> list[Outcome]:
-        """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction, then
-        each change of aggregate members and each deletion of a host in its own.
+        """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction (in
+        several where they are large), then each change of aggregate members and each deletion of a host in its own.
         """
         updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
         for released in (r.message for r in batch if isinstance(r.message, InventoryReleased)):
             await self._store.release_roots(released.source, released.roots, bus=batch[0].bus)
-        started = self._clock.monotonic()
-        results = iter(await self._store.report(updates, bus=batch[0].bus))
-        self._committed()
-        _measure("inventory", len(updates), self._clock.monotonic() - started)
+        results = iter(await self._reported(updates, batch[0].bus))
         outcomes: list[Outcome] = []
         replies: list[Message] = []
         for received in batch:
@@ -135,6 +137,15 @@ class PlacementHandlers:
         if replies and self._publish is not None:
             await self._publish(batch[0].bus, replies)
         return outcomes
+
+    async def _reported(self, updates: Sequence[InventoryUpdate], bus: str) -> list[InventoryResult | ReportRefusal]:
+        results: list[InventoryResult | ReportRefusal] = []
+        for part in parts(updates, entries_of_report, MAX_REPORTED):
+            started = self._clock.monotonic()
+            results += await self._store.report(part, bus=bus)
+            self._committed()
+            _measure("inventory", len(part), self._clock.monotonic() - started)
+        return results
 
     async def _set_members(self, requested: AggregateMembers, received: Received) -> Outcome:
         """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not
