@@ -78,22 +78,26 @@ class PeerWatch:
     def _reverted(self, changed: Iterable[str], gone: Iterable[str]) -> set[str]:
         """Projects of which this commit gave a migration's source back to its instance."""
         consumers = self._book.consumers
-        ended = {
-            before.consumer.project_id
+        ended = [
+            before.consumer
             for uuid in (*changed, *gone)
             if (before := self._seen.get(uuid)) is not None
             and before.consumer.consumer_type == MIGRATION_TYPE
             and (uuid not in consumers or not consumers[uuid].consumer.holding)
-        }
+        ]
+        sources = [one.holding for one in ended]
         moved = {
             consumers[uuid].consumer.project_id
             for uuid in changed
             if (before := self._seen.get(uuid)) is not None
-            # On its way between cells an instance holds nothing: the source is the migration's alone.
-            and (before.consumer.holding or self._plan.moves_across_cells)
+            # On its way between cells an instance holds nothing: the source is the migration's alone. So it is after a
+            # claim for the next destination that has released the last one and found no room (seed 1795401028).
+            and (
+                before.consumer.holding or self._plan.moves_across_cells or consumers[uuid].consumer.holding in sources
+            )
             and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
         }
-        return ended & moved
+        return {one.project_id for one in ended} & moved
 
     def _root(self, uuid: str) -> str | None:
         kept = self._book.consumers.get(uuid)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from msgspec.structs import replace
 
@@ -108,6 +110,24 @@ def test_who_holds_nothing_any_more_is_in_nobodys_way() -> None:
     peers.hold(1, 0)
     with pytest.raises(Breach, match="quota: red holds 2 INSTANCES of 1"):
         peers.hold(0, 1)
+
+
+@pytest.mark.parametrize(("host", "breaks"), [(0, False), (2, True)])
+def test_a_revert_is_not_held_to_a_quota_after_a_claim_without_room(host: int, *, breaks: bool) -> None:
+    """Seeds 1795401028 and 1795401065: the claim for the next destination had released the last one, and found no room.
+    The instance held nothing, and then its source again.
+    """
+    peers = PeerWorld({"INSTANCES": 1})
+    for vm in range(2):
+        peers.ask(vm)
+    migration = ConsumerState(1, 2, "red", "u", "MIGRATION", {HOSTS[0]: {"VCPU": 1}})
+    peers.book.consumers["migration"] = ConsumerRow(migration, None, 0.0)
+    peers.hold(0, 1)  # at the destination
+    peers.hold(0, None)
+    peers.hold(1, 1)
+    del peers.book.consumers["migration"]
+    with pytest.raises(Breach, match="quota") if breaks else nullcontext():
+        peers.hold(0, host)
 
 
 def test_hints_are_about_where_others_have_been_all_the_time() -> None:
