@@ -17,6 +17,7 @@ from bus.contracts.drains import DrainState
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.domain.hosts import tree
 from compute_sim.domain.reserved import with_reserved
 from placement_worker.domain.values import Provider
@@ -323,7 +324,10 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         running=[
             one
             for one in _running(world)
-            if one.instance_uuid not in lost and world.harm.ours(one.instance_uuid) and not _is_old_copy(world, one)
+            if one.instance_uuid not in lost
+            and world.harm.ours(one.instance_uuid)
+            and not _is_old_copy(world, one)
+            and not _is_left_in_doubt(world, one)
         ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
@@ -379,14 +383,26 @@ def _is_old_copy(world: World, one: RunningFact) -> bool:
     if (one.host_uuid, one.instance_uuid, one.attempt) not in world.move_watch.brought_back:
         return False
     return any(
-        one.instance_uuid not in table.instances
-        and any(
-            (kept.machine.host_uuid, kept.machine.uuid) == (one.host_uuid, one.instance_uuid)
-            and kept.machine.kind is UnexplainedKind.QUARANTINED
-            for kept in table.unexplained.values()
-        )
-        for table in world.cells.values()
+        one.instance_uuid not in table.instances and _is_quarantined(table, one) for table in world.cells.values()
     )
+
+
+def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
+    """Whether a second service of the name has answered for a build in doubt, which failed: what the first one built is
+    kept in quarantine, and listed. A record that is in a backup as it is now is doubted, too.
+    """
+    for table in world.cells.values():
+        record = table.instances.get(one.instance_uuid)
+        if record is None or record.state is not State.FAILED or not record.doubted:
+            continue
+        if (record.host_uuid, record.attempt) == (one.host_uuid, one.attempt) and _is_quarantined(table, one):
+            return record.here.service in world.duplicates
+    return False
+
+
+def _is_quarantined(table: MemoryInstanceTable, one: RunningFact) -> bool:
+    kept = table.unexplained.get((one.host_uuid, one.instance_uuid))
+    return kept is not None and kept.machine.kind is UnexplainedKind.QUARANTINED
 
 
 def _is_removed(world: World, host: str) -> bool:

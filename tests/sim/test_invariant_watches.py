@@ -23,7 +23,7 @@ from berth.sim.network import SimTransport
 from berth.sim.operator import Operator
 from berth.sim.other_tenants import OtherTenants
 from berth.sim.plan import Action, Order
-from berth.sim.rest import _inventories, _leftovers, _running, _stuck, _unfenced
+from berth.sim.rest import _breaches, _inventories, _leftovers, _running, _stuck, _unfenced, facts_of
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
 from berth.sim.watch import Breach, MachineWatch
@@ -44,8 +44,10 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.report import UNSURE, Unexplained, UnexplainedKind
 from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import UnexplainedRecord
 from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch
 from compute_sim.fleet import Fleet, Guest
@@ -608,5 +610,44 @@ def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
             world.brokers[cell].declare(name, connection)
         second.context.run(world.fleets[service].put, host, guests[1])
         assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("has_second", "doubted", "quarantined", "attempt", "breaks"),
+    [
+        pytest.param(True, True, True, 1, False, id="the second service answered in doubt"),
+        pytest.param(False, True, True, 1, True, id="one service of the name"),
+        pytest.param(True, False, True, 1, True, id="not in doubt: it is over"),
+        pytest.param(True, True, False, 1, True, id="not listed"),
+        pytest.param(True, True, True, 2, True, id="another attempt"),
+    ],
+)
+def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
+    *, has_second: bool, doubted: bool, quarantined: bool, attempt: int, breaks: bool
+) -> None:
+    """Seed 1795370018: the cell was set back amid a build whose record the backup had as it was. A second service of
+    the name answered that it has no machine, so the build failed, and the first one came back with its machine.
+    """
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        world.harm.requested[INSTANCE] = None
+        service = world.plan.services[0][1]
+        if has_second:
+            world.start_duplicate(service)
+        host = next(iter(world.fleets[service].hosts)).plan.uuid
+        Fleet.put(world.fleets[service], host, Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d"))
+        chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
+        failed = Instance(uuid=INSTANCE, state=State.FAILED, attempt=1, selections=(chosen,), doubted=doubted)
+        table = world.cells[world.cell_of(service).name]
+        table.instances[INSTANCE] = failed
+        if quarantined:
+            machine = Unexplained(INSTANCE, attempt, host, UnexplainedKind.QUARANTINED, UNSURE)
+            record = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
+            table.unexplained[record.place] = record
+        runs = f"hosts_instances_allocations_agree: {INSTANCE}: runs, but is no active instance"
+        assert (runs in _breaches(facts_of(world, [], ()))) is breaks
 
     virtual.run(main, on_unseen=pytest.fail)
