@@ -28,7 +28,7 @@ class GangWatch:
         self._book = book
         self._exempt = exempt
         self._gangs: dict[str, RequestedGang] = {}
-        self._started: dict[str, None] = {}  # gangs of which a member has held something
+        self._started: dict[str, Sequence[str]] = {}  # by gang, the members that were the first to hold something
         self._withdrawn: dict[str, None] = {}  # instances that their client has deleted
 
     def requested(self, members: Sequence[str], min_count: int) -> None:
@@ -47,16 +47,19 @@ class GangWatch:
             held = [one for one in gang.members if self._holds(one)]
             if not held:
                 continue
-            self._started[uuid] = None
+            self._started[uuid] = held
             if len(held) < (enough := self._enough(gang, held)):
                 raise Breach("gang", f"{len(held)} of {uuid} hold something, and {enough} start together: {held}")
 
     def unsettled(self, records: Mapping[str, BuildRecord]) -> Iterator[str]:
-        """At rest: of each gang enough were sent to a cell, or none."""
+        """At rest: of each gang enough were sent to a cell, or deleted after their claim, or none were sent."""
         for uuid, gang in self._gangs.items():
-            sent = [one for one in gang.members if one in records and records[one].cell is not None]
-            if sent and not self._is_exempt(gang) and len(sent) < (enough := self._enough(gang, sent)):
-                yield f"gang: {len(sent)} of {uuid} were started, and {enough} start together: {sent}"
+            sent = {one for one in gang.members if one in records and records[one].cell is not None}
+            if not sent or self._is_exempt(gang):
+                continue
+            started = sent.union(one for one in self._started.get(uuid, ()) if one in self._withdrawn)
+            if len(started) < (enough := self._enough(gang, started)):
+                yield f"gang: {len(started)} of {uuid} were started, and {enough} start together: {sorted(started)}"
 
     def _enough(self, gang: RequestedGang, among: Collection[str]) -> int:
         """How many of it are enough, beside those that were deleted instead."""
