@@ -58,7 +58,8 @@ async def test_nothing_of_the_test_before_is_left(lender: LentDatabases, size: i
     with lender.lend() as again:
         after = await look(again)
         assert again == url
-        assert after[0] == before[0]
+        assert after[0][:-1] == before[0][:-1]
+        assert after[0][-1] == 0  # a new database's own counts are its migrations'
         assert not after[1] & before[1], "another deployment each time"
         database = Database(again, "placement", pool_size=1)
         await database.open("placement_worker.store.migrations")
