@@ -388,16 +388,37 @@ def _is_old_copy(world: World, one: RunningFact) -> bool:
 
 
 def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
-    """Whether a second service of the name has answered for a build in doubt, which failed: what the first one built is
-    kept in quarantine, and listed. A record that is in a backup as it is now is doubted, too.
+    """Whether a second service of the name has answered for a build in doubt: what the first one built is kept in
+    quarantine, and listed. A record that is in a backup as it is now is doubted, too.
     """
-    for table in world.cells.values():
-        record = table.instances.get(one.instance_uuid)
-        if record is None or record.state is not State.FAILED or not record.doubted:
-            continue
-        if (record.host_uuid, record.attempt) == (one.host_uuid, one.attempt) and _is_quarantined(table, one):
-            return record.here.service in world.duplicates
-    return False
+    found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
+    return any(
+        _is_quarantined(table, one)
+        and (_has_failed_in_doubt(world, record, one) or _has_gone_on_in_doubt(world, record, one))
+        for table, record in found
+        if record is not None
+    )
+
+
+def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
+    is_current = (record.host_uuid, record.attempt) == (one.host_uuid, one.attempt)
+    has_second = record.selections != () and record.here.service in world.duplicates
+    return is_current and record.state is State.FAILED and record.doubted and has_second
+
+
+def _has_gone_on_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
+    """Whether the build has left this attempt for an alternate, and its record proves nothing about it."""
+    host = next((host for fleet in world.fleets.values() if (host := fleet.host(one.host_uuid)) is not None), None)
+    is_over = record.state in (State.ACTIVE, State.FAILED) and 0 < record.reused_from <= one.attempt < record.attempt
+    has_second = world.move_watch.has_a_double(one.host_uuid)
+    return (
+        is_over
+        and has_second
+        and any(
+            host is not None and (tried.attempt, tried.host) == (one.attempt, host.plan.name)
+            for tried in record.history
+        )
+    )
 
 
 def _is_quarantined(table: MemoryInstanceTable, one: RunningFact) -> bool:

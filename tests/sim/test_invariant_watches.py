@@ -651,3 +651,46 @@ def test_a_machine_of_a_build_given_up_in_doubt_may_run_beside_a_second_service(
         assert (runs in _breaches(facts_of(world, [], ()))) is breaks
 
     virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize("state", [State.ACTIVE, State.FAILED])
+@pytest.mark.parametrize(
+    ("has_second", "reused_from", "quarantined", "tried", "breaks"),
+    [
+        pytest.param(True, 1, True, True, False, id="the second service answered in doubt"),
+        pytest.param(False, 1, True, True, True, id="one service of the name"),
+        pytest.param(True, 0, True, True, True, id="never in doubt: it is over"),
+        pytest.param(True, 1, False, True, True, id="not listed"),
+        pytest.param(True, 1, True, False, True, id="not an attempt of the record"),
+    ],
+)
+def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_beside_a_second_service(
+    *, state: State, has_second: bool, reused_from: int, quarantined: bool, tried: bool, breaks: bool
+) -> None:
+    """As in seed 1795370018, with an alternate: the record goes on as attempt 2, and proves nothing about attempt 1."""
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        world.harm.requested[INSTANCE] = None
+        (cell, service), other = world.plan.services[0], world.plan.services[1][1]
+        if has_second:
+            world.start_duplicate(service)
+        host = next(iter(world.fleets[service].hosts)).plan
+        Fleet.put(world.fleets[service], host.uuid, Guest(INSTANCE, 1, {host.uuid: {"VCPU": 1}}, deployment="d"))
+        second = Selection(host_uuid="elsewhere", host="other", service=other, allocations={})
+        history = (
+            AttemptRecord(attempt=1, host=host.name if tried else "h", outcome="timed_out", code="spawn.timeout"),
+        )
+        record = Instance(
+            uuid=INSTANCE, state=state, attempt=2, selections=(second,), history=history, reused_from=reused_from
+        )
+        table = world.cells[cell]
+        table.instances[INSTANCE] = record
+        if quarantined:
+            machine = Unexplained(INSTANCE, 1, host.uuid, UnexplainedKind.QUARANTINED, UNSURE)
+            kept = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
+            table.unexplained[kept.place] = kept
+        counted = [one for one in facts_of(world, [], ()).running or () if one.instance_uuid == INSTANCE]
+        assert bool(counted) is breaks
+
+    virtual.run(main, on_unseen=pytest.fail)
