@@ -63,7 +63,8 @@ class Guard:
         self._limit = config.breaker_limit
         self._scans: dict[str, ScanFindings] = {}
         self._known: dict[Unexplained, None] = {}
-        self._recorded: dict[MachineKey, str] | None = None  # {machine: service} as on record; None: not read yet
+        self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
+        self._read_at: float | None = None  # when the database that they were read of was set back; None: not read yet
         self._instances: frozenset[str] = frozenset()  # of these
 
     @property
@@ -142,12 +143,10 @@ class Guard:
         """Keep unexplained machines on record, and carry out an operator's verdict; returns those that are new in
         quarantine.
         """
-        if self._recorded is None:
-            self._recorded = {record.place: record.service for record in await self._store.safety.records()}
-            self._instances = frozenset(uuid for _, uuid in self._recorded)
+        await self._read()
         here = {(one.host_uuid, one.uuid) for one in machines}
         seen = {host.uuid for host in report.hosts if host.running is not None}
-        gone = [place for place in self._recorded if place[0] in seen and place not in here] if self._recorded else []
+        gone = [place for place in self._recorded if place[0] in seen and place not in here]
         if gone:
             await self._store.safety.delete(gone)
             for place in gone:
@@ -177,6 +176,17 @@ class Guard:
         if new:
             metrics.QUARANTINED.labels(report.service).inc(len(new))
         return new
+
+    async def _read(self) -> None:
+        """Read the record once, and again when the database was set back: a backup has machines that have been
+        taken off the record since.
+        """
+        set_back_at = self._store.set_back_at
+        if self._read_at == set_back_at:
+            return
+        self._recorded = {record.place: record.service for record in await self._store.safety.records()}
+        self._instances = frozenset(uuid for _, uuid in self._recorded)
+        self._read_at = set_back_at
 
     async def _announce(self, report: ComputeHosts, new: Sequence[Unexplained]) -> None:
         """Publish the machines that are newly on record; of several conductors the one that recorded them does."""

@@ -15,7 +15,7 @@ from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Running, 
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, ScanId, State
 from cell_conductor.domain.proof import OUTDATED_S
-from cell_conductor.domain.report import differences
+from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
@@ -120,3 +120,23 @@ async def test_a_service_below_the_epoch_that_its_machine_was_known_under_is_inf
         )
         lost = await guard.assess(report, found)
         assert (informed, bool(lost)) == (expected, epoch > EPOCH)
+
+
+async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its_next_report() -> None:
+    """A simulated cell was set back to while a machine of a move was in quarantine: it stayed listed for ever."""
+    instances = [moved(0, SERVICE)]
+    (one,) = instances
+    strange = Unexplained(one.uuid, 1, SOURCE, UnexplainedKind.QUARANTINED, NO_RECORD)
+    async with guarded(instances) as (store, guard):
+        report = report_of_source(instances, store.deployment)
+        await guard.assess(report, Differences(unexplained=(strange,)))
+        assert guard.unexplained == {one.uuid}
+        await guard.assess(report, Differences())
+        assert not guard.unexplained
+        await store.safety.record(SERVICE, [strange], MOVED_AT)  # the backup has it
+        store._table.place += 1
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is not None
+        await guard.assess(report, Differences())
+        assert not await store.safety.records()
+        assert not guard.unexplained
