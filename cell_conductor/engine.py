@@ -241,7 +241,7 @@ class Engine:
                         known = await transaction.lock(uuids)
                         possible = self._possible(known, fresh) if is_locked else fresh
                         recorded = await self._record(transaction, known, possible)
-                        transaction.durable = not may_be_redone(recorded)
+                        transaction.durable = not may_be_redone(recorded, known)
             except Conflict:
                 continue
             if change is not None:

@@ -37,15 +37,21 @@ class Transition(Struct, frozen=True):
     losses: Sequence[Loss] = ()
 
 
-def may_be_redone(recorded: Transition) -> bool:
+def may_be_redone(recorded: Transition, known: Mapping[str, Instance]) -> bool:
     """Whether a message may be published before the commit is on disk: the message that caused it is acknowledged after
     that.
 
     A database that loses the commit in a crash receives the message again, and announces the same again; see
     docs/decisions/0011-what-waits-for-the-disk.md. Commands to hosts and requests to placement are on disk first; so is
     the end of a request: if it were lost, a refused request could be carried out after all, and a finished one could
-    fail (seed 116). So is a departure: another cell has the instance from then on.
+    fail (seed 116). So is a departure: another cell has the instance from then on. So is what a host has answered when
+    its attempt's deadline had passed: forgotten, the attempt would be given up before the message comes again, and a
+    machine be destroyed that its client was informed of.
+
+    known: the instances as they were before.
     """
+    if any(one.queried and recorded.instances.get(uuid) is not one for uuid, one in known.items()):
+        return False
     if any(question_of(instance) is not None for instance in recorded.instances.values()):
         return False
     outgoing = [addressed.message for addressed in recorded.outgoing]

@@ -54,7 +54,7 @@ def decision_not_durable() -> AbstractContextManager[Any]:
 
 def everything_may_be_redone() -> AbstractContextManager[Any]:
     """A conductor commands hosts, and claims at placement, before it has that on disk."""
-    return patch.object(engine, "may_be_redone", lambda recorded: True)
+    return patch.object(engine, "may_be_redone", lambda recorded, known: True)
 
 
 def cache_outlives_the_database() -> AbstractContextManager[Any]:

@@ -18,6 +18,8 @@ from cell_conductor import engine
 NUMBERED_BELOW = 11
 # A next cell gives an instance back that runs on a destination which its record does not have.
 GIVEN_BACK_BESIDE = 37
+# `--only transfers-restored`. A backup had a machine in quarantine that had been taken off the list since: it stayed.
+TAKEN_OFF_SINCE = 71008
 
 
 def transfers_restored(seed: int) -> Plan:
@@ -32,6 +34,11 @@ def transfers_restored(seed: int) -> Plan:
 @pytest.mark.parametrize("seed", [NUMBERED_BELOW, GIVEN_BACK_BESIDE])
 def test_it_holds(seed: int) -> None:
     held = run(transfers_restored(seed))
+    assert held.breach == "", held.detail
+
+
+def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
+    held = run(plan_of(TAKEN_OFF_SINCE, {Widening.TRANSFERS_RESTORED}))
     assert held.breach == "", held.detail
 
 
