@@ -38,6 +38,7 @@ from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
     ObjectKind,
+    ObjectLogEntry,
     ObjectLogPage,
     ObjectLogQuery,
     ObjectsChange,
@@ -250,32 +251,43 @@ def audit_log(
     kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None,
     name: Annotated[str | None, typer.Option(help="Only of this name.")] = None,
     before: Annotated[int | None, typer.Option(min=1, help="Only of earlier revisions.")] = None,
+    before_object: Annotated[
+        str | None,
+        typer.Option(metavar="KIND/NAME", help="With --before: of that revision, those after this object, too."),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, newest first.")] = 50,
     as_json: AsJson = False,
 ) -> None:
-    """List changes of objects: who, when and why."""
+    """List changes of objects: who, when and why.
+
+    For the page after one, give the revision and the object of its last entry.
+    """
+    last = None if before_object is None else before_object.partition("/")
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            query = ObjectLogQuery(kind=kind, name=name, before=before, limit=limit)
+            query = ObjectLogQuery(
+                kind=kind, name=name, before=before, before_object=last and (last[0], last[2]), limit=limit
+            )
             page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
             print_json(page.entries)
             return
-        rows: list[list[str | Text]] = [
-            [
-                str(one.revision),
-                _time(one.at),
-                printable(one.who),
-                printable(f"{one.kind.value} {one.name}"),
-                printable("; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")),
-                printable(one.why),
-            ]
-            for one in page.entries
-        ]
-        render_rows(out, ["revision", "at (UTC)", "who", "object", "change", "why"], rows)
+        columns = ["revision", "at (UTC)", "who", "object", "change", "why"]
+        render_rows(out, columns, [_log_row(one) for one in page.entries])
 
     run(body)
+
+
+def _log_row(one: ObjectLogEntry) -> list[str | Text]:
+    return [
+        str(one.revision),
+        _time(one.at),
+        printable(one.who),
+        printable(f"{one.kind.value} {one.name}"),
+        printable("; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")),
+        printable(one.why),
+    ]
 
 
 def change_objects(

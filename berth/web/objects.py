@@ -252,13 +252,19 @@ class WebObjects:
         return json_response(await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange))))
 
     async def list_changes(self, request: Request) -> Response:
-        """The log of changes, newest first: ?kind=&name=&before=&limit=. Not for role project."""
-        only(request, "kind", "name", "before", "limit")
+        """The log of changes, newest first: ?kind=&name=&before=&before_object=&limit=. Not for role project.
+
+        before, before_object: the revision and KIND/NAME of a page's last entry, for the page after it.
+        """
+        only(request, "kind", "name", "before", "before_object", "limit")
         need(caller_of(request), WebRole.READER)
         query = request.query_params
         fields: dict[str, Any] = {"kind": query.get("kind"), "name": query.get("name")}
         if "before" in query:
             fields["before"] = parsed(lambda: msgspec.convert(query["before"], Version, strict=False))
+        if "before_object" in query:
+            kind, _, name = query["before_object"].partition("/")
+            fields["before_object"] = (kind, name)
         fields["limit"] = number_of(request, "limit", 100, most=MAX_PAGE)
         page = await self._objects.log(parsed(lambda: msgspec.convert(fields, ObjectLogQuery)))
         return json_response(page.entries)

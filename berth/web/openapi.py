@@ -120,7 +120,7 @@ def _of_objects() -> dict[str, _Operation]:
     from berth.web.objects import SECTIONS, ChangeBody, GroupView, ObjectList, QuotaUse, Zone  # noqa: PLC0415
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
-    log = {"kind": ObjectKind, "name": Label, "before": Version, "limit": int}
+    log = {"kind": ObjectKind, "name": Label, "before": Version, "before_object": str, "limit": int}
     found = {
         "show_quota": _Operation(QuotaUse, errors=_READS),
         "list_zones": _Operation(tuple[Zone, ...], errors=_READS),

@@ -305,11 +305,16 @@ class ObjectsPage(Message, frozen=True, kw_only=True, tag="objects.page.v1"):
 
 
 class ObjectLogQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="objects.log.query.v1"):
-    """Ask for the log of changes, newest first. before: only entries of earlier revisions."""
+    """Ask for the log of changes, newest first; within a revision, in order of kind and name.
+
+    before: only entries of earlier revisions. before_object: (kind, name) of a page's last entry, with its revision as
+    `before`, for the page after it: the entries of this revision after this object, too.
+    """
 
     kind: ObjectKind | None = None
     name: Label | None = None
     before: Version | None = None
+    before_object: tuple[str, str] | None = None
     limit: Annotated[int, Bound(ge=1, le=MAX_PAGE)] = 100
 
 

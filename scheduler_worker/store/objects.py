@@ -45,8 +45,9 @@ DELETE FROM object_log WHERE (revision, kind, name) IN (
 """
 ENTRIES = """
 SELECT revision, kind, name, before, after, at, who, why, forced FROM object_log
-WHERE ($1::text IS NULL OR kind = $1) AND ($2::text IS NULL OR name = $2) AND ($3::bigint IS NULL OR revision < $3)
-ORDER BY revision DESC, kind, name LIMIT $4
+WHERE ($1::text IS NULL OR kind = $1) AND ($2::text IS NULL OR name = $2)
+  AND ($3::bigint IS NULL OR revision < $3 OR revision = $3 AND (kind, name) > ($4::text, $5::text))
+ORDER BY revision DESC, kind, name LIMIT $6
 """
 BUILDS_OF_GROUP = """
 SELECT count(*) FROM (SELECT FROM build_requests WHERE project_id = $1 AND state = ANY($4::text[])
@@ -95,6 +96,7 @@ async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject]
 async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[ObjectLogEntry]:
     """Entries of the log of changes, newest first."""
     kind = None if query.kind is None else query.kind.value
+    after = query.before_object or (None, None)
     return [
         ObjectLogEntry(
             revision=row["revision"],
@@ -107,7 +109,7 @@ async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[Obj
             after=_body(row["after"]),
             forced=row["forced"],
         )
-        for row in await connection.fetch(ENTRIES, kind, query.name, query.before, query.limit)
+        for row in await connection.fetch(ENTRIES, kind, query.name, query.before, *after, query.limit)
         if row["kind"] in KINDS
     ]
 
@@ -172,6 +174,12 @@ class MemoryObjects(Struct, frozen=True):
             for entry in self.entries
             if query.kind in (None, entry.kind)
             and query.name in (None, entry.name)
-            and (query.before is None or entry.revision < query.before)
+            and (query.before is None or entry.revision < query.before or _follows(entry, query))
         ]
         return found[: query.limit]
+
+
+def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
+    """Whether it is of the revision that the last page ended in, after that page's last entry."""
+    last = query.before_object
+    return last is not None and entry.revision == query.before and (entry.kind.value, entry.name) > last

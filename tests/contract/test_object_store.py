@@ -136,6 +136,20 @@ async def test_the_log_has_author_reason_before_and_after_newest_first(store: Sc
     assert await store.object_log(ObjectLogQuery(kind=Q)) == []
 
 
+async def test_pages_of_the_log_have_every_entry_of_a_revision_larger_than_a_page(store: SchedulerStore) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    await write(store, ChangedObject(kind=F, name="first", after={}))
+    await write(store, *(ChangedObject(kind=kind, name=name, after={}) for name in names for kind in (Q, F)))
+    found: list[tuple[int, str, str]] = []
+    query = ObjectLogQuery(limit=3)
+    while page := await store.object_log(query):
+        found += [(one.revision, one.kind.value, one.name) for one in page]
+        query = replace(query, before=page[-1].revision, before_object=found[-1][1:])
+    assert found == [(2, kind, name) for kind in ("flavor", "quota") for name in names] + [(1, "flavor", "first")]
+    of_earlier = await store.object_log(ObjectLogQuery(before=2))
+    assert [one.name for one in of_earlier] == ["first"], "without an object, the whole revision is left out"
+
+
 async def test_the_log_is_bounded(store: SchedulerStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_LOG_ENTRIES", 2)
     for number in range(4):

@@ -117,6 +117,21 @@ def test_a_wrong_object_is_a_coded_problem(
         assert code_of(client.put(f"/api/v1{path}", json=body, params=params), refused[0]) == refused[1]
 
 
+def test_pages_of_the_log_have_every_object_of_a_change(web: Web) -> None:
+    names = [f"log.{number}/x" for number in range(3)]
+    with web.client("op") as client:
+        made = [{"kind": "flavor", "name": name, "body": {"vcpus": 1}} for name in names]
+        assert client.post("/api/v1/objects", json={"changes": made}).status_code == 200
+        gone = client.post("/api/v1/objects", json={"changes": [{"kind": "flavor", "name": name} for name in names]})
+        found, params = [], {"before": str(gone.json()["revision"] + 1), "limit": "2"}
+        while len(found) < 2 * len(names):
+            page = client.get("/api/v1/objects/log", params=params).json()
+            found += [one["name"] for one in page]
+            last = page[-1]
+            params |= {"before": str(last["revision"]), "before_object": f"{last['kind']}/{last['name']}"}
+        assert found == names * 2
+
+
 def test_a_quota_is_shown_beside_what_is_used(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob:
         booted(alice, project_id="p-alice")
