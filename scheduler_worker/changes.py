@@ -169,14 +169,27 @@ class ChangeHandler:
         """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names.
 
         A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
-        be gone for good, or is offered only after its fence has been lifted.
+        be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
+        may be dead.
         """
-        found = self._selector.uuids_of(command.host)
-        if not found:
-            return self._selector.table.decided_about(command.host)
-        if command.cell is not None:
-            found = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
-        return found
+        table = self._selector.table
+        found = self._selector.uuids_of(command.host) or table.decided_about(command.host)
+        if not found and not self._is_warming_up():
+            found = self._selector.roots_named(command.host)
+        if command.cell is None:
+            return found
+        managed = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
+        return managed or [uuid for uuid in found if self._may_be_in(command.cell, uuid, command.host)]
+
+    def _may_be_in(self, cell: str, uuid: str, named: str) -> bool:
+        """Whether a host that no service manages was last in this cell.
+
+        Where it was is not known of a host that is not announced. Its uuid, or a decision about it, is enough then; its
+        name is not, because a host of another cell may have it.
+        """
+        fence = self._registry.fences.get(uuid)
+        last = self._selector.table.last_cell_of(uuid) or (None if fence is None else fence.cell)
+        return last == cell or (last is None and (uuid == named or self._registry.decision_of(uuid) is not None))
 
     def _name_of(self, uuid: str) -> str:
         table = self._selector.table

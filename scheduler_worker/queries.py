@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostRecord, HostsPage, HostsQuery, TimelineEntry
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostsQuery, TimelineEntry
 from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.host_metrics import HostMetricsQuery
@@ -22,13 +21,12 @@ from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.cells import CellKeeper
 from scheduler_worker.domain.builds import is_search
-from scheduler_worker.domain.flavors import ZONE_KEY
-from scheduler_worker.domain.hosts import NO_SERVICE, Mask
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.host_metrics import host_metrics_page
+from scheduler_worker.host_records import hosts_page
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
@@ -117,7 +115,7 @@ class QueryHandler:
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
         if isinstance(message, HostsQuery):
-            return Done(reply=self.hosts(message))
+            return Done(reply=hosts_page(message, self._selector, self._objects.fences))
         if isinstance(message, HostMetricsQuery):
             return Done(reply=host_metrics_page(message, self._selector))
         try:
@@ -170,62 +168,6 @@ class QueryHandler:
                 for index, one in requested[: query.limit]
             )
         )
-
-    def hosts(self, query: HostsQuery) -> HostsPage:
-        """The hosts of the replica by name, with what their compute services announce."""
-        book, table = self._selector.book, self._selector.table
-        down = table.down()
-        rows = [row for row in book.rows_of_roots().tolist() if self._matches(row, query, down)]
-        rows = sorted(rows, key=book.name_of)[: query.limit]
-        requested = np.array(rows, dtype=np.intp)
-        amounts = {
-            name: (book.usage(name, requested).tolist(), book.totals(name, requested).tolist())
-            for name in sorted(book.resource_classes())
-        }
-        indexes = [table.index_of(book.uuid_of(row)) for row in rows]
-        known = self._selector.metrics.known_of(
-            np.array([-1 if one is None else one for one in indexes], dtype=np.intp)
-        )
-        numbers = {name: values.tolist() for name, values in known.items()}
-        members = [
-            (one, book.in_aggregate(one.uuid, requested).tolist()) for one in self._selector.membership.aggregates
-        ]
-        hosts = []
-        for at, row in enumerate(rows):
-            uuid, index = book.uuid_of(row), indexes[at]
-            aggregates = [one for one, has in members if has[at]]
-            service = NO_SERVICE if index is None else int(table.service[index])
-            hosts.append(
-                HostRecord(
-                    uuid=uuid,
-                    name=book.name_of(row) if index is None else table.names[index],
-                    cell=None if index is None else table.cells[int(table.cell[index])],
-                    service=None if service == NO_SERVICE else table.services[service].name,
-                    up=not bool(down[service]),
-                    enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
-                    admin=table.decision_of(uuid),
-                    contested_by=table.contested_by(uuid),
-                    resources={
-                        name: (float(used[at]), float(total[at]))
-                        for name, (used, total) in amounts.items()
-                        if used[at] or total[at]
-                    },
-                    failed_builds=0 if index is None else int(table.failed_builds[index]),
-                    zone=next((one.metadata[ZONE_KEY] for one in aggregates if ZONE_KEY in one.metadata), None),
-                    aggregates=tuple(one.name for one in aggregates),
-                    metrics={name: values[at] for name, values in numbers.items() if not math.isnan(values[at])},
-                )
-            )
-        return HostsPage(hosts=tuple(hosts), feed_sequence=book.sequence)
-
-    def _matches(self, row: int, query: HostsQuery, down: Mask) -> bool:
-        if query.cell is None and query.up is None:
-            return True
-        table = self._selector.table
-        index = table.index_of(self._selector.book.uuid_of(row))
-        cell = None if index is None else table.cells[int(table.cell[index])]
-        up = not bool(down[NO_SERVICE if index is None else int(table.service[index])])
-        return query.cell in (None, cell) and query.up in (None, up)
 
 
 def _named_by(message: Message) -> str | None:

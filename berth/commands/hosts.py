@@ -45,6 +45,8 @@ from cell_conductor.domain.report import UnexplainedKind
 
 app = typer.Typer(invoke_without_command=True)
 
+NOT_ANNOUNCED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
+
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 CellOfName = Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")]
@@ -65,7 +67,8 @@ def hosts(
 ) -> None:
     """List hosts as a scheduler sees them, or decide about them.
 
-    Their state, the usage of each resource, and the operator's decision.
+    Their state, the usage of each resource, and the operator's decision. A host that is `not announced` has been
+    reported by no compute service since the scheduler that answers started.
     """
     if context.invoked_subcommand is not None:
         return
@@ -273,6 +276,8 @@ def show_hosts(hosts: Sequence[HostRecord]) -> None:
     """Print hosts, a line each."""
     headers = ["host", "cell", "service", "state", "failed builds", "used / capacity", "decided"]
     render_rows(out, headers, [_host_row(host) for host in hosts])
+    if not all(host.announced for host in hosts):
+        out.print(f"{NOT_ANNOUNCED}: by no compute service since this scheduler started", soft_wrap=True)
 
 
 def show_decision(one: HostAdminState) -> None:
@@ -291,14 +296,19 @@ def _decided_state(one: HostAdminState) -> str:
 
 
 def _host_row(host: HostRecord) -> list[str | Text]:
-    state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else "down", "red")
+    state = Text("up", "green") if host.up and host.enabled else Text("disabled" if host.up else _down(host), "red")
     admin, decided = host.admin, ""
     if admin is not None and admin.state is not AdminState.ENABLED:
         decision = _decided_state(admin)
-        state = Text(decision, "yellow") if host.up else Text(f"down, {decision}", "red")
+        state = Text(decision, "yellow") if host.up else Text(f"{_down(host)}, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
     service = host.service or ""
     if host.contested_by is not None:
         service = f"{service} (refused: {host.contested_by})"
     used = "  ".join(f"{name} {u:g}/{c:g}" for name, (u, c) in sorted(host.resources.items()))
     return [host.name, host.cell or "", service, state, str(host.failed_builds or ""), used, decided]
+
+
+def _down(host: HostRecord) -> str:
+    """Right after a scheduler's start no host is announced, and few are down."""
+    return "down" if host.announced else NOT_ANNOUNCED

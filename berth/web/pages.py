@@ -172,14 +172,8 @@ class Pages:
             hosts = await self._fleet.hosts()
         except (Fault, BusError) as fault:
             troubles.append(Trouble("No scheduler answers", f"{fault.code}: {fault}"))
-        cells: dict[str, tuple[int, int]] = {}
-        for host in hosts:
-            up, every = cells.get(host.cell or "?", (0, 0))
-            cells[host.cell or "?"] = (up + host.up, every + 1)
-        for cell, (up, every) in sorted(cells.items()):
-            if up < every:
-                detail = f"{every - up:,} of {every:,} hosts are down: their compute services are silent"
-                troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+        cells, of_hosts = troubles_of_hosts(hosts)
+        troubles += of_hosts
         workers = await self._workers()
         troubles += _troubles_of(workers)
         depths = await self._queues.depths(
@@ -341,8 +335,8 @@ class Pages:
 
 
 def state_of(host: HostRecord) -> str:
-    """One word for the map: down, disabled or up."""
-    return "down" if not host.up else "up" if host.enabled else "disabled"
+    """For the map and the table: not announced, down, disabled or up."""
+    return "not announced" if not host.announced else "down" if not host.up else "up" if host.enabled else "disabled"
 
 
 def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostRecord]:
@@ -357,6 +351,30 @@ def _wanted(hosts: Sequence[HostRecord], query: Mapping[str, str]) -> list[HostR
         and (not aggregate or aggregate in host.aggregates)
         and part in host.name.lower()
     ]
+
+
+def troubles_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int, int]], list[Trouble]]:
+    """{cell: (hosts that are up, all)}, and what is wrong. "?": hosts whose cell is not known.
+
+    Right after a scheduler's start no host is announced, and no service need be silent.
+    """
+    cells: dict[str, tuple[int, int]] = {}
+    down: Counter[str] = Counter()
+    for host in hosts:
+        cell = host.cell or "?"
+        up, every = cells.get(cell, (0, 0))
+        cells[cell] = (up + host.up, every + 1)
+        down[cell] += host.announced and not host.up
+    troubles = []
+    for cell, count in sorted(down.items()):
+        if count:
+            detail = f"{count:,} of {cells[cell][1]:,} hosts are down: their compute services are silent"
+            troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+    unannounced = sum(not host.announced for host in hosts)
+    if unannounced:
+        detail = f"{unannounced:,} of {len(hosts):,}: by no compute service since the scheduler's start"
+        troubles.append(Trouble("Hosts not announced", detail, "/fleet"))
+    return cells, troubles
 
 
 def _troubles_of(workers: Sequence[WorkerRecord]) -> list[Trouble]:

@@ -276,7 +276,8 @@ class BuildPage(Message, frozen=True, kw_only=True, tag="build.page.v1"):
 
 
 class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.query.v1"):
-    """Query a scheduler for the hosts it knows: its replica, and what compute services have announced.
+    """Query a scheduler for the hosts it knows: its replica, what compute services have announced, and operators'
+    decisions.
 
     cell: only this cell's. up: only those whose compute service is up, or only those whose is not.
     """
@@ -289,6 +290,8 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One host as a scheduler sees it; amounts are {class: [used, capacity]} summed over its tree.
 
+    announced: a compute service has announced it since this scheduler's start. Of one that has not been, the service is
+    not known, and the cell only if the host is fenced.
     enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
     decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
     availability zone that one of them makes. metrics: the numbers known of it that are not too old. contested_by:
@@ -299,6 +302,7 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: str
     cell: str | None = None
     service: str | None = None
+    announced: bool = True
     up: bool = False
     enabled: bool = True
     resources: dict[str, tuple[float, float]] = {}

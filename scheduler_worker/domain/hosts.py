@@ -225,6 +225,10 @@ class HostTable:
         """The operator's newest decision about a host; None: there never was one."""
         return self._decided.get(uuid)
 
+    def decisions(self) -> Mapping[str, HostAdminState]:
+        """The operators' newest decisions, by uuid of the host, announced or not."""
+        return self._decided
+
     def decided_about(self, name: str) -> list[str]:
         """The uuids of the hosts with this name or uuid that a decision is on record about, announced or not."""
         return sorted(uuid for uuid, decision in self._decided.items() if name in (uuid, decision.host))

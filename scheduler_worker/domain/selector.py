@@ -165,6 +165,11 @@ class Selector:
             return known
         return [host]
 
+    def roots_named(self, name: str) -> list[str]:
+        """The hosts (uuids) that have this name in the book, announced or not."""
+        book = self.book
+        return [book.uuid_of(row) for row in book.rows_of_roots().tolist() if book.name_of(row) == name]
+
     def _is_there(self, uuid: str) -> bool:
         """Whether a service manages a host, the book has it, or a decision about it is on record."""
         is_decided = self.table.decision_of(uuid) is not None

@@ -58,6 +58,8 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
     show_decision(decided(AdminState.DISABLED))
     show_decision(decided(AdminState.FENCED, fence=2, acknowledged=1))
     show_decision(decided(AdminState.FENCED, pending=AdminState.ENABLED, losses=12, fence=3, acknowledged=2))
+    silent = HostRecord(uuid=UUID, name=HOST, announced=False, enabled=False, resources={"VCPU": (2, 16)})
+    show_hosts([silent])
     show_forgotten(HostForgotten(host_uuid=UUID, host=HOST, removed=True))
     contested = HostRecord(
         uuid=UUID,

@@ -11,13 +11,16 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
-from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
+from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
+from bus.contracts.operations import AdminState, HostAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.host_records import hosts_page
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -41,17 +44,7 @@ def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) 
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
-    handler = QueryHandler(
-        cast("Any", None),
-        hosts.selector,
-        cast("Any", None),
-        WorkerTable(),
-        WaitingTable(),
-        clock=SystemClock(),
-        objects=cast("Any", None),
-        cells=cast("Any", None),
-    )
-    assert [host.name for host in handler.hosts(query).hosts] == names
+    assert [host.name for host in hosts_page(query, hosts.selector, {}).hosts] == names
 
 
 def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> None:
@@ -62,18 +55,75 @@ def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> 
         reading = HostReading(host_uuid=hosts.uuids[at], at=1_000.0 - 2 * at, values={"power.watts": watts})
         hosts.selector.metrics.apply(HostMetrics(source="test", readings=(reading,)), None, now=1_000.0, now_s=0.0)
     hosts.selector.metrics.advance(hosts.config.metrics.max_age_s - 1.0)  # that of h2 is too old by then
-    handler = QueryHandler(
-        cast("Any", None),
-        hosts.selector,
-        cast("Any", None),
-        WorkerTable(),
-        WaitingTable(),
-        clock=SystemClock(),
-        objects=cast("Any", None),
-        cells=cast("Any", None),
-    )
-    found = [(host.zone, host.aggregates, host.metrics) for host in handler.hosts(HostsQuery()).hosts]
+    found = [(host.zone, host.aggregates, host.metrics) for host in hosts_page(HostsQuery(), hosts.selector, {}).hosts]
     assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
+
+
+OFF_BOOK, IN_CELL, ENDED = (f"{number:08x}-0000-4000-8000-000000000000" for number in (4, 5, 6))
+
+
+def unannounced() -> tuple[Hosts, dict[str, FenceRecord]]:
+    """h0 and h1 of c1, which h1's service has not announced since this scheduler's start; of h3 to h5 the book has no
+    provider, and only decisions are left: h3 and h4 are fenced, h4 in c2, and h5 is enabled.
+    """
+    hosts = Hosts([PLENTY] * 2, cells=["c1", "c1"])
+    hosts.table = hosts.selector.table = HostTable()
+    report = HostReport(uuid=hosts.uuids[0], name="h0")
+    hosts.table.apply(ComputeHosts(service="s0", cell="c1", epoch=1, sequence=1, hosts=(report,), complete=True), 0.0)
+    states = {OFF_BOOK: AdminState.FENCED, IN_CELL: AdminState.FENCED, ENDED: AdminState.ENABLED}
+    hosts.table.adopt_decisions(
+        {
+            uuid: HostAdminState(host_uuid=uuid, host=f"h{at}", state=state)
+            for at, (uuid, state) in enumerate(states.items(), 3)
+        }
+    )
+    return hosts, {IN_CELL: FenceRecord(host="h4", cell="c2", version=1)}
+
+
+@pytest.mark.parametrize(
+    ("query", "names"),
+    [
+        (HostsQuery(), ["h0", "h1", "h3", "h4"]),
+        (HostsQuery(limit=3), ["h0", "h1", "h3"]),
+        (HostsQuery(cell="c2"), ["h4"]),
+        (HostsQuery(cell="c1"), ["h0"]),
+        (HostsQuery(up=False), ["h1", "h3", "h4"]),
+        (HostsQuery(up=True), ["h0"]),
+    ],
+)
+def test_hosts_that_no_service_has_announced_are_listed_and_those_that_only_a_decision_is_about(
+    query: HostsQuery, names: list[str]
+) -> None:
+    """A host that is enabled and that the book has no more has left."""
+    hosts, fences = unannounced()
+    assert [host.name for host in hosts_page(query, hosts.selector, fences).hosts] == names
+
+
+def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
+    """Right after a scheduler's start that is every host; and a fenced one may never be announced again."""
+    hosts, fences = unannounced()
+    found = {host.name: host for host in hosts_page(HostsQuery(), hosts.selector, fences).hosts}
+    assert {name: (host.announced, host.cell) for name, host in found.items()} == {
+        "h0": (True, "c1"),
+        "h1": (False, None),
+        "h3": (False, None),
+        "h4": (False, "c2"),
+    }
+    assert found["h1"].resources == found["h0"].resources != {}
+    assert found["h3"].uuid == OFF_BOOK and not found["h3"].resources and not found["h3"].enabled
+    assert found["h3"].admin == hosts.table.decision_of(OFF_BOOK)
+
+
+def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_listed_while_it_is_fenced() -> None:
+    hosts = Hosts([PLENTY] * 2)
+    left = hosts.uuids[1]
+    hosts.table.adopt_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
+    hosts.book.load(hosts.states[:1], 1)
+    found = {host.name: host for host in hosts_page(HostsQuery(), hosts.selector, {}).hosts}
+    assert {name: (host.announced, host.cell, host.up) for name, host in found.items()} == {
+        "h0": (True, "c1", True),
+        "h1": (True, "c1", True),
+    }
 
 
 KNOWN, UNKNOWN, PAGE = (f"{number:08x}-0000-4000-8000-000000000000" for number in (1, 2, 3))

@@ -1,0 +1,78 @@
+"""Hosts that no compute service has announced to a scheduler since its start: dead ones, and those that have left."""
+
+from __future__ import annotations
+
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import HostsPage, HostsQuery
+from bus.contracts.fences import FenceState
+from bus.contracts.operations import AdminState
+from bus.contracts.placement import InventoryResult, InventoryUpdate
+from bus.faults import RequestRefused
+from scheduler_worker.config import SchedulerConfig
+from tests.integration.scheduler.test_fences import becomes, publish_fence
+from tests.integration.scheduler.test_forgotten_hosts import digests, forget
+from tests.integration.scheduler.test_host_decisions import decide, hosts_of
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+WARM = SchedulerConfig(hosts_warmup_s=0.001)
+
+
+async def restarted_without(world: World, host: str) -> None:
+    """The compute service of a host dies, and then the only scheduler starts again."""
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", WARM)
+    await world.eventually(lambda: world.tables["s2"].index_of(host) is None)
+    await digests(world)
+
+
+async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_started_since(world: World) -> None:
+    """By its name: everything was restarted, and this host is dead."""
+    await world.scheduler("s1", WARM)
+    dead, _ = await world.add_hosts("c1", 2)
+    await restarted_without(world, dead)
+    await world.eventually(lambda: len(world.tables["s2"]) == 1)
+    listed = (await hosts_of(world))["c1-0"]
+    assert (listed.uuid, listed.announced, listed.up, listed.service) == (dead, False, False, None)
+    assert listed.resources["VCPU"] == (0, 16)
+    with pytest.raises(RequestRefused) as in_cell:
+        await decide(world, "c1-0", AdminState.FENCED, cell="c1", force=False)
+    assert in_cell.value.code == "host.unknown", "a name may be of another cell's host"
+    decided = await decide(world, "c1-0", AdminState.FENCED, force=False)
+    assert (decided.host_uuid, decided.state) == (dead, AdminState.FENCED)
+    await publish_fence(world, dead, decided.fence, FenceState.FENCED)
+    await becomes(world, dead, AdminState.FENCED, acknowledged=decided.fence)
+    assert (await hosts_of(world))["c1-0"].admin == world.tables["s2"].decision_of(dead)
+    back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
+    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
+    await becomes(world, dead, AdminState.ENABLED, pending=None)
+    assert (await forget(world, "c1-0")).removed
+    await world.eventually(lambda: world.replicas["s2"].row_of(dead) is None)
+    assert list(await hosts_of(world)) == ["c1-1"]
+
+
+async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_has_ended(world: World) -> None:
+    """Seed 1795404129: it was taken out of its service just before it was fenced, and the schedulers were restarted."""
+    await world.scheduler("s1", WARM)
+    left, _ = await world.add_hosts("c1", 2)
+    first = await decide(world, left, AdminState.FENCED)
+    await publish_fence(world, left, first.fence, FenceState.FENCED)
+    await becomes(world, left, AdminState.FENCED, acknowledged=first.fence)
+    removed = InventoryUpdate(source="world", version=99, root_uuid=left, providers=())
+    await world.buses[API].request(removed, InventoryResult, timeout_s=PATIENCE_S)
+    await world.eventually(lambda: world.replicas["s1"].row_of(left) is None)
+    assert list(await hosts_of(world)) == ["c1-0", "c1-1"]
+    await restarted_without(world, left)
+    listed = (await hosts_of(world))["c1-0"]
+    assert (listed.uuid, listed.announced, listed.up, listed.cell) == (left, False, False, "c1")
+    assert listed.admin is not None and listed.admin.is_fence_acknowledged and not listed.resources
+    page = await world.buses[API].request(HostsQuery(cell="c1", up=False), HostsPage, timeout_s=PATIENCE_S)
+    assert [host.uuid for host in page.hosts] == [left]
+    back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
+    await publish_fence(world, left, back.fence, FenceState.LIFTED)
+    await becomes(world, left, AdminState.ENABLED, pending=None)
+    assert list(await hosts_of(world)) == ["c1-1"]
