@@ -328,8 +328,7 @@ class Mover:
     async def _acknowledged(self, host: str, fence: int, service: str) -> None:
         """An operator leaves a host off until its cell has acknowledged the fence (seed 1795360866: it built there).
 
-        A decision that the schedulers' restored record does not have is made again. So is one about a host that no
-        scheduler lists, because its service is dead and they have started since: the answer has the same (1795404129).
+        A decision that the schedulers' restored record does not have is made again.
         """
         unknown = 0
         while service not in self._world.dead:
@@ -342,8 +341,6 @@ class Mover:
                 unknown = 0 if is_known else unknown + 1
             if unknown > MAX_DECISION_TRIES:
                 again = await self._decide(host, AdminState.FENCED, 1)
-                if again is not None and again.is_fence_acknowledged:
-                    return
                 unknown, fence = (0, again.fence) if again is not None else (unknown, fence)
             await asyncio.sleep(RETRY_S)
 
