@@ -53,7 +53,7 @@ class HarmWatch:
         # (process, node): by the job that looked, those of the last RACE_S and the newest
         self._seen: dict[tuple[str, str], dict[str, Seen]] = {}
         self._changed_hands: dict[str, float] = {}
-        # {node: {instance that it was taken from: when the taker gave it back; None: not yet}}
+        # {node or host: {instance that it was taken from: when it was there again; None: not yet}}
         self._returned: dict[str, dict[str, float | None]] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
@@ -137,10 +137,16 @@ class HarmWatch:
         if before is not None:
             former.setdefault(before, None)
 
-    def was_of_another(self, node: str, instance: str) -> bool:
-        """Whether a node that has an instance now had another one lately: a scan that saw that may be judged now."""
-        given_back = self._returned.get(node, {}).get(instance)
-        return given_back is not None and self._now() - given_back <= LATE_REPORT_S
+    def brought_back(self, host: str, instance: str) -> None:
+        """A host's disks were set back to when they had this machine, which had gone."""
+        self._returned.setdefault(host, {})[instance] = self._now()
+
+    def was_elsewhere(self, host: str, instance: str) -> bool:
+        """Whether a host or node that has an instance now did not have it lately: a scan that saw that may be judged
+        now.
+        """
+        returned = self._returned.get(host, {}).get(instance)
+        return returned is not None and self._now() - returned <= LATE_REPORT_S
 
     def acted(
         self, process: str, method: str, node: Mapping[str, Any], attempt: int | None, body: bytes, *, job: str = ""

@@ -376,6 +376,8 @@ class OtherTenants:
         for uuid, guest in guests:
             if now.get((uuid, guest.instance_uuid)) != guest:
                 world.move_watch.brought_back.add((uuid, guest.instance_uuid, guest.attempt))
+            if (uuid, guest.instance_uuid) not in now:
+                world.harm.brought_back(uuid, guest.instance_uuid)
         for host in fleet.hosts:
             fleet.lose(host.plan.uuid)
             world.machines.set_back(host.plan.uuid)

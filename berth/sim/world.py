@@ -331,6 +331,8 @@ class World:
         return self.fleets[service].drop(host)
 
     def _runs(self, host: str, instance: str) -> int | None:
+        if self.harm.was_elsewhere(host, instance):
+            return None  # seeds 80661, 1795406552: a scan from before may be judged now
         for service, fleet in self.fleets.items():
             if service in self.duplicates:  # which of two hosts of one uuid is looked at cannot be known
                 continue
@@ -339,9 +341,7 @@ class World:
                 return guest.attempt
         node = self.ironic.pool.nodes.get(host) if self.ironic is not None else None
         is_there = node is not None and instance in (node["instance_uuid"], marked(node))
-        if not is_there or self.harm.was_of_another(host, instance):
-            return None  # seed 80661: the scan saw the node of another, and its report was read when it was ours again
-        return self.attempt_on(host, instance)
+        return self.attempt_on(host, instance) if is_there else None
 
     def attempt_on(self, node: str, instance: str) -> int:
         """The attempt that is on a node, by the services' own records: Ironic knows none."""

@@ -481,6 +481,38 @@ def test_what_was_lost_when_its_host_looked_may_be_there_again(
     virtual.run(main, on_unseen=pytest.fail)
 
 
+@pytest.mark.parametrize(
+    ("gone", "late_s", "breaks"),
+    [
+        pytest.param(True, 4.7, False, id="the scan was made before"),  # seed 1795406552
+        pytest.param(True, LATE_REPORT_S + 0.1, True, id="it has been back for long"),
+        pytest.param(False, 4.7, True, id="it was there all the time"),
+    ],
+)
+def test_what_was_lost_may_be_back_with_its_hosts_disks(late_s: float, *, gone: bool, breaks: bool) -> None:
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        world.harm.requested[INSTANCE] = None
+        service = world.plan.services[0][1]
+        fleet = world.fleets[service]
+        host = next(iter(fleet.hosts)).plan
+        tenants = OtherTenants(world, Client(world))
+        fleet.put(host.uuid, Guest(INSTANCE, 1, {host.uuid: {"VCPU": 1}}, deployment="d"))
+        chosen = Selection(host_uuid=host.uuid, host="h", service=service, allocations={})
+        active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
+        world.machines.instances("c1", {INSTANCE: active})
+        await tenants._copy(Order(at=0.0, action=Action.COPY, uuid="copy", service=service))
+        if gone:
+            fleet.lose(host.uuid)
+        await tenants._bring_back(Order(at=0.0, action=Action.BRING_BACK, uuid="copy", service=service))
+        await asyncio.sleep(late_s)
+        lost = replace(active, state=State.FAILED, code="instance.lost")
+        with pytest.raises(Breach, match="lost_was_lost") if breaks else nullcontext():
+            world.machines.instances("c1", {INSTANCE: lost})
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
 def went_on(code: str) -> tuple[Instance, Instance]:
     """(active, as its restored record has it a while later: built elsewhere because its attempt ended with this)."""
     chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
