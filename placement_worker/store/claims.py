@@ -98,7 +98,7 @@ async def apply(
     locked = await lock(
         connection, expected_consumers(items), providers_of(items, {}), names, limited=limited, alone=alone
     )
-    holding = [uuid for uuid, consumer in locked.found.items() if consumer.holding]
+    holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
     groups = await members.read(connection, items, holding)
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}

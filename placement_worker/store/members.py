@@ -14,8 +14,16 @@ import asyncpg
 
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of
+from bus.contracts.placement import (
+    MAX_LOCATED_HOSTS,
+    Claim,
+    LocatePage,
+    LocateRequest,
+    Release,
+    Revert,
+    Swap,
+)
+from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of, single_items
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.server_groups import HARD, SHARING, group_key
 from placement_worker.domain.values import GroupKey
@@ -163,18 +171,27 @@ def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Coll
     """
     hosts: set[tuple[str, str, str]] = set()
     together: set[GroupKey] = set()
+    moved: set[tuple[str, str, str]] = set()
     for claim in claims_of(items):
         if claim.server_group is not None and (key := group_key(claim)) is not None:
             if claim.server_group.policy in HARD:
                 hosts.update((*key, option.host) for option in claim.options if option.host is not None)
             if claim.server_group.policy is GroupPolicy.AFFINITY:
                 together.add(key)
-    consumers = sorted(consumers_of(items))
-    moved = [(*key, one) for key in keys for one in (consumers if holders is None else sorted(holders))]
+            moved.update((*key, one) for one in consumers_of([claim]))
+    # A revert and a swap name no group, so a consumer that they move may be a member of any; a release only takes away.
+    # No claim's consumer is paired with the other claims' groups: a batch may name as many groups as consumers.
+    others = [one for one in single_items(items) if isinstance(one, Revert | Swap) or _is_alone(one)]
+    moved.update((*key, one) for one in consumers_of(others) for key in keys)
+    held = moved if holders is None else {one for one in moved if one[2] in holders}
     columns: list[object] = []
-    for rows, width in ((sorted(hosts), 3), (moved, 3), (sorted(together), 2)):
+    for rows, width in ((sorted(hosts), 3), (sorted(held), 3), (sorted(together), 2)):
         columns += transposed(rows, width)
-    return [*columns, MAX_GROUP_MEMBERS_READ + len(consumers)]
+    return [*columns, MAX_GROUP_MEMBERS_READ + len(consumers_of(items))]
+
+
+def _is_alone(item: Claim | Release | Revert | Swap) -> bool:
+    return isinstance(item, Claim) and item.server_group is None
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:

@@ -8,10 +8,20 @@ from collections.abc import Sequence
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    ConsumerAllocations,
+    Migration,
+    Revert,
+    Swap,
+)
 from placement_worker.domain.allocations import ConsumerWrite, Replace
 from placement_worker.domain.claim_items import groups_of
 from placement_worker.store import members, rest_allocations
@@ -80,11 +90,50 @@ async def test_a_claim_of_a_large_group_reads_as_many_rows_as_one_of_a_small_gro
     assert max(small, large) <= MOST_BLOCKS * BATCH, (small, large)
 
 
-async def blocks_read(book: Book, claims: Sequence[Claim]) -> int:
+def moved(rng: random.Random, built: Claim, host: str) -> Claim:
+    """The claim by which a member moves to another host."""
+    (option,) = built.options
+    migration = Migration(uuid=new_uuid(rng), source=option.allocations)
+    there = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    return replace(built, attempt=2, options=(there,), consumer_generation=1, migration=migration)
+
+
+async def test_moves_of_as_many_groups_read_no_more_than_those_of_one(book: Book, rng: random.Random) -> None:
+    """Each group's members are found among the consumers of its own claims, not of all in the batch."""
+    hosts = await book.hosts(2 * BATCH, rng, VCPU=2)
+    built = [member(rng, host, GroupPolicy.ANTI_AFFINITY) for host in hosts[:BATCH]]
+    of_own_groups = [replace(one, server_group=replace(one.server_group, uuid=new_uuid(rng))) for one in built]
+    await book.store.apply(of_own_groups)
+    moves = [moved(rng, one, host) for one, host in zip(of_own_groups, hosts[BATCH:], strict=True)]
+    assert await blocks_read(book, moves, [one.consumer for one in moves]) <= MOST_BLOCKS * BATCH
+
+
+@pytest.mark.parametrize("reverted", [False, True])
+async def test_a_member_that_comes_to_a_host_without_naming_its_group_is_seen(
+    book: Book, rng: random.Random, *, reverted: bool
+) -> None:
+    """In one transaction: a revert and a swap name no group, and a claim names the host that the member comes to."""
+    here, there = await book.hosts(2, rng, VCPU=4)
+    first = member(rng, here, GroupPolicy.ANTI_AFFINITY)
+    await book.store.apply([first])
+    goes = ConsumerAllocations(
+        consumer=first.consumer, allocations={there: {"VCPU": 1}}, consumer_generation=1, project_id="p", user_id="u"
+    )
+    moving: Revert | Swap = Swap(consumers=(goes,))
+    if reverted:
+        move = moved(rng, first, there)
+        await book.store.apply([move])
+        assert move.migration is not None
+        moving = Revert(consumer=first.consumer, attempt=3, source_attempt=1, migration=move.migration)
+    reply = (await book.store.apply([moving, member(rng, here if reverted else there, GroupPolicy.ANTI_AFFINITY)]))[1]
+    assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.RULED_OUT
+
+
+async def blocks_read(book: Book, claims: Sequence[Claim], holders: Sequence[str] = ()) -> int:
     """How many blocks the claims' read of their groups touches."""
     keys = groups_of(claims)
     async with book.database.raw() as connection:
-        columns = members._columns(claims, keys, ())
+        columns = members._columns(claims, keys, holders)
         (plan,) = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
     blocks: int = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
     return blocks
