@@ -210,7 +210,7 @@ def unshelve(
 ) -> None:
     """Start a shelved instance again.
 
-    An offloaded one starts on a host that is chosen anew.
+    An offloaded one starts on a host that is chosen anew; one that is not, where it is, and is refused with --host.
     """
     fields = {"host": host, "max_attempts": max_attempts}
     _ask(context, uuid, MoveKind.UNSHELVE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)

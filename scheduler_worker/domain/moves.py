@@ -42,6 +42,7 @@ INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
 BUSY = "instance.busy"
 NOT_ACTIVE = "instance.not_active"
+NOT_OFFLOADED = "instance.not_offloaded"
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
 # A request may overtake its instance's build on the way to another scheduler: the build is looked for this often.
@@ -127,6 +128,9 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
         return Refusal(code=INCOMPLETE, reason="a rebuild names an image")
     if request.kind is MoveKind.RESCUE and not request.rescue_password:
         return Refusal(code=INCOMPLETE, reason="a rescue names a password")
+    if request.kind is MoveKind.UNSHELVE and request.host is not None and now.condition is Condition.SHELVED:
+        # As Nova does: it starts where its machine is, and would not be on the host that its client asked for.
+        return Refusal(code=NOT_OFFLOADED, reason="it starts where it is: offload it first, or name no host")
     return None
 
 

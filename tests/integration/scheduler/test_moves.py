@@ -144,6 +144,19 @@ async def test_what_cannot_be_requested_is_refused_with_a_code(world: World) -> 
     assert record is not None and record.under_way is None
 
 
+async def test_a_shelved_instance_is_unshelved_on_a_named_host_only_once_it_is_offloaded(world: World) -> None:
+    built = await one_active(world)
+    shelve = world.move(built, MoveKind.SHELVE)
+    await world.ask(shelve)
+    await world.dispatched(shelve)
+    await world.move_announced("c1", shelve, MoveState.DONE, 15, terminal=True, condition=Condition.SHELVED)
+    await world.moved(shelve)
+    assert await refused(world, world.move(built, MoveKind.UNSHELVE, host="c1-0")) == "instance.not_offloaded"
+    unshelve = world.move(built, MoveKind.UNSHELVE)
+    await world.ask(unshelve)
+    assert (await world.dispatched(unshelve)).selections == ()
+
+
 async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(world: World) -> None:
     built = await one_active(world)
     move = world.move(built, MoveKind.STOP)
