@@ -28,6 +28,7 @@ from placement_worker.replica.follower import Follower
 from placement_worker.replica.warm_up import warm_up_search
 from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
+from scheduler_worker.cell_finder import CellFinder
 from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener
 from scheduler_worker.claims import BusClaims
@@ -287,6 +288,7 @@ def _add_objects(
         drains,
         HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
         services,
+        finder=CellFinder(parts.selector, bus),
         clock=bus.clock,
         warmup_s=parts.config.hosts_warmup_s,
     )

@@ -23,6 +23,7 @@ from bus.contracts.operations import (
 )
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
+from scheduler_worker.cell_finder import CellFinder
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
@@ -51,6 +52,7 @@ class ChangeHandler:
         forgetter: HostForgetter,
         services: ServiceForgetter,
         *,
+        finder: CellFinder,
         clock: Clock,
         warmup_s: float,
     ) -> None:
@@ -58,6 +60,7 @@ class ChangeHandler:
         self._drains = drains
         self._forgetter = forgetter
         self._services = services
+        self._finder = finder
         self._selector = selector
         self._clock = clock
         self._warmup_s = warmup_s
@@ -114,6 +117,8 @@ class ChangeHandler:
             why=command.reason,
             force=command.force,
         )
+        if command.state is AdminState.FENCED:
+            await self._finder.find_cell(uuid)
         changed = await self._registry.change(change, received.meta.id, ends_fences=command.force, until=received.until)
         if isinstance(changed, Refusal):
             return Refuse(changed.code, changed.reason)

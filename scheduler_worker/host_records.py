@@ -79,10 +79,8 @@ def _is_up(selector: Selector, index: int | None, down: Mask) -> bool:
 
 def _cell_of(uuid: str, selector: Selector, fences: Mapping[str, FenceRecord]) -> str | None:
     """The cell that has announced the host, else that of its fence; None: not known."""
-    table = selector.table
-    if (index := table.index_of(uuid)) is not None:
-        return table.cells[int(table.cell[index])]
-    return fences[uuid].cell if uuid in fences else None
+    last = selector.table.last_cell_of(uuid)
+    return fences[uuid].cell if last is None and uuid in fences else last
 
 
 class _OfBook(Struct, frozen=True):

@@ -111,6 +111,7 @@ class HostTable:
         self.projects: dict[str, int] = {}
         self.warning = np.zeros(INITIAL_CAPACITY, dtype=np.bool_)  # its service reports a problem with it
         self._decided: dict[str, HostAdminState] = {}
+        self._cells_in_book: dict[str, str] = {}  # of hosts that were fenced without having been announced here
         # {uuid: (the service that also reports this host, and was refused it; its listing then)}
         self._contested: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
@@ -198,9 +199,17 @@ class HostTable:
         self._decided = dict(decisions)
 
     def last_cell_of(self, uuid: str) -> str | None:
-        """The cell that last announced a host, also when no service manages it any more."""
+        """The cell that last announced a host, also when no service manages it any more; else that which the book has
+        it in, if that was needed.
+        """
         index = self._index.get(uuid)
-        return None if index is None or self.cell[index] == NO_SERVICE else self.cells[int(self.cell[index])]
+        if index is None or self.cell[index] == NO_SERVICE:
+            return self._cells_in_book.get(uuid)
+        return self.cells[int(self.cell[index])]
+
+    def learn_cell(self, uuid: str, cell: str) -> None:
+        """Note the cell of a host that no service has announced."""
+        self._cells_in_book[uuid] = cell
 
     def last_name_of(self, uuid: str) -> str | None:
         """The name under which a host was last announced."""
@@ -241,6 +250,11 @@ class HostTable:
         """The cells that have a compute service of this name: one that is announced, or that its cell lists as down."""
         announced = {one.cell for one in self.services if one.name == name and not one.forgotten}
         return sorted(announced | {cell for cell, digest in self._digests.items() if name in digest.down})
+
+    def dead_unannounced(self) -> list[tuple[str, str]]:
+        """(cell, service) of those that a cell lists as down and that have announced nothing here, in order."""
+        down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
+        return sorted(down - self._service_index.keys())
 
     def service_of(self, cell: str, name: str) -> int:
         """The index of a compute service; NO_SERVICE: it has not announced itself here, or is forgotten."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bus.bus import API
+from bus.clock import new_uuid
 from bus.contracts.build import HostsPage, HostsQuery
+from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.fences import FenceState
 from bus.contracts.operations import AdminState
-from bus.contracts.placement import InventoryResult, InventoryUpdate
+from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
-from tests.integration.scheduler.test_fences import becomes, publish_fence
+from tests.integration.scheduler.test_fences import becomes, fence_sent, publish_fence
 from tests.integration.scheduler.test_forgotten_hosts import digests, forget
 from tests.integration.scheduler.test_host_decisions import decide, hosts_of
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -76,3 +78,23 @@ async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_ha
     await publish_fence(world, left, back.fence, FenceState.LIFTED)
     await becomes(world, left, AdminState.ENABLED, pending=None)
     assert list(await hosts_of(world)) == ["c1-1"]
+
+
+async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(world: World) -> None:
+    """The book has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
+    await world.scheduler("s1", WARM)
+    dead = new_uuid(world.rng)
+    provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
+    report = InventoryUpdate(source="compute-s9", version=1, root_uuid=dead, providers=(provider,))
+    await world.buses["c1"].publish(report)
+    await world.eventually(lambda: world.replicas["s1"].row_of(dead) is not None)
+    gone = ServiceDown(service="s9", epoch=1, code="service.silent")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
+    await world.eventually(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
+    number = (await decide(world, "rack1", AdminState.FENCED, force=False)).fence
+    assert (await hosts_of(world))["rack1"].cell == "c1"
+    await fence_sent(world, number)
+    assert {bus for bus, _ in world.fences} == {"c1"}
+    await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", losses=7)
+    await publish_fence(world, dead, number, FenceState.FENCED, losses=1)
+    await becomes(world, dead, AdminState.FENCED, acknowledged=number, losses=1)
