@@ -59,6 +59,9 @@ MAX_BODY_BYTES = 16 * 2**20
 # values.
 MAX_CLIENT_BYTES = 2**20
 MAX_CLIENT_VALUES = 65_536
+# A batch with more bytes than this was not made by a link of ours (half as many, `BusLimits`). 20 ms for a megabyte of
+# gangs.
+MAX_BATCH_BYTES = 2**20
 # A batch with more items than this was not made by a link of ours (128, `BusLimits`). It is read in one step of the
 # loop: 8 ms for so many bad ones.
 MAX_BATCH_ITEMS = 512
@@ -92,6 +95,7 @@ REPLY_TO = "message.reply_to"
 
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
+_MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
@@ -210,6 +214,7 @@ class Codec:
         self._queue = queue
         self._is_theirs = queue in _WITH_THEIRS
         self._most_bytes = MAX_CLIENT_BYTES if self._is_theirs else MAX_BODY_BYTES
+        self._most_values = MAX_CLIENT_VALUES if self._is_theirs else _MAX_VALUES.get(queue, 0)
         self._by_tag = {tag_of(kind): msgspec.json.Decoder(kind) for kind in kinds}
         self._only = tag_of(kinds[0]) if len(kinds) == 1 else None
         self._fields = sorted({name for kind in kinds for name in _field_names(kind)})
@@ -234,7 +239,7 @@ class Codec:
         forged = (
             bool(key) and delivery.exchange not in (DEAD, GIVEN_UP) and not BROKERS_OWN.isdisjoint(delivery.headers)
         )
-        too_large = self._too_large(delivery.body)
+        too_large = self._too_large(delivery.body, is_batch=delivery.content_type == BATCH)
         if delivery.content_type == BATCH and not too_large and not forged:
             return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
@@ -249,12 +254,14 @@ class Codec:
             return [self._malformed(delivery.body, INVALID, problem, meta, key)]
         return [self._read_one(delivery.body, meta, delivery.type, key)]
 
-    def _too_large(self, body: bytes) -> str:
-        """Why a body is not read; "": it is."""
-        if len(body) > self._most_bytes:
-            return f"the body has {len(body)} bytes, {self._most_bytes} are allowed"
-        if self._is_theirs and len(body) > MAX_CLIENT_VALUES and most_values(body) > MAX_CLIENT_VALUES:
-            return f"the body has more than {MAX_CLIENT_VALUES} values"
+    def _too_large(self, body: bytes, *, is_batch: bool) -> str:
+        """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
+        size, most = len(body), min(self._most_bytes, MAX_BATCH_BYTES) if is_batch else self._most_bytes
+        if size > most:
+            return f"the body has {size} bytes, {most} are allowed"
+        bound = self._most_values if self._is_theirs or not is_batch else 0
+        if bound and size > bound and most_values(body) > bound:
+            return f"the body has more than {bound} values"
         return ""
 
     def _read_batch(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:

@@ -14,7 +14,7 @@ from bus.bus import Bus
 from bus.contracts.cell import ComputeHosts, ReserveMachines
 
 from . import metrics
-from .domain.quarantine_reservations import misreserved, reserved_on
+from .domain.quarantine_reservations import misreserved, pages, reserved_on
 from .domain.report import Unexplained
 from .store.port import InstanceStore
 
@@ -36,13 +36,14 @@ class QuarantineReservations:
         uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
         async with self._store.transaction() as transaction:
             records = await transaction.lock(uuids) if uuids else {}
-        order = ReserveMachines(
-            service=report.service,
-            cell=report.cell,
-            epoch=report.epoch,
-            sequence=report.sequence,
-            hosts=tuple(reserved_on(host, machines, records) for host, machines in wrong.items()),
-        )
         metrics.RESERVED.labels(report.service).inc()
         log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
-        await self._bus.publish(order, cause=report.service)
+        for page in pages(wrong):
+            order = ReserveMachines(
+                service=report.service,
+                cell=report.cell,
+                epoch=report.epoch,
+                sequence=report.sequence,
+                hosts=tuple(reserved_on(host, wrong[host], records) for host in page),
+            )
+            await self._bus.publish(order, cause=report.service)

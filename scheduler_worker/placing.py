@@ -27,7 +27,7 @@ from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.gangs import by_gang, claimable, merged, with_gang_results
+from scheduler_worker.domain.gangs import by_gang, claimable, merged, with_gang_results, within_bounds
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
@@ -235,7 +235,7 @@ class Placer:
         return [claim_of(one, self._config.quota_of(one.request.project_id)) for one in states]
 
     def _gang_claims(self, gangs: Sequence[Sequence[PlacementState]]) -> list[ClaimAll]:
-        return [ClaimAll(claims=tuple(self._claims_of(members))) for members in gangs]
+        return [ClaimAll(claims=within_bounds(self._claims_of(members))) for members in gangs]
 
     # --- what depends on other instances
 

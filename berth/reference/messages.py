@@ -293,6 +293,7 @@ def _queues() -> Iterator[str]:
     for row in QUEUES:
         bound = ", ".join(f"`{key}`" for _, key in row.bindings)
         size = f", {row.max_bytes} bytes" if row.max_bytes else ""
+        size += f", {row.max_values} values in one" if row.max_values else ""
         bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
         retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
         yield f"| `{row.name}` | {row.where} | {row.kind} | {row.consumer} | {bound} | {retries} | {bounds} |"

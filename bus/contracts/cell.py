@@ -402,6 +402,7 @@ class HostsReleased(Message, frozen=True, kw_only=True, tag="conductor.released.
 
 
 MAX_RESERVED_MACHINES = 10_000  # of one host
+MAX_RESERVED_AT_ONCE = 1_000  # of one message, unless one host has more
 
 
 class ReservedMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -424,7 +425,7 @@ class ReserveMachines(Message, frozen=True, kw_only=True, tag="compute.reserve.v
 
     They are in quarantine: no record explains them, so they may have no claim, and they are kept all the same.
     Published where a page of a report (epoch, sequence) disagrees with the record; of two about one host the older page
-    loses. A message that is lost is published again with the next report.
+    loses. The hosts of one page may come in several messages. One that is lost is published again with the next report.
     """
 
     service: Word

@@ -294,6 +294,10 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
 # Members of a gang: claims of one ClaimAll, and instances that one build request may ask for.
 MAX_MEMBERS = 100
 
+# Providers that the options of a gang's claims name together, where a claim has more than one option. Placement
+# does not take a message of very many values (`MAX_CLAIM_VALUES`).
+MAX_GANG_PROVIDERS = 8_192
+
 
 class ClaimAll(Message, frozen=True, kw_only=True, tag="placement.claim.all.v1"):
     """Claim for every member of a gang or for none, in one transaction. Idempotent as each of its claims is.

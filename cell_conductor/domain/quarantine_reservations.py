@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from bus.contracts.base import Allocations
-from bus.contracts.cell import MAX_RESERVED_MACHINES, ComputeHosts, ReservedMachine, ReservedOnHost, Running
+from bus.contracts.cell import (
+    MAX_RESERVED_AT_ONCE,
+    MAX_RESERVED_MACHINES,
+    ComputeHosts,
+    ReservedMachine,
+    ReservedOnHost,
+    Running,
+)
 
 from .instance import Instance
 from .report import Unexplained, UnexplainedKind
@@ -33,6 +40,19 @@ def misreserved(report: ComputeHosts, unexplained: Sequence[Unexplained]) -> Res
         if {one.instance_uuid for one in wanted} != {one.instance_uuid for one in host.running or () if one.reserved}:
             wrong[host.uuid] = wanted
     return wrong
+
+
+def pages(wrong: Reserved) -> list[list[str]]:
+    """The hosts in order, in lists of at most so many machines as one message names."""
+    found: list[list[str]] = []
+    left = 0
+    for host, machines in wrong.items():
+        if not found or len(machines) > left:
+            found.append([])
+            left = MAX_RESERVED_AT_ONCE
+        left -= len(machines)
+        found[-1].append(host)
+    return found
 
 
 def reserved_on(host_uuid: str, machines: Sequence[Running], records: Mapping[str, Instance]) -> ReservedOnHost:

@@ -8,11 +8,12 @@ the gang; the others go on while they are at least `min_count`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.admission import Admission
 from scheduler_worker.domain.pending import PendingBuild
@@ -39,6 +40,18 @@ def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
     Sizes: the sum of all amounts.
     """
     return sorted(states, key=lambda one: -sum(total_resources(one.spec.query).values()))
+
+
+def within_bounds(claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """A gang's claims, each with the first of its options, as many as one message may name providers."""
+    most = MAX_GANG_PROVIDERS // len(claims)
+    return tuple(_with_first_options(claim, most) for claim in claims)
+
+
+def _with_first_options(claim: Claim, most: int) -> Claim:
+    totals = accumulate(len(option.allocations) for option in claim.options)
+    fitting = sum(total <= most for total in totals)
+    return claim if fitting == len(claim.options) else replace(claim, options=claim.options[: max(fitting, 1)])
 
 
 def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:

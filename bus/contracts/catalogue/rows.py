@@ -55,7 +55,8 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
     keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
     key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
-    message may carry many requests; bytes go with them.)
+    message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
+    bound (`most_values`); 0: not bounded.
     """
 
     name: str
@@ -67,6 +68,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     delivery_limit: int = 20
     max_length: int = 1_000_000
     max_bytes: int = 0
+    max_values: int = 0
     ttl_s: float | None = None
     declared_by: tuple[str, ...] = ()
     keeps_keys: bool = False
