@@ -21,7 +21,7 @@ from bus.contracts.catalogue import (
     Where,
     taken_by,
 )
-from bus.wire import BATCH, MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
+from bus.wire import BATCH, MAX_BATCH_BYTES, MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
 
 EXAMPLE = """\
 import asyncio, json, os, uuid
@@ -90,7 +90,8 @@ commands (publish with `mandatory`: a command that no queue takes is an error), 
 no listener), and for its workers alone `{DEAD}` for messages that were given up and `{DELAY}.<ms>` for messages that
 are to be tried again. Bodies are JSON objects, `content-type: application/json`, of at most {MAX_CLIENT_BYTES:,} bytes
 (`message.too_large`) and {MAX_CLIENT_VALUES:,} values (commas, and beginnings of lists and objects) on the queue of
-clients' requests, and of at most {MAX_BODY_BYTES:,} bytes on others; a batch has at most {MAX_BATCH_ITEMS:,} items.
+clients' requests, and of at most {MAX_BODY_BYTES:,} bytes on others, some of which
+bound the values of one message (below); a batch has at most {MAX_BATCH_ITEMS:,} items and {MAX_BATCH_BYTES:,} bytes.
 
 | AMQP property or header | meaning |
 | --- | --- |
