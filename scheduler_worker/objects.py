@@ -43,6 +43,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import cells as cell_rules
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.flavors import ZONE_KEY, FlavorInvalid, ParsedFlavor, parse
+from scheduler_worker.domain.object_rules import broken_rule
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
@@ -117,6 +118,8 @@ def check_objects(
     try:
         seeded = seeds(settings)
         first = applied(RecordedObjects(0, {}), seeded, ChangeAuthor(SEEDED_BY, "", 0.0)).objects
+        if (why := broken_rule(seeded, configuration_bodies(first))) is not None:
+            raise SettingsError(INVALID, why)
         planned = ChangePlan(()) if changes is None else plan(changes, first)
         if isinstance(planned, Refusal):
             raise SettingsError(planned.code, planned.reason)

@@ -44,6 +44,7 @@ from bus.contracts.placement import INSTANCES
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import fences
 from scheduler_worker.domain.drains import drain_of
+from scheduler_worker.domain.object_rules import broken_rule
 
 INVALID = "object.invalid"
 UNKNOWN = "object.unknown"
@@ -295,7 +296,8 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
             return Refusal(
                 code=TOO_MANY, reason=f"there may be {MAX_OF_KIND} objects of kind {kind.value}, not {count}"
             )
-    return ChangePlan(changed)
+    why = broken_rule(changed, configuration_bodies(present, changed))
+    return ChangePlan(changed) if why is None else Refusal(code=INVALID, reason=why[:MAX_REASON])
 
 
 def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: ChangeAuthor) -> RecordedObjects:

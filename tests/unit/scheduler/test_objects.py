@@ -94,6 +94,12 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
         ([change(A, "rack", {"uuid": RACK, "name": "other"})], "object.invalid", "'other'"),
         ([change(Q, "p", {"limits": {"vcpu": 1}})], "object.invalid", "quota 'p'"),
         ([change(S, "mine", {})], "object.invalid", "'default'"),
+        ([change(Q, "p a", {"limits": {"VCPU": 1}})], "object.invalid", "project 'p a' is no name"),
+        ([change(F, "of", {"projects": ["fine", "p/a"]})], "object.invalid", "project 'p/a' is no name"),
+        (
+            [change(A, "b", {"uuid": RACK, "name": "b"}), change(A, "a", {"uuid": RACK, "name": "a"})],
+            "object.invalid", "aggregate 'a' and aggregate 'b' have one uuid",
+        ),
         ([change(C, "c1", {"state": "drained"})], "object.invalid", "cell 'c1'"),
         ([change(C, "c 1", {"state": "disabled"})], "object.invalid", "a cell's name"),
     ],
@@ -103,6 +109,22 @@ def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str
     assert isinstance(refused, Refusal)
     assert refused.code == code
     assert message in refused.reason
+
+
+def test_objects_on_record_are_not_judged_by_a_newer_rule() -> None:
+    """They would stop their scheduler, and the change of another object."""
+    bodies: dict[tuple[ObjectKind, str], dict[str, Any]] = {
+        (Q, "p a"): {"limits": {"VCPU": 1}},
+        (F, "of"): {"projects": ["p a"]},
+        **{(A, name): {"uuid": RACK, "name": name} for name in ("a", "b")},
+    }
+    present = {key: StoredObject(kind=key[0], name=key[1], body=body, version=1) for key, body in bodies.items()}
+    assert effective_config(SchedulerConfig(), bodies).quotas == {"p a": {"VCPU": 1}}
+    wanted = [change(kind, name, body) for (kind, name), body in bodies.items()]
+    assert plan(requested(*wanted), present) == ChangePlan(())
+    assert isinstance(plan(requested(change(F, "of", {"vcpus": 2, "projects": ["p a"]})), present), ChangePlan)
+    assert isinstance(plan(requested(change(A, "a", {**bodies[A, "a"], "metadata": {"x": "y"}})), present), ChangePlan)
+    assert isinstance(plan(requested(change(A, "a"), change(Q, "p a")), present), ChangePlan)
 
 
 def test_objects_of_a_kind_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +186,8 @@ def test_hosts_with_instances_that_change_zone_are_named() -> None:
         ({"flavors": {"a\x07b": Flavor()}}, "object.invalid", "control characters"),
         ({"aggregates": (Aggregate(uuid="x", name="rack"),)}, "object.invalid", "'x' is no uuid"),
         ({"aggregates": (Aggregate(uuid=RACK, name="a"), Aggregate(uuid=RACK, name="a"))}, "object.invalid", "twice"),
+        ({"aggregates": (Aggregate(uuid=RACK, name="a"), Aggregate(uuid=RACK, name="b"))}, "object.invalid", "'b'"),
+        ({"quotas": {"p a": {"VCPU": 1}}}, "object.invalid", "project 'p a' is no name"),
         ({"groups": {"web": GroupDefinition(policy=GroupPolicy.AFFINITY)}}, "object.invalid", "PROJECT/NAME"),
         ({"enabled_filters": ("NoSuchFilter",)}, "plugin.invalid", "NoSuchFilter"),
     ],

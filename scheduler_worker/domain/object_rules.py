@@ -1,0 +1,61 @@
+"""The rules between objects, and for the projects that they name: judged when an object changes. Pure.
+
+Objects on record that break one stay in force: a rule that is new stops no scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from bus.contracts.base import Word
+from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
+
+
+def broken_rule(
+    changed: Iterable[ChangedObject], after: Mapping[tuple[ObjectKind, str], Mapping[str, Any]]
+) -> str | None:
+    """Why a change is refused, naming the objects. after: all bodies, once the change is made. None: it is not."""
+    changed = tuple(changed)
+    return _odd_project(changed) or _shared_uuid(changed, after)
+
+
+def _odd_project(changed: Iterable[ChangedObject]) -> str | None:
+    """A quota or a flavor newly names a project that no request can have."""
+    for one in changed:
+        for project in sorted(_projects_of(one, one.after) - _projects_of(one, one.before)):
+            try:
+                msgspec.convert(project, Word)
+            except msgspec.ValidationError:
+                has = f"project {project!r} is no name: one has 1 to 64 letters, digits, - and _ only"
+                return f"{one.kind.value} {one.name!r}: {has}"
+    return None
+
+
+def _projects_of(one: ChangedObject, body: Mapping[str, Any] | None) -> set[str]:
+    if body is None:
+        return set()
+    if one.kind is ObjectKind.QUOTA:
+        return {one.name} - {DEFAULT_QUOTA}
+    return set(body.get("projects", ())) if one.kind is ObjectKind.FLAVOR else set()
+
+
+def _shared_uuid(
+    changed: Iterable[ChangedObject], after: Mapping[tuple[ObjectKind, str], Mapping[str, Any]]
+) -> str | None:
+    """Two aggregates would be one provider aggregate, with the members of both."""
+    names: dict[str, list[str]] = {}
+    for (kind, name), body in sorted(after.items()):
+        if kind is ObjectKind.AGGREGATE:
+            names.setdefault(body["uuid"].lower(), []).append(name)
+    for one in changed:
+        if one.kind is not ObjectKind.AGGREGATE or one.after is None:
+            continue
+        uuid = one.after["uuid"].lower()
+        if one.before is not None and one.before["uuid"].lower() == uuid:
+            continue
+        if others := [name for name in names[uuid] if name != one.name]:
+            return f"aggregate {one.name!r} and aggregate {others[0]!r} have one uuid, {uuid}: each has its own"
+    return None
