@@ -21,6 +21,7 @@ from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.cells import CellKeeper
 from scheduler_worker.domain.builds import is_search
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
@@ -136,7 +137,7 @@ class QueryHandler:
         return Refuse(answer.code, answer.reason) if isinstance(answer, Refusal) else Done(reply=answer)
 
     def services(self, query: ServicesQuery) -> ServicesPage:
-        """The compute services that have announced themselves, by cell and name."""
+        """The compute services that have announced themselves, or that their cells list as down, by cell and name."""
         table, now_s = self._selector.table, self._clock.monotonic()
         known = len(table)
         usable = table.enabled[:known] & (table.admin[:known] == 0)
@@ -144,30 +145,44 @@ class QueryHandler:
         managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
         enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
         in_book = np.bincount(table.service[self._selector.announced_in_book()] + 1, minlength=len(table.services) + 1)
-        found = sorted(enumerate(table.services), key=lambda item: (item[1].cell, item[1].name))
-        requested = [
-            (index, one)
-            for index, one in found
-            if query.cell in (None, one.cell) and query.up in (None, one.down is None) and not one.forgotten
-        ]
-        return ServicesPage(
-            services=tuple(
-                ServiceRecord(
-                    name=one.name,
-                    cell=one.cell,
-                    up=one.down is None,
-                    epoch=one.epoch,
-                    code="" if one.down is None else one.down.code,
-                    reason="" if one.down is None else one.down.reason,
-                    since=0.0 if one.down is None else one.down.since,
-                    last_seen_s=max(0.0, now_s - one.last_seen_s),
-                    hosts=int(managed[index + 1]),
-                    enabled=int(enabled[index + 1]),
-                    in_book=int(in_book[index + 1]),
-                )
-                for index, one in requested[: query.limit]
+        announced = [
+            ServiceRecord(
+                name=one.name,
+                cell=one.cell,
+                up=one.down is None,
+                epoch=one.epoch,
+                code="" if one.down is None else one.down.code,
+                reason="" if one.down is None else one.down.reason,
+                since=0.0 if one.down is None else one.down.since,
+                last_seen_s=max(0.0, now_s - one.last_seen_s),
+                hosts=int(managed[index + 1]),
+                enabled=int(enabled[index + 1]),
+                in_book=int(in_book[index + 1]),
             )
+            for index, one in enumerate(table.services)
+            if not one.forgotten
+        ]
+        found = sorted((*announced, *_dead_unannounced(table)), key=lambda one: (one.cell, one.name))
+        requested = [one for one in found if query.cell in (None, one.cell) and query.up in (None, one.up)]
+        return ServicesPage(services=tuple(requested[: query.limit]))
+
+
+def _dead_unannounced(table: HostTable) -> list[ServiceRecord]:
+    """Services that have been dead since before this scheduler's start."""
+    found = [(cell, table.down_of(cell, name)) for cell, name in table.dead_unannounced()]
+    return [
+        ServiceRecord(
+            name=down.service,
+            cell=cell,
+            up=False,
+            epoch=down.epoch,
+            code=down.code,
+            reason=down.reason,
+            since=down.since,
+            announced=False,
         )
+        for cell, down in found
+    ]
 
 
 def _named_by(message: Message) -> str | None:

@@ -90,6 +90,7 @@ def show_forgotten(one: ServiceForgotten) -> None:
 
 
 def _service_row(one: ServiceRecord) -> list[str | Text]:
+    seen = f"{one.last_seen_s:.0f} s ago" if one.announced else "not announced"
     state = Text("up", "green") if one.up else Text("down", "red")
     why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
-    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), f"{one.last_seen_s:.0f} s ago", why]
+    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, why]

@@ -146,6 +146,7 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     code, reason: why it is not up, as its cell's conductor reports it, and `since` when (seconds since the epoch).
     last_seen_s: seconds since its last announcement of hosts. hosts, enabled: how many hosts it manages, and how many
     of them take builds. in_book: how many of them its copy of the resource book has. epoch: of its present life.
+    announced: it has announced its hosts since this scheduler's start; otherwise it is only listed as down by its cell.
     """
 
     name: str
@@ -159,6 +160,7 @@ class ServiceRecord(Struct, frozen=True, kw_only=True):
     hosts: Count = 0
     enabled: Count = 0
     in_book: Count = 0
+    announced: bool = True
 
 
 class ServicesPage(Message, frozen=True, kw_only=True, tag="services.page.v1"):

@@ -256,6 +256,10 @@ class HostTable:
         down = {(cell, name) for cell, digest in self._digests.items() for name in digest.down}
         return sorted(down - self._service_index.keys())
 
+    def down_of(self, cell: str, service: str) -> ServiceDown:
+        """Why a service is down that its cell lists."""
+        return self._digests[cell].down[service]
+
     def service_of(self, cell: str, name: str) -> int:
         """The index of a compute service; NO_SERVICE: it has not announced itself here, or is forgotten."""
         index = self._service_index.get((cell, name), NO_SERVICE)

@@ -9,7 +9,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.fences import FenceState
-from bus.contracts.operations import AdminState
+from bus.contracts.operations import AdminState, ServicesPage, ServicesQuery
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
@@ -91,6 +91,9 @@ async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
     await world.eventually(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
+    page = await world.buses[API].request(ServicesQuery(up=False), ServicesPage, timeout_s=PATIENCE_S)
+    (listed,) = page.services
+    assert (listed.cell, listed.name, listed.up, listed.code, listed.announced) == ("c1", "s9", False, gone.code, False)
     number = (await decide(world, "rack1", AdminState.FENCED, force=False)).fence
     assert (await hosts_of(world))["rack1"].cell == "c1"
     await fence_sent(world, number)
