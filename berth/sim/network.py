@@ -35,12 +35,13 @@ class NetworkFaults:
 
     def __init__(self, rates: Rates, rng: random.Random) -> None:
         self.rates = rates
+        self.is_calm = False
         self.crash: Callable[[str], bool] = lambda _: False  # kills a process soon; False: this one may live
         self._rng = rng
 
     def calm(self) -> None:
         """No more faults."""
-        self.rates = Rates()
+        self.rates, self.is_calm = Rates(), True
 
     def strikes(self, rate: float) -> bool:
         """Whether it happens this time."""

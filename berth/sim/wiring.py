@@ -27,6 +27,8 @@ from bus.service.service import Service
 from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances
 from compute_sim.config import ComputeConfig, IronicConfig
+from compute_sim.driver import ChangeOrder, ChangeResult, Driver
+from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import ring_name
 from compute_sim.fleet import Fleet
 from compute_sim.ring import Ring
@@ -98,6 +100,20 @@ def scheduler(plan: Plan) -> SchedulerConfig:
         moves_across_cells=plan.moves_across_cells,
     )
     return replace(config, batch=plan.batch) if plan.batch else config
+
+
+class CalmedHypervisors(Hypervisors):
+    """A driver whose changes do not hang any more when faults have ended: a chain of them has no bound in time,
+    because the command is repeated less and less often (seeds 1795406056, 1795406988).
+    """
+
+    network_faults: NetworkFaults
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Change a machine."""
+        if self.network_faults.is_calm:
+            self._faults = replace(self._faults, change_hang_rate=0.0)
+        return await super().change(change)
 
 
 class ProcessContext(Struct, frozen=True):
@@ -220,7 +236,7 @@ class Wiring:
 
     def _compute(self, env: Environment, service: str, context: ProcessContext, fleet: Fleet) -> Service:
         world, config = self._world, self.config(service)
-        driver = None
+        driver: Driver
         cell = world.cell_of(service).name
         if config.driver == "ironic":
             assert world.ironic is not None
@@ -234,6 +250,9 @@ class Wiring:
                 transport=way,
                 ring=Ring(ring_name(config.ironic), service),
             )
+        else:
+            driver = CalmedHypervisors(fleet, config.faults, seed=config.seed, clock=env.clock, nested=config.nested)
+            driver.network_faults = world.network_faults
         return compute_sim.app.build(env, config, cell, service, fleet=fleet, driver=driver)
 
     def _ironic(self, env: Environment, context: ProcessContext) -> Service:
