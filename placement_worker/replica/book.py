@@ -129,6 +129,8 @@ class Book(Trees):
         is_other, self.history = history != self.history, history
         self.sequence = sequence
         self._settle_all(nothing_comes=is_other)
+        if is_other:
+            self.assumptions.doubt()
         self.moves.clear()
         self.shape_moves.clear()
 
@@ -159,7 +161,7 @@ class Book(Trees):
         The share on each provider is dropped when the feed has brought the provider to the given generation and so
         counts the amount as usage. A share on a provider that is not named is dropped now. sequence: the feed number of
         the claim's changes; a book that has reached it counts the amounts already. It is 0 in the answer to a repeated
-        claim.
+        claim. All shares are dropped now if another history has begun since the claim was assumed.
         """
         reached = [
             uuid

@@ -181,6 +181,19 @@ def test_claims_in_flight_outlive_a_snapshot() -> None:
     assert list(book.assumed_keys()) == ["open"]
 
 
+def test_the_answer_of_a_former_history_is_not_waited_for() -> None:
+    """Seed 1795406506: a claim was committed, the book set back to before it, and the late answer waited for."""
+    book = loaded(provider(0, generation=1, inventories={"VCPU": 8}))
+    book.assume("k", {uuid(0): {"VCPU": 2}})
+    book.load([provider(0, generation=1, inventories={"VCPU": 8})], 5, "restored")
+    assert free(book) == 6  # it may be claimed in this history yet
+    book.settle("k", {uuid(0): 2}, 11)
+    assert free(book) == 8
+    book.assume("k", {uuid(0): {"VCPU": 2}})  # claimed again, in this history
+    book.settle("k", {uuid(0): 2}, 6)
+    assert (free(book), list(book.assumed_keys())) == (6, ["k"])
+
+
 def test_a_removed_provider_takes_its_settled_claims_along() -> None:
     book = loaded(provider(0, generation=1, inventories={"VCPU": 8}))
     book.assume("k", {uuid(0): {"VCPU": 2}})
