@@ -42,13 +42,14 @@ from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import cells as cell_rules
 from scheduler_worker.domain import fences
-from scheduler_worker.domain.flavors import ZONE_KEY, FlavorInvalid, ParsedFlavor, parse
+from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.object_rules import broken_rule
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
     SERVICE_UP,
     UNKNOWN,
+    ZONE_CONFLICT,
     ChangeAuthor,
     ChangePlan,
     Key,
@@ -68,7 +69,7 @@ from scheduler_worker.domain.objects import (
 )
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import HostsView, Membership
+from scheduler_worker.domain.zones import zone_conflict, zones_after, zones_in, zones_named, zones_of_each
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.rows import clean
 
@@ -127,7 +128,10 @@ def check_objects(
             raise SettingsError(refused.code, refused.reason)
         if cells and (why := unknown_class((*seeded, *planned.changed))) is not None:
             raise SettingsError(UNKNOWN, why)
-        return configured(effective_config(settings, configuration_bodies(first, planned.changed)))
+        made = effective_config(settings, configuration_bodies(first, planned.changed))
+        if (why := zone_conflict({}, zones_named(made.aggregates))) is not None:
+            raise SettingsError(ZONE_CONFLICT, why)
+        return configured(made)
     except ValueError as error:
         raise SettingsError(getattr(error, "code", INVALID), str(error)) from error
 
@@ -258,6 +262,8 @@ class ObjectRegistry:
             made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)
             if isinstance(made, Refusal):
                 return made
+            if (why := self._zone_conflict(planned, made.config)) is not None:
+                return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
             harm = None if change.force else await self._harm(present, planned, made.config)
             if harm is not None:
                 return harm
@@ -509,6 +515,13 @@ class ObjectRegistry:
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         return None
 
+    def _zone_conflict(self, planned: ChangePlan, after: SchedulerConfig) -> str | None:
+        """Why a change that puts a host into a second zone is refused, also when it is forced."""
+        if not any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
+            return None
+        before, then = self._selector.all_hosts(), zones_after(self._selector, after)
+        return zone_conflict(zones_in(before), zones_in(then), self._selector.name_of)
+
     def _moved_zones(self, after: SchedulerConfig) -> str | None:
         view = self._selector.all_hosts()
         book = view.book
@@ -516,17 +529,8 @@ class ObjectRegistry:
         for name in book.resource_classes():
             used |= book.usage(name, view.rows) > 0
         names = [book.name_of(row) for row in view.rows.tolist()]
-        before = _zones_of_each(view, names, self._selector.config.default_availability_zone)
-        changed = HostsView(
-            book,
-            view.table,
-            Membership(after.aggregates, self._selector.members_named(after.aggregates)),
-            rows=view.rows,
-            index=view.index,
-            down=view.down,
-            metrics=view.metrics,
-        )
-        then = _zones_of_each(changed, names, after.default_availability_zone)
+        before = zones_of_each(view, names, self._selector.config.default_availability_zone)
+        then = zones_of_each(zones_after(self._selector, after), names, after.default_availability_zone)
         return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
 
 
@@ -537,13 +541,3 @@ def _some(count: int, what: str) -> str:
 
 def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:
     return [f"{one.kind.value} {one.name}" for one in changed[:limit]]
-
-
-def _zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
-    """All zones of each host: a request for any of them is built there."""
-    zones: dict[str, list[str]] = {name: [] for name in names}
-    for aggregate in view.membership.with_key(ZONE_KEY):
-        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
-            if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
-                zones[names[at]].append(zone)
-    return {name: found or [default_zone] for name, found in zones.items()}

@@ -51,6 +51,7 @@ UNKNOWN = "object.unknown"
 CONFLICT = "object.conflict"
 IN_USE = "object.in_use"
 SERVICE_UP = "host.service_up"
+ZONE_CONFLICT = "aggregate.zone_conflict"
 TOO_MANY = "object.too_many"
 
 # Objects of one kind. Every scheduler keeps all of them.

@@ -11,6 +11,7 @@ from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.build import BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, group_named
+from bus.contracts.placement import AggregateMembers, AggregateMembersSet
 from bus.faults import RequestRefused
 from tests.integration.scheduler.world import World
 
@@ -118,12 +119,34 @@ async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requeste
     (host,) = await world.add_hosts("c1", 1)
     book = world.replicas["s1"]
     second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
-    await change(world, zone(hosts=["c1-0"]))
-    await change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": ["c1-0"]}))
+    await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
+    joined = AggregateMembers(aggregate=WEST, joins=(host,))  # as Placement's API can, which knows no zones
+    await world.buses["api"].request(joined, AggregateMembersSet, timeout_s=60.0)
     await world.eventually(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
     assert (await end(world, availability_zone="west")) == ("", "c1-0")
     why = await refused(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
     assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
+
+
+async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
+    await world.scheduler("s1")
+    (host, _) = await world.add_hosts("c1", 2)
+    book = world.replicas["s1"]
+    await change(world, zone(hosts=["c1-0"]))
+    west = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
+    both = "'east' by aggregate 'east' and in 'west' by aggregate 'west': a host is in one availability zone"
+    for named in ("c1-0", host):
+        with pytest.raises(RequestRefused) as why:
+            body = {**west, "hosts": ["c1-1", named]}
+            await change(world, ObjectChange(kind=A, name="west", body=body), force=True)
+        assert (why.value.code, why.value.reason) == ("aggregate.zone_conflict", f"host c1-0 would be in zone {both}")
+    plain = {"uuid": WEST, "name": "west"}
+    await change(world, ObjectChange(kind=A, name="west", body={**plain, "hosts": ["c1-0"]}))
+    await world.eventually(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    for zoned in (west, {**west, "hosts": ["c1-0"]}):
+        assert (await refused(world, ObjectChange(kind=A, name="west", body=zoned))).code == "aggregate.zone_conflict"
+    east = {**west, "metadata": {"availability_zone": "east"}}
+    await change(world, ObjectChange(kind=A, name="west", body=east))
 
 
 async def test_members_that_are_set_otherwise_are_set_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

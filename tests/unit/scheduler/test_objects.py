@@ -188,6 +188,16 @@ def test_hosts_with_instances_that_change_zone_are_named() -> None:
         ({"aggregates": (Aggregate(uuid=RACK, name="a"), Aggregate(uuid=RACK, name="a"))}, "object.invalid", "twice"),
         ({"aggregates": (Aggregate(uuid=RACK, name="a"), Aggregate(uuid=RACK, name="b"))}, "object.invalid", "'b'"),
         ({"quotas": {"p a": {"VCPU": 1}}}, "object.invalid", "project 'p a' is no name"),
+        (
+            {
+                "aggregates": tuple(
+                    Aggregate(uuid=uuid, name=zone, metadata={"availability_zone": zone}, hosts=("h",))
+                    for zone, uuid in (("a", RACK), ("b", RACK.replace("1", "2")))
+                )
+            },
+            "aggregate.zone_conflict",
+            "host h would be in zone 'a' by aggregate 'a' and in 'b' by aggregate 'b'",
+        ),
         ({"groups": {"web": GroupDefinition(policy=GroupPolicy.AFFINITY)}}, "object.invalid", "PROJECT/NAME"),
         ({"enabled_filters": ("NoSuchFilter",)}, "plugin.invalid", "NoSuchFilter"),
     ],
