@@ -31,6 +31,7 @@ from bus.contracts.catalogue import (
     routing_key,
 )
 from bus.contracts.patterns import reason_of
+from bus.json_values import has_more_values
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN, delayed_it
 
@@ -260,7 +261,7 @@ class Codec:
         if size > most:
             return f"the body has {size} bytes, {most} are allowed"
         bound = self._most_values if self._is_theirs or not is_batch else 0
-        if bound and size > bound and most_values(body) > bound:
+        if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"
         return ""
 
@@ -440,11 +441,6 @@ def shown(text: str) -> str:
 
 def _is_within(text: str, most_bytes: int) -> bool:
     return len(text) * 4 <= most_bytes or len(text.encode()) <= most_bytes
-
-
-def most_values(body: bytes) -> int:
-    """An upper bound of the values in a text of JSON: its commas, and the beginnings of its lists and objects."""
-    return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 def _head(template: str) -> str:

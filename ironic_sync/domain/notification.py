@@ -16,7 +16,7 @@ from msgspec import Meta as Bound
 from bus.contracts.base import Uuid
 from bus.contracts.host_metrics import HostReading
 from bus.contracts.patterns import reason_of
-from bus.wire import most_values
+from bus.json_values import has_more_values
 from ironic_sync.domain.sensors import SENSOR_EVENT, parse_sensors
 
 MAX_BODY_BYTES: Final = 1024 * 1024  # the largest recorded one has 5 kB; driver_info and instance_info are free-form
@@ -146,7 +146,7 @@ def _parse_inner(text: str) -> Notification | Sensors | Rejected:
         inner = _inner.decode(text)
     except msgspec.ValidationError as error:  # sensor data has no versioned objects
         if (event := _sensor_event(text)) is not None:
-            if len(text) > MAX_SENSOR_VALUES and most_values(text.encode()) > MAX_SENSOR_VALUES:
+            if len(text) > MAX_SENSOR_VALUES and has_more_values(text.encode(), MAX_SENSOR_VALUES):
                 reason = f"sensor data of more than {MAX_SENSOR_VALUES} values"
                 return Rejected(code="notification.too_large", reason=reason)
             return Sensors(event=event, reading=parse_sensors(text))

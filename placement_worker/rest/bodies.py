@@ -16,7 +16,7 @@ from msgspec import UNSET, Struct, UnsetType
 from msgspec import Meta as Bound
 
 from bus.contracts.base import MAX_AMOUNT
-from bus.wire import most_values
+from bus.json_values import has_more_values
 from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
@@ -302,7 +302,7 @@ class Body(Generic[T]):
         """Return a body with values that only the fast parser rejects (1.0 for 1, a UUID without dashes), in 0.3 ms for
         each kilobyte. Raises HttpFault 400 with the text of python-jsonschema, or because there are too many values.
         """
-        if most_values(body) > MAX_EXPLAINED:
+        if has_more_values(body, MAX_EXPLAINED):
             raise HttpFault(400, f"JSON does not validate, and is not examined: more than {MAX_EXPLAINED} values")
         try:
             data = json.loads(body.decode(), parse_constant=_no_constant)  # given bytes, it would accept UTF-16, too

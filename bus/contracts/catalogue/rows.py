@@ -56,7 +56,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
     key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
     message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
-    bound (`most_values`); 0: not bounded.
+    bound (`has_more_values`); 0: not bounded.
     """
 
     name: str

@@ -19,6 +19,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, RETURN, project_of
 from bus.contracts.placement import NEWER_FIELDS, Inventory, InventoryUpdate, ProviderReport
+from bus.json_values import has_more_values
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
@@ -200,7 +201,24 @@ def test_the_largest_request_is_read() -> None:
     )
     (got,) = read(arrived(body, routing_key="build.request.p"))
     assert isinstance(got, wire.Read), got.reason
-    assert wire.most_values(body) * BY_TYPE[BuildRequest].max_batch < wire.MAX_CLIENT_VALUES
+    assert not has_more_values(body, wire.MAX_CLIENT_VALUES // BY_TYPE[BuildRequest].max_batch)
+
+
+def test_what_is_in_a_string_is_no_value() -> None:
+    """Four requests with tables as user data were refused as one message, and none of them was answered."""
+    key, several = "build.request.p", {"networks": [{"port": UUID}] * 16}
+    bodies = [
+        request(config_drive={"user_data": table}, **several)
+        for table in (",[{" * 21_845, '{"a\\\\":["b",\\"1]},\n' * 3_000, "\\" * 60_000 + '"')
+    ]
+    for body in bodies:
+        (got,) = read(arrived(body, routing_key=key))
+        assert isinstance(got, wire.Read), got.reason
+    packed = [wire.pack(msgspec.json.decode(body, type=BuildRequest), Meta(id="b")) for body in bodies]
+    got = read(Arrived(wire.batch(packed, "berth", key)))
+    assert len(got) == len(bodies) and all(isinstance(one, wire.Read) for one in got)
+    for text in (b'["\\\\",' + b"0," * 70_000, b'["\\"",' + b"[]," * 70_000, b'["a",' + b'"",' * 140_000):
+        assert has_more_values(text, wire.MAX_CLIENT_VALUES)
 
 
 # One message of 1,000 was read in 16 ms, and one of 10,000 in 154.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import as_seen
+from berth.web.api import WebApi, as_seen
 from berth.web.pages import lost_claims, state_of, troubles_of_hosts
-from bus.contracts.build import BuildRecord, BuildState, HostRecord, TimelineEntry
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildState, HostRecord, TimelineEntry
 from bus.contracts.placement import ClaimHolder
+from bus.faults import RequestRefused
 
 MINE, THEIRS = ("10000000-0000-4000-8000-000000000001", "20000000-0000-4000-8000-000000000002")
 LOST = TimelineEntry(
@@ -57,3 +61,29 @@ def test_hosts_that_are_not_announced_differ_from_those_that_are_down() -> None:
         ("Cell c1", "1 of 3 hosts are down: their compute services are silent"),
         ("Hosts not announced", "2 of 4: by no compute service since the scheduler's start"),
     ]
+
+
+class EarlierScheduler:
+    """A bus whose schedulers are of the version before `before_instance`."""
+
+    def __init__(self, code: str) -> None:
+        self.code = code
+        self.queries: list[BuildQuery] = []
+
+    async def request(self, query: BuildQuery, _reply: type[BuildPage], **_: Any) -> BuildPage:
+        self.queries.append(query)
+        if query.before_instance is not None:
+            raise RequestRefused("Object contains unknown field `before_instance`", code=self.code)
+        return BuildPage(builds=(BUILD,))
+
+
+async def test_a_scheduler_of_an_earlier_version_receives_the_query_that_it_knows() -> None:
+    """The second page of builds was refused with 422 until all schedulers were upgraded."""
+    query = BuildQuery(before=2.0, before_instance=MINE, limit=1)
+    earlier = EarlierScheduler("message.invalid")
+    page = await WebApi(earlier, None, random.Random(1)).builds(query)  # type: ignore[arg-type]
+    assert page.builds == (BUILD,) and earlier.queries == [query, BuildQuery(before=2.0, limit=1)]
+    busy = EarlierScheduler("database.unavailable")
+    with pytest.raises(RequestRefused):
+        await WebApi(busy, None, random.Random(1)).builds(query)  # type: ignore[arg-type]
+    assert busy.queries == [query]
