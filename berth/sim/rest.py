@@ -11,9 +11,11 @@ from berth.sim.ironic_sync_watch import disagreements, is_reported
 from berth.sim.load import Client
 from berth.sim.peer_watch import OVER_QUOTA, resources_of_flavor
 from berth.sim.peers import NONE_ALLOWED
+from berth.sim.plan import Action
 from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
+from bus.contracts.objects import ObjectKind
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import UnexplainedKind
@@ -24,6 +26,7 @@ from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker.domain.drains import UNDER_WAY
+from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
 
 STUCK_S = 3.0  # a confirmed row is deleted within 1 s
@@ -59,6 +62,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     found += list(world.move_watch.unsettled(lost))
     found += list(_requests_have_ends(world, lost))
     found += list(_drains_have_ended(world))
+    found += list(_fences_are_on_record(world))
     if world.ironic is not None:
         found += disagreements(world.ironic, world.book.providers, world.positions.positions)
     found += [f"no_upcall: {words}" for words in world.listener.upward]
@@ -103,6 +107,22 @@ def _drains_have_ended(world: World) -> Iterator[str]:
     for move in world.builds.drain_moves.values():
         if states.get(move.drain) is DrainState.ENDED and move.state in UNDER_WAY:
             yield f"drains_end: {move.drain} has ended, and {move.instance_uuid} is {move.state}"
+
+
+def _fences_are_on_record(world: World) -> Iterator[str]:
+    """A fence that its cell has acknowledged is on that cell's record.
+
+    Not judged where a database was set back: the schedulers publish all fences again only every five minutes.
+    """
+    if any(order.action is Action.RESTORE for order in world.plan.orders):
+        return
+    for (kind, host), stored in world.builds.objects.present.objects.items():
+        if kind is not ObjectKind.FENCE:
+            continue
+        fence = fence_of(stored)
+        table = None if fence.lifting or fence.acknowledged < fence.version else world.cells.get(fence.cell or "")
+        if table is not None and host not in table.fences:
+            yield f"fences_are_on_record: {fence.cell} has acknowledged that of {host}, and does not have it"
 
 
 def _others(world: World) -> Iterator[str]:

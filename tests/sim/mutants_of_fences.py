@@ -9,8 +9,10 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from bus.contracts.fences import CellFence, FenceState
 from cell_conductor.domain import events as e
 from cell_conductor.domain import fence_rules, rules, table
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
@@ -32,6 +34,20 @@ def losses_never_forgotten() -> AbstractContextManager[Any]:
         return None
 
     return patch.object(FenceKeeper, "_delete_losses", keep)
+
+
+def fence_acknowledged_and_not_recorded() -> AbstractContextManager[Any]:
+    """A cell acknowledges a fence, and does not have it on record."""
+    take = FenceKeeper.take
+
+    async def acknowledge(self: FenceKeeper, decisions: Sequence[CellFence], engine: Any) -> None:
+        await take(self, [one for one in decisions if one.lift], engine)
+        for one in decisions:
+            if not one.lift:
+                fence = Fence(host_uuid=one.host_uuid, host=one.host, version=one.version)
+                await self._announce(fence, FenceState.FENCED)
+
+    return patch.object(FenceKeeper, "take", acknowledge)
 
 
 def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:

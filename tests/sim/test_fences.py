@@ -33,6 +33,19 @@ def hosts_are_fenced(seed: int) -> Plan:
     return replace(plan, orders=(*builds, fence, *deletes), widenings=(Widening.FENCES,), load_s=50.0)
 
 
+def hosts_burn_while_fenced(seed: int) -> Plan:
+    """The same, and the fenced hosts do not come back."""
+    plan = hosts_are_fenced(seed)
+    service = next(order.service for order in plan.orders if order.action is Action.MOVE)
+    return replace(plan, orders=(*plan.orders, Order(at=25.0, action=Action.DIE, service=service)))
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_it_holds_when_fenced_hosts_have_burnt_down(seed: int) -> None:
+    held = run(hosts_burn_while_fenced(seed))
+    assert held.breach == "", held.detail
+
+
 @pytest.mark.parametrize("seed", [1, 4])
 def test_it_holds(seed: int) -> None:
     held = run(hosts_are_fenced(seed))

@@ -9,10 +9,11 @@ from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_fences import (
     choice_never_released,
     delete_on_a_fenced_host_keeps_its_claim,
+    fence_acknowledged_and_not_recorded,
     fence_never_lifted,
     losses_never_forgotten,
 )
-from tests.sim.test_fences import hosts_are_fenced
+from tests.sim.test_fences import hosts_are_fenced, hosts_burn_while_fenced
 
 
 @pytest.mark.parametrize(
@@ -27,3 +28,9 @@ from tests.sim.test_fences import hosts_are_fenced
 def test_a_defect_of_fences_is_found(seed: int, mutant: Mutant, breach: str) -> None:
     with mutant():
         assert run(hosts_are_fenced(seed)).breach == breach
+
+
+def test_an_acknowledged_fence_that_is_not_on_record_is_found() -> None:
+    """Where a host comes back soon, nothing else shows it; one that has burnt down stays fenced."""
+    with fence_acknowledged_and_not_recorded():
+        assert run(hosts_burn_while_fenced(1)).breach == "fences_are_on_record"
