@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import SystemClock
 from bus.contracts.cell import (
     MAX_RESERVED_AT_ONCE,
     MAX_RESERVED_MACHINES,
     ComputeHosts,
     HostReport,
     InstanceSpec,
+    ReserveMachines,
     Running,
     Selection,
 )
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.quarantine_reservations import misreserved, pages, reserved_on
 from cell_conductor.domain.report import NO_MARK, NO_RECORD, Unexplained, UnexplainedKind
+from cell_conductor.quarantine_reservations import QuarantineReservations
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
@@ -96,3 +100,27 @@ def test_item_16_the_machines_of_one_page_of_a_report_are_named_in_several_messa
     assert [host for page in named for host in page] == [*wrong, "full", "empty"]
     assert [len(page) for page in named] == [33, 33, 33, 1, 1, 1]
     assert pages({}) == []
+
+
+async def test_item_16_a_service_is_sent_them_in_several_messages_about_one_page_of_its_report() -> None:
+    sent: list[ReserveMachines] = []
+
+    class Published:
+        async def publish(self, order: ReserveMachines, *, cause: str) -> None:
+            sent.append(order)
+
+    uuids = [f"{A[:-5]}{n:05d}" for n in range(1_800)]
+    hosts = tuple(
+        HostReport(uuid=host, name=host, running=tuple(replace(OURS, instance_uuid=one) for one in uuids[at::3]))
+        for at, host in enumerate((HOST, OTHER, B))
+    )
+    found = [replace(QUARANTINED, host_uuid=hosts[at % 3].uuid, uuid=one) for at, one in enumerate(uuids)]
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    reservations = QuarantineReservations(store, Published())  # type: ignore[arg-type]
+    await reservations.reserve(ComputeHosts(service="s", cell="c", epoch=4, sequence=7, hosts=hosts), found)
+    assert [[(one.host_uuid, len(one.machines)) for one in order.hosts] for order in sent] == [
+        [(HOST, 600)],
+        [(OTHER, 600)],
+        [(B, 600)],
+    ]
+    assert {(order.service, order.epoch, order.sequence) for order in sent} == {("s", 4, 7)}

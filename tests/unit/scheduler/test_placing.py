@@ -24,7 +24,9 @@ from bus.contracts.placement import (
 from bus.faults import Fault
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
+from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     ClaimsContended,
@@ -502,3 +504,18 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     (placed,) = await cluster.place(request, surely_unclaimed=False)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
     assert held == [request.instance_uuid]
+
+
+async def test_item_16_the_claims_of_a_gang_are_submitted_within_the_bounds_of_one_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        placing, "within_bounds", lambda claims: tuple(structs.replace(one, user_id="bounded") for one in claims)
+    )
+    cluster = Cluster(Hosts([PLENTY] * 2), SchedulerConfig())
+    first, second = cluster.hosts.request(), cluster.hosts.request()
+    gang = Gang(uuid=first.instance_uuid, size=2, min_count=2)
+    cluster.port.unavailable = True
+    found = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
+    assert {type(one) for one in found} == {PlacementUnavailable}
+    assert [one.user_id for one in cluster.claims] == ["bounded"] * 2
