@@ -195,15 +195,20 @@ class MachineSearch:
         the host is fenced or the service forgotten: its machine may run there.
         """
         taken = {uuid: known[uuid] for uuid in decided if not why_not_adoptable(known.get(uuid))}
-        services = {one.here.service for one in taken.values() if one.host_uuid not in fenced} - set(self._forgotten())
-        searched = await self.find(taken, services, thorough=True)
+        gone, up = set(self._forgotten()), set(self._up() or ())
+        to_look = {
+            uuid: one for uuid, one in taken.items() if one.host_uuid not in fenced and one.here.service not in gone
+        }
+        searched = await self.find(taken, {one.here.service for one in to_look.values()}, thorough=True)
         found: dict[str, FoundMachine] = {}
         for uuid, record in decided.items():
             why = why_not_adoptable(known.get(uuid))
-            if not why and searched.missing:
-                silent = ", ".join(filter(None, searched.missing[:LOGGED_SERVICES]))
-                why = f"not all compute services that are up have answered: {silent}"
-            elif not why and taken[uuid].here.service in services and taken[uuid].host_uuid not in searched.hosts:
+            own = {to_look[uuid].here.service} if uuid in to_look else set()
+            silent = [name for name in searched.missing if not name or name in up | own]
+            if not why and silent:
+                named = ", ".join(filter(None, silent[:LOGGED_SERVICES]))
+                why = f"not all compute services that are up have answered: {named}"
+            elif not why and uuid in to_look and taken[uuid].host_uuid not in searched.hosts:
                 why = f"no compute service has looked at host {taken[uuid].here.host}, where its record has it"
             elif not why:
                 why = why_not_its_machine(taken[uuid], record.machine, searched.machines.get(uuid, ()))

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from bus.contracts.cell import FoundMachine
+from bus.contracts.cell import FoundMachine, Selection
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
@@ -101,3 +101,28 @@ async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance
     services = Services(s1=(), s2=(machine(),))
     found, reason = await decided(services, record=record)
     assert not found and reason and not services.queried
+
+
+OTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")
+
+
+async def both(services: Services, place: Selection, fenced: Collection[str] = ()) -> dict[str, FoundMachine]:
+    """The instances of two decisions that are adopted; the record of OTHER has this place."""
+    search = Conductor(services, ("s1", "s2")).search
+    await search._store.open()
+    decisions = {UUID: KEPT, OTHER: replace(KEPT, machine=replace(KEPT.machine, uuid=OTHER))}
+    record = replace(ACTIVE, uuid=OTHER, selections=(place,))
+    return await search.find_decided(decisions, {UUID: ACTIVE, OTHER: record}, fenced)
+
+
+async def test_a_dead_host_of_another_decision_delays_none() -> None:
+    """Until its service was forgotten, nothing in the cell was adopted."""
+    services = Services(s1=(), s2=(machine(), machine(instance_uuid=OTHER)), s9=())
+    services.silent = {"s9"}
+    assert set(await both(services, replace(selection(5), service="s9"))) == {UUID}
+
+
+async def test_a_fenced_host_need_not_be_looked_at_though_its_service_answers() -> None:
+    services = Services(s1=(), s2=(machine(), machine(instance_uuid=OTHER)))
+    services.hosts = (host(1), host(3))
+    assert set(await both(services, selection(5), fenced=(host(5),))) == {UUID, OTHER}
