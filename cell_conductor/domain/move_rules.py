@@ -127,9 +127,12 @@ def begin_offloaded(instance: Instance, event: MoveRequested, context: StepConte
 
 def _refuse_other_flavor(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
     """Hosts that were chosen for another flavor than the instance has here would claim that one's amounts for it. The
-    sender's record is behind (a database was set back); it takes the present flavor from the refusal.
+    sender's record is behind (a database was set back); it takes the present flavor from the refusal. For a stop, and
+    other changes on the instance's own host, no hosts were chosen.
     """
     expected = event.request.expected_flavor
+    if not event.request.selections and event.request.spec is None and event.request.to_cell is None:
+        return None
     assert instance.spec is not None
     if "" in (expected, instance.spec.flavor) or expected == instance.spec.flavor:
         return None

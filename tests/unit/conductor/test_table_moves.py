@@ -52,6 +52,13 @@ def test_hosts_chosen_for_another_flavor_than_the_instance_has_are_refused(kind:
     assert (made.instance.state, made.instance.spec) == (State.ACTIVE, SMALL)
 
 
+@pytest.mark.parametrize("kind", [MoveKind.STOP, MoveKind.SHELVE, MoveKind.RESCUE])
+def test_a_change_for_which_no_hosts_were_chosen_does_not_depend_on_the_flavor(kind: MoveKind) -> None:
+    made = Scenario(replace(active(), spec=SMALL))
+    made.apply(request(kind, expected_flavor="m1.old"))
+    assert (made.instance.state, made.terminals) == (State.CHANGING, [])
+
+
 def test_hosts_chosen_for_the_flavor_that_the_instance_has_are_claimed() -> None:
     made = Scenario(replace(active(), spec=SMALL))
     made.apply(request(MoveKind.LIVE_MIGRATE, 2, expected_flavor="m1.small"))
