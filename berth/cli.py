@@ -53,7 +53,7 @@ COMMANDS = {
     "asyncapi": ("asyncapi", "asyncapi"),
     "flavors": ("objects", "flavors"),
     "aggregates": ("members", "aggregates"),
-    "quotas": ("objects", "quotas"),
+    "quotas": ("quotas", "quotas"),
     "groups": ("members", "groups"),
     "rules": ("objects", "rules"),
     "cells": ("cells", "cells"),

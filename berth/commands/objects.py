@@ -1,4 +1,4 @@
-"""`berth flavors`, `quotas`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
+"""`berth flavors`, `rules`, `apply`, `objects`, `audit-log`: operators' objects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from berth.settings import Settings
 from bus.bus import Bus
 from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import (
-    DEFAULT_QUOTA,
     MAX_CHANGES,
     SCHEDULING,
     ChangedObject,
@@ -108,7 +107,7 @@ def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: b
 async def _list(settings: Settings, kind: ObjectKind, *, as_json: bool) -> None:
     """Print the records of a kind."""
     async with client(settings) as berth:
-        found = [stored async for stored in _stored(berth.bus, kind)]
+        found = [stored async for stored in stored_objects(berth.bus, kind)]
     if as_json:
         print_json(found)
         return
@@ -127,7 +126,6 @@ async def _show(settings: Settings, kind: ObjectKind, name: str, *, as_json: boo
 
 flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
 aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
-quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.")
 groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
 rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
 
@@ -161,24 +159,6 @@ def set_flavor(
     change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
-@quotas.command("set")
-def set_quota(
-    context: typer.Context,
-    project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
-    limits: Annotated[
-        list[str], typer.Argument(metavar="CLASS=AMOUNT...", help="Resource classes, or INSTANCES for their number.")
-    ],
-    why: Why = "",
-    by: By = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Set the whole quota of a project. It holds from the next claim on; allocations beyond it stay."""
-    body = {"limits": {key: _number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
-    changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
-    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
-
-
 @rules.command("set")
 def set_rules(
     context: typer.Context,
@@ -196,7 +176,7 @@ def set_rules(
     as_json: AsJson = False,
 ) -> None:
     """Replace the scheduling rules. Fields that are not given are as in the settings of each scheduler."""
-    numbers = {key: _number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
+    numbers = {key: number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
     given = {
         "multipliers": numbers or None,
         "enabled_filters": filters,
@@ -237,7 +217,7 @@ def objects(context: typer.Context, as_json: AsJson = False) -> None:
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            found = [stored async for stored in _stored(berth.bus)]
+            found = [stored async for stored in stored_objects(berth.bus)]
         if as_json:
             print_json(found)
             return
@@ -339,7 +319,7 @@ def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
 
 async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | None:
     """An object on record. None: there is none."""
-    return next(iter([stored async for stored in _stored(bus, kind, name)]), None)
+    return next(iter([stored async for stored in stored_objects(bus, kind, name)]), None)
 
 
 async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
@@ -350,7 +330,10 @@ async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     return found
 
 
-async def _stored(bus: Bus, kind: ObjectKind | None = None, name: str | None = None) -> AsyncIterator[StoredObject]:
+async def stored_objects(
+    bus: Bus, kind: ObjectKind | None = None, name: str | None = None
+) -> AsyncIterator[StoredObject]:
+    """The objects on record, in order of kind and name."""
     after: tuple[str, str] | None = None
     while True:
         query = ObjectsQuery(kind=kind, name=name, after=after)
@@ -420,7 +403,8 @@ def _from_file(kind: ObjectKind, name: str, body: dict[str, Any]) -> dict[str, A
     return body
 
 
-def _number(text: str, key: str, kind: type[int | float] = int) -> int | float:
+def number(text: str, key: str, kind: type[int | float] = int) -> int | float:
+    """The number of an option KEY=NUMBER. Raises typer.BadParameter."""
     try:
         return kind(text)
     except ValueError:

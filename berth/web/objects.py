@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from berth.quota_use import QuotaUse, project_usage, quota_uses
 from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
     ASK_TIMEOUT_S,
@@ -33,10 +34,9 @@ from berth.web.api import (
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.contracts.base import Label, Reason, Version, Word
-from bus.contracts.book import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import MAX_PROJECTS, GroupMembersPage, GroupMembersQuery
 from bus.contracts.groups import ServerGroup
 from bus.contracts.objects import (
-    DEFAULT_QUOTA,
     MAX_CHANGES,
     GroupDefinition,
     ObjectChange,
@@ -71,19 +71,6 @@ class ObjectList(Struct, frozen=True):
 
     revision: int
     objects: tuple[StoredObject, ...]
-
-
-class QuotaUse(Struct, frozen=True, kw_only=True):
-    """The quota and usage of a project: {class: amount}, INSTANCES: how many instances.
-
-    quota: the name of the quota that applies; "": none does. version: its revision (0: none).
-    """
-
-    project: str
-    quota: str
-    limits: dict[str, int]
-    used: dict[str, int]
-    version: int = 0
 
 
 class GroupView(Struct, frozen=True, kw_only=True):
@@ -160,27 +147,9 @@ class ObjectApi:
     async def quotas(self, projects: Sequence[str] = ()) -> list[QuotaUse]:
         """Quotas beside what is held: of these projects, or of all that have a quota or hold something."""
         _, stored = await self.stored(ObjectKind.QUOTA)
-        limits = {one.name: one for one in stored}
-        used = await self._usage(projects)
-        wanted = projects or sorted(limits.keys() - {DEFAULT_QUOTA} | used.keys())
-        rows = [_quota_use(project, limits, used.get(project, {})) for project in wanted]
-        if not projects and DEFAULT_QUOTA in limits and DEFAULT_QUOTA not in used:
-            rows.insert(0, _quota_use(DEFAULT_QUOTA, limits, {}))
-        return rows
-
-    async def _usage(self, projects: Sequence[str]) -> dict[str, dict[str, int]]:
         if len(projects) > MAX_PROJECTS:
             raise Problem(400, "request.invalid", f"at most {MAX_PROJECTS} projects")
-        found: dict[str, dict[str, int]] = {}
-        after: str | None = None
-        for _ in range(MAX_PAGES):
-            query = ProjectUsageQuery(projects=tuple(projects), after=after)
-            page = await self._bus.request(query, ProjectUsagePage, timeout_s=ASK_TIMEOUT_S)
-            found |= page.usage
-            if not page.more:
-                break
-            after = max(page.usage)
-        return found
+        return quota_uses(stored, await project_usage(self._bus, projects, timeout_s=ASK_TIMEOUT_S), projects)
 
 
 class WebObjects:
@@ -361,14 +330,3 @@ def zones_of(aggregates: Sequence[StoredObject]) -> list[Zone]:
         if zone := one.body.get("metadata", {}).get(ZONE):
             zones.setdefault(str(zone), []).append(one.name)
     return [Zone(name, tuple(names)) for name, names in sorted(zones.items())]
-
-
-def _quota_use(project: str, limits: dict[str, StoredObject], used: dict[str, int]) -> QuotaUse:
-    quota = limits.get(project) or limits.get(DEFAULT_QUOTA)
-    return QuotaUse(
-        project=project,
-        quota="" if quota is None else quota.name,
-        limits={} if quota is None else dict(quota.body.get("limits", {})),
-        used=used,
-        version=0 if quota is None else quota.version,
-    )

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import Route
 
+from berth.quota_use import QuotaUse
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
@@ -117,7 +118,7 @@ def _of_hosts() -> dict[str, _Operation]:
 
 
 def _of_objects() -> dict[str, _Operation]:
-    from berth.web.objects import SECTIONS, ChangeBody, GroupView, ObjectList, QuotaUse, Zone  # noqa: PLC0415
+    from berth.web.objects import SECTIONS, ChangeBody, GroupView, ObjectList, Zone  # noqa: PLC0415
 
     change = {"reason": Reason, "if_version": Version, "force": bool, "dry_run": bool}
     log = {"kind": ObjectKind, "name": Label, "before": Version, "before_object": str, "limit": int}

@@ -589,6 +589,14 @@ def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     both = berth("boot", "--flavor", "cli.tiny", "--count", "2", "--project", "cli-project", "--wait", "--json")
     assert (both.status, sorted(one["code"] for one in both.data)) == (NO, ["", "quota.exceeded"])
 
+    (use,) = [one for one in berth("quotas", "list", "--json").data if one["project"] == "cli-project"]
+    assert (use["quota"], use["limits"]) == ("cli-project", {"INSTANCES": 1, "VCPU": 4})
+    assert (use["used"]["INSTANCES"], use["used"]["VCPU"]) == (1, 1)
+    assert "INSTANCES 1 of 1, VCPU 1 of 4" in berth("quotas", "list").out
+    text = "[quotas.cli-project]\n# 1 used\nINSTANCES = 1\n# 1 used\nVCPU = 4\n"
+    assert berth("quotas", "show", "cli-project").out == text
+    assert berth("quotas", "show", "nobody").status == NO
+
     entries = berth("audit-log", "--name", "cli.tiny", "--json").data
     assert [(one["who"], one["why"]) for one in entries] == [("eve\nforged", "t")]
     table = berth("audit-log", "--name", "cli.tiny").out
