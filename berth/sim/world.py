@@ -68,6 +68,13 @@ class Incarnation(Struct):
     hosts: HostTable | None = None
     killed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
+    def cut(self) -> None:
+        """Its connections end, and brokers and databases notice."""
+        for transport in self.transports:
+            transport.kill()
+        for session in self.sessions:
+            session.cut()
+
 
 def _all_of(*looks: Callable[[], None]) -> Callable[[], None]:
     def look() -> None:
@@ -216,10 +223,7 @@ class World:
         self.event_log.record("kill", name)
         life.process.dead = True
         life.killed.set()
-        for transport in life.transports:
-            transport.kill()
-        for session in life.sessions:
-            session.cut()
+        life.cut()
 
     async def stop(self, name: str) -> None:
         """SIGTERM, and wait for its end."""
@@ -233,6 +237,7 @@ class World:
             killed.cancel()
             if self.lives.get(name) is life:
                 del self.lives[name]
+            life.cut()  # its connections end with it, closed or not (seed 1795407488)
 
     def _ended(self, name: str, life: Incarnation, task: asyncio.Task[None]) -> None:
         """A process that was not stopped has ended: a defect, unless what it needs to start was away for too long."""
