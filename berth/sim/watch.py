@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from berth.sim.loop import PROCESS, Process
+from berth.sim.plan import MAX_FAULT_S
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
@@ -18,6 +19,9 @@ from placement_worker.store.memory import MemoryBookTable
 
 # The message types that belong to the API bus alone.
 ABOVE = frozenset(tag_of(row.message) for row in MESSAGES if row.where is Where.API)
+
+# A command whose confirmation was lost with its broker is sent again when that is back.
+SENT_AGAIN_S = MAX_FAULT_S + 5.0
 
 
 class Breach(Exception):
@@ -90,7 +94,9 @@ def _is_freed(provider: Provider, before: Provider) -> bool:
 class MachineWatch:
     """Looks at the machines as they come to be, and at what conductors and hosts report of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = lambda: 0.0) -> None:
+        self._now = now
+        self._recorded: dict[tuple[str, str, int], float] = {}  # when a record first had this attempt as active
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
         # {instance: {cell: its newest record there that was active or lost}}. A second cell builds an instance that was
@@ -121,7 +127,9 @@ class MachineWatch:
         key, builder = (host, guest.instance_uuid, guest.attempt), PROCESS.get()
         former_fleet, former = self._builders.get(key, (fleet, None))
         self._builders[key] = (fleet, builder)
-        if former_fleet is fleet or former is None or (self._is_on_record(key) and not self.has_forgotten()):
+        is_new = self._now() - self._recorded.get(key, 0.0) <= SENT_AGAIN_S
+        is_known = self._is_on_record(key) and not is_new and not self.has_forgotten()
+        if former_fleet is fleet or former is None or is_known:
             return
         if former.dead or not fleet.has_name(former):
             self._untold.add(key)
@@ -137,7 +145,8 @@ class MachineWatch:
         A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
         connection, before any conductor has recorded what it built keeps that knowledge to itself: the same command,
         sent again, is a first one to the next, and a command to destroy it finds nothing there. An outbox sends a
-        command again after its record as well, when its database has lost the deletion of the row (seed 92123).
+        command again after its record as well, when its database has lost the deletion of the row (seed 92123), or its
+        broker the confirmation (seed 1795406924).
         """
         return (host, guest.instance_uuid, guest.attempt) in self._untold
 
@@ -171,8 +180,9 @@ class MachineWatch:
             if instance.state is not State.ACTIVE:
                 continue
             self._active.setdefault(uuid, {})[cell] = instance
-            built = (instance.host_uuid, uuid, instance.attempt) in self._built
-            if not built and (instance.host_uuid, uuid) not in self._deployed:
+            attempt = (instance.host_uuid or "", uuid, instance.attempt)
+            self._recorded.setdefault(attempt, self._now())
+            if attempt not in self._built and (instance.host_uuid, uuid) not in self._deployed:
                 raise Breach("active_was_built", f"{uuid} is active as attempt {instance.attempt}, never built there")
 
     def _lost(self, instance: Instance) -> None:

@@ -150,7 +150,7 @@ class World:
     def _watch(self) -> None:
         """Make what checks the invariants, and have every commit looked at."""
         plan = self.plan
-        self.machines = MachineWatch()
+        self.machines = MachineWatch(self.now)
         self.peer_watch = PeerWatch(plan, self.book, self.cells, self.now)
         self.gang_watch = GangWatch(self.book, self.taken_back)
         self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)

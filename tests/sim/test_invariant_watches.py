@@ -26,7 +26,7 @@ from berth.sim.plan import Action, Order
 from berth.sim.rest import _breaches, _inventories, _leftovers, _running, _stuck, _unfenced, facts_of
 from berth.sim.run import run
 from berth.sim.shrink import _without_metal
-from berth.sim.watch import Breach, MachineWatch
+from berth.sim.watch import SENT_AGAIN_S, Breach, MachineWatch
 from berth.sim.wiring import conductor
 from berth.sim.world import World
 from bus.bus import API
@@ -603,23 +603,28 @@ def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain
 
 
 @pytest.mark.parametrize(
-    ("first_died", "has_name", "was_active", "forgot", "attempts", "machines"),
+    ("first_died", "has_name", "active_s", "forgot", "attempts", "machines"),
     [
-        pytest.param(True, False, False, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
+        pytest.param(True, False, None, False, (1, 1), 1, id="the first one died unheard"),  # seed 35 at 937c756
+        pytest.param(False, False, None, False, (1, 1), 1, id="the first one lost the name unheard"),  # seed 60078
+        pytest.param(False, True, None, False, (1, 1), 2, id="two processes act under one name"),
         pytest.param(
-            False, False, False, False, (1, 1), 1, id="the first one lost the name unheard"
-        ),  # seed 60078 at f11870b
-        pytest.param(False, True, False, False, (1, 1), 2, id="two processes act under one name"),
-        pytest.param(True, False, True, False, (1, 1), 2, id="what a conductor has on record is built again"),
+            True, False, SENT_AGAIN_S + 0.1, False, (1, 1), 2, id="what a conductor has on record is built again"
+        ),
         # Seed 92123 at 3e863844: the cell's database forgot that the outbox had sent the command.
-        pytest.param(True, False, True, True, (1, 1), 1, id="a command is sent again after its record"),
-        pytest.param(True, False, False, False, (1, 2), 2, id="another attempt"),
+        pytest.param(True, False, SENT_AGAIN_S + 0.1, True, (1, 1), 1, id="a command is sent again after its record"),
+        # Seed 1795406924: the broker died before it had confirmed the command.
+        pytest.param(True, False, 8.5, False, (1, 1), 1, id="a command is sent again with its broker"),
+        pytest.param(True, False, None, False, (1, 2), 2, id="another attempt"),
     ],
 )
 def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
-    *, first_died: bool, has_name: bool, was_active: bool, forgot: bool, attempts: tuple[int, int], machines: int
+    *, first_died: bool, has_name: bool, active_s: float | None, forgot: bool, attempts: tuple[int, int], machines: int
 ) -> None:
-    """The command came again, to the next process of the name, on other machines: neither could know of the first."""
+    """The command came again, to the next process of the name, on other machines: neither could know of the first.
+
+    active_s: for how long its record has been active by then.
+    """
 
     async def main() -> None:
         world = World(replace(plan_of(1), metal=None), EventLog())
@@ -629,10 +634,11 @@ def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
         first, second = Process("twin"), Process("compute")
         guests = [Guest(INSTANCE, attempt, {host: {"VCPU": 1}}, deployment="d") for attempt in attempts]
         first.context.run(world.duplicates[service].put, host, guests[0])
-        if was_active:
+        if active_s is not None:
             chosen = Selection(host_uuid=host, host="h", service=service, allocations={})
             active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
             world.machines.instances("c1", {INSTANCE: active})
+            await asyncio.sleep(active_s)
         first.dead = first_died
         world.cells[world.cell_of(service).name].taken_back = int(forgot)
         if has_name:
