@@ -47,6 +47,7 @@ class Mover:
         self._process = Process("mover")
         self._rng = random.Random(f"berth.sim.mover {world.plan.seed}")
         self._buses: dict[str, Bus] = {}
+        self._to_enable: dict[str, dict[str, None]] = {}  # {service: its hosts that an operator has fenced}
 
     async def open(self) -> None:
         """Connect to every cell's bus."""
@@ -290,6 +291,7 @@ class Mover:
         if order.service in world.dead or name in world.expected_down or name not in world.lives:
             return
         world.expected_down.add(name)
+        world.hosts_off.add(order.service)
         world.kill(name)
         fleet, cell = world.fleets[order.service], world.cell_of(order.service).name
         hosts = [host.plan for host in fleet.hosts]
@@ -298,20 +300,26 @@ class Mover:
             if world.harm.ours(guest.instance_uuid):
                 fleet.put(host, replace(guest, runs=False))
         decided = {}
+        fenced = self._to_enable.setdefault(order.service, {})
         for dead in hosts:
             if (decision := await self._decide(dead.uuid, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
                 decided[dead.uuid] = decision.fence
+                fenced[dead.uuid] = None
         await asyncio.sleep(order.seconds)
         for uuid, fence in decided.items():
             await self._acknowledged(uuid, fence, order.service)
         if order.service in world.dead:
             world.move_watch.gone.update(decided)
             return
+        world.hosts_off.discard(order.service)
         world.expected_down.discard(name)
         if name not in world.lives:
             world.start(name)
         await asyncio.sleep(random.Random(f"berth.sim.enabled {order.uuid}").uniform(0.0, 5.0))
-        for host in decided:
+        for host in list(fenced):
+            if order.service in world.hosts_off:  # they have died again: who fences them enables them (seed 1795407741)
+                return
+            fenced.pop(host, None)
             await self._decide(host, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
 

@@ -114,7 +114,7 @@ class Operator:
 
     def _start(self, service: str) -> None:
         world, name = self._world, f"compute-{service}"
-        if service in world.dead:
+        if service in world.dead or service in world.hosts_off:
             return
         world.expected_down.discard(name)
         if name not in world.lives:

@@ -330,7 +330,8 @@ class OtherTenants:
         await self._world.stop(name)
 
     def _start(self, name: str) -> None:
-        if name.removeprefix("compute-") in self._world.dead:
+        service = name.removeprefix("compute-")
+        if service in self._world.dead or service in self._world.hosts_off:
             return
         self._world.expected_down.discard(name)
         if name not in self._world.lives:

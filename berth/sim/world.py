@@ -111,6 +111,7 @@ class World:
         self.network_faults.crash = self._crash
         self.connections: dict[tuple[str, str], None] = {}  # (process, bus): who ever connected to what
         self.expected_down: set[str] = set()
+        self.hosts_off: set[str] = set()  # services whose hosts an operator keeps off until their fence is acknowledged
         self.crashes: dict[str, int] = {}
         self.over = False
         self.outbox_since: dict[str, dict[int, float]] = {}  # by schema, when the judge first saw each row
