@@ -70,7 +70,7 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     http_host: str = "127.0.0.1"
     """The address that the HTTP port listens on. Loopback, because the port has no authentication."""
     http_port: Annotated[int, Bound(ge=0, le=65_535)] | None = None
-    """Not set: nothing is served. 0: any free port."""
+    """Not set: nothing is served. 0: any free port. `berth up` in one process serves none, whatever this is."""
 
 
 class TraceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -325,6 +325,9 @@ async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | N
 async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     """An object on record. Raises Stop when there is none."""
     found = await find_object(bus, kind, name)
+    if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
+        reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
+        raise Stop(EXIT_NO, "object.unknown", reason)
     if found is None:
         raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
     return found

@@ -664,6 +664,7 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("groups", "set", "web", "--policy", "affinity"), "PROJECT/NAME"),
         (("groups", "show", "a/b"), "there is no group 'a/b'"),
         (("rules", "set", "--filter", "NoSuchFilter"), "NoSuchFilter"),
+        (("rules", "show", "default"), "each scheduler goes by the section scheduler of its own settings"),
         (("cells", "set", "cell9", "disabled"), "there is no cell 'cell9'"),
         (("flavors", "show", "no-such"), "there is no flavor 'no-such'"),
         (("apply", "no-such.toml"), "no-such.toml"),
