@@ -6,7 +6,7 @@ machines and nodes; not from what the workers take for theirs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any
 
 from msgspec import Struct
@@ -56,6 +56,10 @@ class HarmWatch:
         # {node or host: {instance that it was taken from: when it was there again; None: not yet}}
         self._returned: dict[str, dict[str, float | None]] = {}
         self.given_up: Collection[tuple[str, str, int]] = ()  # machines that a move gave up (`MoveWatch`)
+        # {instance: attempts after which its build went on}: each was commanded to be destroyed, and a command
+        # outlives the record of it.
+        self._left: dict[str, set[int]] = {}
+        self.taken_back: Container[str] = ()  # instances of which a restored database has an old record
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
         self.restores = 0  # how often the book was set back
@@ -84,6 +88,10 @@ class HarmWatch:
             # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.state in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
+            if instance.move is None and instance.state in (*WANTED, State.RECLAIMING):
+                left = instance.attempt - (instance.state in WANTED)
+                tried = {one.attempt for one in instance.history if one.attempt <= left}
+                self._left.setdefault(uuid, set()).update(tried)
             lost = self._lost.setdefault(uuid, set())
             lost.update(one.attempt for one in instance.history if one.code in LOST)
             if instance.code in LOST:
@@ -105,6 +113,8 @@ class HarmWatch:
             return ""
         if attempt is not None and (host, uuid, attempt) in self.given_up:
             return ""
+        if uuid in self.taken_back and attempt in self._left.get(uuid, ()):
+            return ""  # seeds 1795410025, 1795410630
         active = self._was_active.get((host, uuid))
         if active is not None and attempt in (active, None) and active not in self._lost.get(uuid, ()):
             return f"{uuid} on {host} was active as attempt {active}; its end was not requested"

@@ -122,6 +122,7 @@ class World:
         self.foreign: dict[str, str] = {}  # machines of others that are to be there, and their hosts
         self.strange: dict[bytes, None] = {}  # bodies of other clients' messages
         self.taken_back: dict[str, None] = {}  # builds and consumers of which a restored database knows an old truth
+        self.harm.taken_back = self.taken_back
         self.cells_out = set(plan.late_cells)  # that no worker above cells knows
         self.metal_out = set(plan.late_metal)  # services that have no share
         self.seconds: dict[str, SecondFleet] = {}  # of services of other names, by the one whose hosts' uuids they have

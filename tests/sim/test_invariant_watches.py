@@ -538,6 +538,32 @@ def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bo
         harm.destroyed(HERE, guest)
 
 
+@pytest.mark.parametrize(
+    ("went_on", "set_back", "breaks"),
+    [
+        pytest.param(True, True, False, id="destroyed by the command of that day"),  # seeds 1795410025, 1795410630
+        pytest.param(True, False, True, id="no database was set back"),
+        pytest.param(False, True, True, id="its build never went on elsewhere"),
+    ],
+)
+def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
+    *, went_on: bool, set_back: bool, breaks: bool
+) -> None:
+    harm = HarmWatch(lambda: 0.0)
+    harm.requested[INSTANCE] = None
+    chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
+    building = Instance(uuid=INSTANCE, state=State.BUILDING, attempt=1, selections=(chosen, chosen))
+    late = AttemptRecord(attempt=1, host="h", outcome="timed_out", code="spawn.timeout")
+    if went_on:
+        harm.record({INSTANCE: replace(building, attempt=2, position=1, history=(late,))})
+    if set_back:
+        harm.taken_back = {INSTANCE}
+    harm.record({INSTANCE: building})
+    harm.record({INSTANCE: replace(building, state=State.ACTIVE)})
+    with pytest.raises(Breach, match="was active as attempt 1") if breaks else nullcontext():
+        harm.destroyed(HERE, Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d"))
+
+
 @pytest.mark.parametrize("runs", [None, 1])
 def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
     active, reclaiming = went_on("instance.lost")
