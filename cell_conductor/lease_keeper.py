@@ -41,6 +41,8 @@ DIGEST_S = STEP_S / 2  # between two digests when nothing has changed; conductor
 KEEP_S = 5.0  # a keeper that does not renew its lease is replaced after this
 KEEP_AGAIN_S = 2.0
 FAIL_OVER_AGAIN_S = 5.0  # builds that came to a service that is down all the same are looked for this often
+# For so long after the database may have forgotten commits: the results that they recorded come again first.
+AFTER_LOSS_S = 10.0
 PER_PAGE = 1000
 MAX_PAGES = 100
 PURGE_BATCH = 1000
@@ -89,6 +91,8 @@ class LeaseKeeper:
         self._recorded: Mapping[str, Lease] = {}
         self._published: Mapping[str, Lease] | None = None
         self._keep_at = self._digest_at = self._fail_over_at = self._purge_at = 0.0
+        self._losses = store.losses
+        self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
 
     def down(self) -> Mapping[str, Lease]:
@@ -171,8 +175,14 @@ class LeaseKeeper:
         metrics.DOWN.set(len(self._table.down))
 
     async def _fail_over(self, engine: Engine) -> None:
-        """Builds under way at services that are not awaited go elsewhere, if they can."""
+        """Builds under way at services that are not awaited go elsewhere, if they can. One whose result was announced
+        by a commit that a crash of the database took back does not: that result comes again first.
+        """
         lost, now_s = self._table.abandoned, self._clock.monotonic()
+        if self._store.losses != self._losses:
+            self._losses, self._results_by = self._store.losses, now_s + AFTER_LOSS_S
+        if now_s < self._results_by:
+            return
         if lost and (now_s >= self._fail_over_at or not self._failed_over.issuperset(lost)):
             found = await self._store.building_at(sorted(lost))
             at = self._clock.time()
