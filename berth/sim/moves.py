@@ -262,7 +262,7 @@ class Mover:
     async def _fence(self, order: Order) -> None:
         """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""
         world, name = self._world, f"compute-{order.service}"
-        if order.service in world.dead or name in world.expected_down or name not in world.lives:
+        if not self._can_be_off(order.service):
             return
         world.expected_down.add(name)
         world.kill(name)
@@ -285,10 +285,18 @@ class Mover:
             if name not in world.lives:
                 world.start(name)
 
+    def _can_be_off(self, service: str) -> bool:
+        """Whether an operator can know that a service's hosts are off: not those of two services of one name (seed
+        1795411530).
+        """
+        world, name = self._world, f"compute-{service}"
+        is_one = service not in world.dead and service not in world.duplicates
+        return is_one and name not in world.expected_down and name in world.lives
+
     async def _fence_by_decision(self, order: Order) -> None:
         """The hosts of a service die, an operator confirms it, and they come back later, off, and are enabled again."""
         world, name = self._world, f"compute-{order.service}"
-        if order.service in world.dead or name in world.expected_down or name not in world.lives:
+        if not self._can_be_off(order.service):
             return
         world.expected_down.add(name)
         world.hosts_off.add(order.service)
