@@ -91,7 +91,7 @@ class LeaseKeeper:
         self._recorded: Mapping[str, Lease] = {}
         self._published: Mapping[str, Lease] | None = None
         self._keep_at = self._digest_at = self._fail_over_at = self._purge_at = 0.0
-        self._losses = store.losses
+        self._losses = 0  # connections to the database that have ended by themselves
         self._results_by = 0.0  # until when results come again that the database has forgotten
         self._failed_over: frozenset[str] = frozenset()
 

@@ -377,11 +377,12 @@ def _half_released(instance: Instance, event: Released, context: StepContext) ->
     """The next step when that was not the last consumer, or not the one that was requested; None: nothing is held.
 
     The instance first: once it holds nothing, a late copy of the move's claim cannot move an allocation to the
-    migration.
+    migration. One that came late but before that has, whatever the copy was answered that its conductor received.
     """
     move = instance.move
     consumer = event.consumer or instance.uuid
-    if consumer == instance.uuid and move is not None and move.claimed and not move.instance_released:
+    may_hold = move is not None and (move.claimed or move.source is not None)
+    if consumer == instance.uuid and move is not None and may_hold and not move.instance_released:
         updated = replace(instance, move=replace(move, instance_released=True))
         return Step(replace(updated, deadline=event.at + context.claim_retry_s))
     expected = move.request_id if move is not None and move.instance_released else instance.uuid

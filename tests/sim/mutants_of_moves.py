@@ -10,9 +10,8 @@ from unittest.mock import patch
 from msgspec.structs import replace
 
 import compute_sim.drivers.hypervisor
-from bus.contracts.build import BuildState
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import ChangeKind, MoveState
+from bus.contracts.moves import ChangeKind
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import (
     change_rules,
@@ -167,16 +166,15 @@ def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
     return patch.object(rules, "_half_released", lambda instance, event, context: None)
 
 
-def delete_does_not_await_the_claim() -> AbstractContextManager[Any]:
-    """An instance that is deleted while placement is asked for a destination goes at once."""
+def migration_released_only_if_its_claim_was_answered() -> AbstractContextManager[Any]:
+    """A copy of a move's claim that was refused is taken for the fate of all copies."""
+    half_released = rules._half_released
 
-    def delete(instance: Any, event: Any, context: Any) -> Step:
-        left = move_steps.leave(instance, event.at, context)
-        announced = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
-        replied = move_events.answer(announced.instance, move_events.MoveEnd(MoveState.FAILED), event.at, context)
-        return Step(replied.instance, (*announced.commands, *replied.commands))
+    def release(instance: Any, event: Any, context: Any) -> Step | None:
+        move = instance.move
+        return half_released(instance, event, context) if move is None or move.claimed else None
 
-    return _rule(State.CLAIMING, e.DeleteRequested, delete)
+    return patch.object(rules, "_half_released", release)
 
 
 def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
@@ -347,7 +345,7 @@ def shelved_machine_taken_for_running() -> AbstractContextManager[Any]:
 FOUND_BY = {
     "source_never_commanded_to_stop": 7,
     "hand_over_leaves_it_running": 7,
-    "silent_destination_left_behind": 18,
+    "silent_destination_left_behind": 149,
     "undone_before_the_destination_is_gone": 7,
     "instance_released_for_its_migration": 7,
     "migration_never_released": 7,
@@ -387,7 +385,7 @@ MUTANTS_OF_MOVES: tuple[Mutant, ...] = (
 # No seed is on record that finds these; a test of the table does (tests/sim/test_mutants_of_moves.py).
 FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     migration_of_a_deleted_instance_forgotten,
-    delete_does_not_await_the_claim,
+    migration_released_only_if_its_claim_was_answered,
     delete_does_not_await_the_destination,
     machine_under_change_not_wanted,
     late_answers_accepted,

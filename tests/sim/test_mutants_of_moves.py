@@ -26,8 +26,8 @@ TESTS: dict[str, Callable[[], None]] = {
     "migration_of_a_deleted_instance_forgotten": partial(
         table.test_a_delete_in_every_state_destroys_both_and_releases_both, "resized"
     ),
-    "delete_does_not_await_the_claim": partial(
-        table.test_a_delete_in_every_state_destroys_both_and_releases_both, "claiming"
+    "migration_released_only_if_its_claim_was_answered": partial(
+        table.test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_succeeded, deleted_first=False
     ),
     "delete_does_not_await_the_destination": partial(
         table.test_a_delete_in_every_state_destroys_both_and_releases_both, "finishing"

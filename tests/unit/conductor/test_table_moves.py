@@ -33,6 +33,7 @@ from tests.unit.conductor.move_scenario import (
     changes,
     claimed,
     ended,
+    refused,
     request,
     to_resized,
 )
@@ -424,6 +425,21 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
     made.apply(e.Released(at=303.0, consumer=MOVE))
     assert (made.instance.state, made.instance.move) == (State.DELETED, None)
     assert len({m.request_id for m in made.commands if isinstance(m, MoveEvent) and m.terminal}) == len(made.terminals)
+
+
+@pytest.mark.parametrize("deleted_first", [True, False])
+def test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_succeeded(*, deleted_first: bool) -> None:
+    """Seed 1795411216: the claim was sent twice, the second copy was refused, the first came later and succeeded."""
+    made = begun(MoveKind.MIGRATE, 2)
+    events = [refused(), e.DeleteRequested(at=300.0)]
+    made.apply(*(reversed(events) if deleted_first else events))
+    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
+    for consumer in (UUID, MOVE):
+        question = question_of(made.instance)
+        assert isinstance(question, Release)
+        assert question.consumer == consumer
+        made.apply(e.Released(at=302.0, consumer=consumer))
+    assert made.instance.state is State.DELETED
 
 
 def test_a_move_of_what_is_not_there_is_refused() -> None:
