@@ -97,7 +97,7 @@ def _of_hosts() -> dict[str, _Operation]:
     return {
         "list_hosts": _Operation(tuple[HostRecord, ...], query=listed, errors=_READS),
         "show_host": _Operation(HostDetail, errors=(404, 409, *_READS)),
-        "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=_WRITES),
+        "decide_about_host": _Operation(HostAdminState, body=AdminStateRequest, errors=(409, *_WRITES)),
         "forget_host": _Operation(HostForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
         "list_services": _Operation(tuple[ServiceRecord, ...], query=listed, errors=_READS),
         "forget_service": _Operation(ServiceForgotten, body=ForgetRequest, errors=(409, *_WRITES)),
@@ -109,10 +109,10 @@ def _of_hosts() -> dict[str, _Operation]:
         "drain_target": _Operation(DrainProgress, 202, TargetBody, errors=(409, *_WRITES)),
         "list_drains": _Operation(tuple[DrainProgress, ...], query={"limit": int}, errors=_READS),
         "show_drain": _Operation(DrainProgress, errors=(404, *_READS)),
-        "stop_drain": _Operation(DrainProgress, errors=(404, *_WRITES)),
-        "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
-        "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
-        "undo_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, *_WRITES)),
+        "stop_drain": _Operation(DrainProgress, errors=(404, 409, *_WRITES)),
+        "pause_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
+        "resume_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
+        "undo_drain": _Operation(DrainProgress, body=DrainCommandBody, errors=(404, 409, *_WRITES)),
         "show_metal": _Operation(MetalView, errors=_READS),
     }
 
