@@ -2,8 +2,9 @@
 
     python -m benchmarks.viewer PAGES WEB_URL METRICS_URL ...
 
-A line `on` on standard input opens the pages (the answer is `on` when they are open), a line `off` closes them (the
-answer counts what was read so far: events, maps, scrapes). Each page Now follows its stream of events, each page Fleet
+A line `page scrape` on standard input opens the pages and scrapes, a line with one of these words does one of them (the
+answer is `on` when the pages are open); a line `off` ends both (the answer counts what was read so far: events, maps,
+scrapes). Each page Now follows its stream of events, each page Fleet
 reads the map every 5 s, each metrics URL is scraped every 5 s, one after the other over those 5 s. Time during which
 it does not look does not count, so that however short a turn is, each is read as often a second as by a browser.
 """
@@ -37,16 +38,15 @@ class Viewer:
         self._pause_s = EVERY_S / len(reads)
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def open(self) -> None:
-        """Open the pages and begin."""
-        self._tasks = []
-        for _ in range(self._pages):
+    async def open(self, *, page: bool, scrape: bool) -> None:
+        """Begin with the pages, with the scrapes, or with both. Each read keeps its time, whatever else is read."""
+        for _ in range(self._pages if page else 0):
             await self._get("pages", f"{self._web}/")
             await self._get("pages", f"{self._web}/fleet")
             opened = asyncio.Event()
             self._tasks.append(asyncio.create_task(self._follow(opened)))
             await opened.wait()
-        self._tasks.append(asyncio.create_task(self._repeat()))
+        self._tasks.append(asyncio.create_task(self._repeat({"maps": page, "scrapes": scrape})))
 
     async def close(self) -> None:
         """Look no longer. Raises what a reader has failed with."""
@@ -55,6 +55,7 @@ class Viewer:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+        self._tasks = []
 
     async def _follow(self, opened: asyncio.Event) -> None:
         async with self._session.stream("GET", f"{self._web}/now/events") as stream:
@@ -63,10 +64,12 @@ class Viewer:
             async for line in stream.aiter_lines():
                 self.read["events"] += line.startswith("event:")
 
-    async def _repeat(self) -> None:
+    async def _repeat(self, wanted: dict[str, bool]) -> None:
         while True:
             await asyncio.sleep(self._pause_s)
-            await self._get(*next(self._reads))
+            kind, url = next(self._reads)
+            if wanted[kind]:
+                await self._get(kind, url)
 
     async def _get(self, kind: str, url: str) -> None:
         (await self._session.get(url)).raise_for_status()
@@ -74,16 +77,16 @@ class Viewer:
 
 
 async def main(pages: int, web: str, metrics: list[str]) -> None:
-    """Look from each line `on` to the next line `off`, until standard input ends."""
+    """Look from each line with words to the next line `off`, until standard input ends."""
     async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as session:
         viewer = Viewer(session, web, metrics, pages)
         while line := (await asyncio.to_thread(sys.stdin.readline)).strip():
-            if line == "on":
-                await viewer.open()
-                print("on", flush=True)
-            else:
-                await viewer.close()
+            await viewer.close()
+            if line == "off":
                 print(" ".join(f"{count} {kind}" for kind, count in sorted(viewer.read.items())), flush=True)
+            else:
+                await viewer.open(page="page" in line, scrape="scrape" in line)
+                print("on", flush=True)
 
 
 if __name__ == "__main__":

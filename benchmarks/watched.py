@@ -1,13 +1,17 @@
 """Boots a second, CPU a boot and idle latency with page, metrics and traces, over those without, on one system.
 
     python -m benchmarks.watched [--pairs 24] [--minutes 9] [--boots 3000] [--idle 60] [--pages 1] [--hosts 2000]
+    python -m benchmarks.watched --on page --on scrape --on traces    # what each of the three costs alone
 
 RabbitMQ, PostgreSQL, a process for each worker, `berth web`, a collector and a viewer are started once. Then turns
 alternate, two to a pair, in a drawn order (of two pairs one has either order):
 
     off   the client samples no request; nothing is scraped, no page is open
-    on    the client samples --ratio of its requests; the viewer scrapes each worker every 5 s, has --pages pages Now
-          and as many pages Fleet open, each read at its own rate
+    on    traces: the client samples --ratio of its requests; scrape: the viewer scrapes each worker every 5 s; page:
+          it has --pages pages Now and as many pages Fleet open, each read at its own rate
+
+--on names what is on, all three by default, with "+" between several. Repeated, each of them has a turn in every round,
+and a pair with that round's turn off. The CPU of each role is printed beside.
 
 A turn: boots at once (boots a second; CPU a boot until the last is active), --rest seconds, boots one after the other
 (p50), and deletes of all of them, which are not measured.
@@ -54,13 +58,18 @@ from bus.contracts.build import BuildRecord, BuildRequest, BuildState
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig
 
+# The names of those of the three that are on in a turn.
+On = tuple[str, ...]
+
+ALL: On = ("page", "scrape", "traces")
+OFF: On = ()
 CELLS = ("cell1", "cell2", "cell3", "cell4")
 WARM_UP = 1
 SETTLE_S = 1.0  # after the deletes of a turn, before the next
 
 
 class Turn(Struct, frozen=True):
-    """One turn's figures: CPU in milliseconds a boot."""
+    """One turn's figures: CPU in milliseconds a boot. roles: until after the boots one by one, with the watchers'."""
 
     boots_per_s: float
     cpu_ms: float
@@ -68,6 +77,7 @@ class Turn(Struct, frozen=True):
     viewer_ms: float
     followed_ms: float
     idle_p50_ms: float
+    roles: dict[str, float] = {}
 
 
 class Pair(Struct, frozen=True):
@@ -99,14 +109,15 @@ class Watchers:
         self._viewer = viewer
         self.read = ""
 
-    async def look(self, *, on: bool) -> None:
-        """Open or close the pages, and scrape or do not."""
+    async def look(self, on: On) -> None:
+        """Open the pages and scrape, or those of both that are on. Of neither: close them."""
         assert self._viewer.stdin is not None
         assert self._viewer.stdout is not None
-        self._viewer.stdin.write(b"on\n" if on else b"off\n")
+        looks_at = [one for one in on if one != "traces"]
+        self._viewer.stdin.write(" ".join(looks_at or ["off"]).encode() + b"\n")
         if not (answer := await self._viewer.stdout.readline()):
             raise SystemExit("the viewer has ended")
-        self.read = self.read if on else answer.decode().strip()
+        self.read = self.read if looks_at else answer.decode().strip()
 
     def web_s(self) -> float:
         """CPU seconds of `berth web` so far."""
@@ -164,43 +175,42 @@ class Bench:
     def __init__(
         self, servers: RealServers, processes: WorkerProcesses, client: BuildClient, watching: Watchers, rest_s: float
     ) -> None:
-        workers = [one.process.pid for one in processes.workers.values()]
-        self._pids = [servers.broker.pid, servers.postgres.pid, *workers]
+        self._pids = {"broker": [servers.broker.pid], "database": [servers.postgres.pid]}
+        for one in processes.workers.values():
+            self._pids.setdefault(one.arguments[0], []).append(one.process.pid)
         self._client = client
         self._tracer = client.bus.tracer
         self._watching = watching
         self._rest_s = rest_s
         self._rng = random.Random(2)
 
-    async def turn(self, boots: int, idle: int, *, on: bool) -> Turn:
+    async def turn(self, boots: int, idle: int, on: On) -> Turn:
         """One turn, and everything deleted again."""
-        if on:
-            await self._watching.look(on=True)
-            self._client.bus.tracer = self._tracer
-        web_s, viewer_s, used_s = self._watching.web_s(), self._watching.viewer_s(), self._used_s()
+        await self._watching.look(on)
+        self._client.bus.tracer = self._tracer if "traces" in on else None
+        used = self._used_s()
         began = time.monotonic()
         uuids = await self._boot(boots)
         took_s = time.monotonic() - began
-        cpu_ms = (self._used_s() - used_s) * 1000
-        web_ms, viewer_ms = (self._watching.web_s() - web_s) * 1000, (self._watching.viewer_s() - viewer_s) * 1000
+        at_once = self._used_ms_since(used)
         await asyncio.sleep(self._rest_s)
         latencies = []
         for _ in range(idle):
             began = time.monotonic()
             uuids += await self._boot(1)
             latencies.append((time.monotonic() - began) * 1000)
-        followed_ms = (self._used_s() - used_s) * 1000
+        followed = self._used_ms_since(used)
         self._client.bus.tracer = None
-        if on:
-            await self._watching.look(on=False)
+        await self._watching.look(OFF)
         await self._delete(uuids)
         return Turn(
             boots_per_s=boots / took_s,
-            cpu_ms=cpu_ms / boots,
-            web_ms=web_ms / boots,
-            viewer_ms=viewer_ms / boots,
-            followed_ms=followed_ms / (boots + idle),
+            cpu_ms=_of_the_system(at_once) / boots,
+            web_ms=at_once["berth web"] / boots,
+            viewer_ms=at_once["viewer"] / boots,
+            followed_ms=_of_the_system(followed) / (boots + idle),
             idle_p50_ms=statistics.median(latencies),
+            roles={role: ms / (boots + idle) for role, ms in followed.items()},
         )
 
     async def _boot(self, boots: int) -> list[str]:
@@ -225,27 +235,39 @@ class Bench:
             self._client.unfollow(uuid)
         await asyncio.sleep(SETTLE_S)
 
-    def _used_s(self) -> float:
-        """CPU seconds so far of workers, broker, database and client."""
-        return time.process_time() + sum(map(probe.cpu_s, self._pids))
+    def _used_s(self) -> dict[str, float]:
+        """CPU seconds so far of client, broker, database and workers by role, and of both watchers."""
+        return {
+            "client": time.process_time(),
+            **{role: sum(map(probe.cpu_s, pids)) for role, pids in self._pids.items()},
+            "berth web": self._watching.web_s(),
+            "viewer": self._watching.viewer_s(),
+        }
+
+    def _used_ms_since(self, before: dict[str, float]) -> dict[str, float]:
+        return {role: (used - before[role]) * 1000 for role, used in self._used_s().items()}
 
 
-def orders(pairs: int, rng: random.Random) -> list[tuple[bool, bool]]:
-    """Which turn comes first in each pair: of two successive pairs, one has either order; which one is drawn."""
-    found: list[tuple[bool, bool]] = []
-    while len(found) < pairs:
-        first = rng.random() < 0.5
-        found += [(first, not first), (not first, first)]
-    return found[:pairs]
+def _of_the_system(used: dict[str, float]) -> float:
+    return sum(amount for role, amount in used.items() if role not in ("berth web", "viewer"))
 
 
-async def measure(options: argparse.Namespace, endpoint: str) -> tuple[list[Pair], str]:
-    """The pairs, and what the viewer has read."""
+def orders(rounds: int, conditions: Sequence[On], rng: random.Random) -> list[list[On]]:
+    """In which order each round's turns come: of two successive rounds one has the other's reversed; which is drawn."""
+    found: list[list[On]] = []
+    while len(found) < rounds:
+        first = rng.sample(conditions, len(conditions))
+        found += [first, first[::-1]]
+    return found[:rounds]
+
+
+async def measure(options: argparse.Namespace, endpoint: str) -> tuple[dict[On, list[Pair]], str]:
+    """The pairs of each that was on, and what the viewer has read."""
     sampling = TraceSettings(endpoint=endpoint, ratio=options.ratio, most_per_s=100_000.0)
     extra = {"BERTH_TRACES__ENDPOINT": endpoint, "BERTH_TRACES__RATIO": "0", "BERTH_TRACES__MOST_PER_S": "100000"}
     size = ComputeConfig(hosts=math.ceil(options.hosts / len(CELLS)), gpu_share=0.0, sizes=(BIG,))
     plan = SystemPlan(cells=CELLS, schedulers=1, placements=1, compute=size)
-    pairs: list[Pair] = []
+    pairs: dict[On, list[Pair]] = {on: [] for on in options.on or [ALL]}
     async with contextlib.AsyncExitStack() as stack:
         servers = stack.enter_context(servers_for(CELLS, None))
         processes, here = await stack.enter_async_context(running_processes(servers, plan, extra=extra))
@@ -258,11 +280,12 @@ async def measure(options: argparse.Namespace, endpoint: str) -> tuple[list[Pair
         bench = Bench(servers, processes, client, watching, options.rest)
         client.bus.tracer = None
         until = time.monotonic() + options.minutes * 60
-        for number, order in enumerate(orders(WARM_UP + options.pairs, random.Random(options.seed))):
-            turns = {on: await bench.turn(options.boots, options.idle, on=on) for on in order}
+        for number, order in enumerate(orders(WARM_UP + options.pairs, [OFF, *pairs], random.Random(options.seed))):
+            turns = {on: await bench.turn(options.boots, options.idle, on) for on in order}
             if number >= WARM_UP:
-                pairs.append(Pair(turns[False], turns[True]))
-                progress(line(pairs[-1]))
+                for on, found in pairs.items():
+                    found.append(Pair(turns[OFF], turns[on]))
+                    progress(f"{'+'.join(on)}: {line(found[-1])}")
             if time.monotonic() > until:
                 break
         return pairs, watching.read
@@ -285,6 +308,13 @@ def report(pairs: Sequence[Pair]) -> list[str]:
     for name, of in APART:
         off, on = (statistics.median(map(of, turns)) for turns in both(pairs))
         lines.append(f"| {name} | {off:.3f} | {on:.3f} | | |")
+    for role in pairs[0].off.roles:
+        differences = [pair.on.roles[role] - pair.off.roles[role] for pair in pairs]
+        off, on = (statistics.median(turn.roles[role] for turn in turns) for turns in both(pairs))
+        interval = median_interval(differences)
+        between = "" if interval is None else f"{interval[0]:+.3f} to {interval[1]:+.3f}"
+        more = statistics.median(differences)
+        lines.append(f"| {role}, ms a boot | {off:.3f} | {on:.3f} | {more:+.3f} | {between} |")
     return lines
 
 
@@ -293,10 +323,19 @@ def both(pairs: Sequence[Pair]) -> tuple[list[Turn], list[Turn]]:
     return [pair.off for pair in pairs], [pair.on for pair in pairs]
 
 
+def condition(text: str) -> On:
+    """The value of --on: names with "+" between them."""
+    names = text.split("+")
+    if not set(names) <= set(ALL):
+        raise argparse.ArgumentTypeError(f"{text}: there are {', '.join(ALL)}, with + between several")
+    return tuple(one for one in ALL if one in names)
+
+
 def parser() -> argparse.ArgumentParser:
     """The options. By default 24 pairs in at most ten minutes."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--pairs", type=positive, default=24)
+    found.add_argument("--on", type=condition, action="append", help="what is on, such as page+scrape (all three)")
     found.add_argument("--minutes", type=float, default=9.0, help="begin no pair after these (%(default)s)")
     found.add_argument("--boots", type=positive, default=3000, help="at once, in each turn (%(default)s)")
     found.add_argument("--idle", type=positive, default=60, help="one after the other, in each turn (%(default)s)")
@@ -320,7 +359,9 @@ def main() -> int:
             pairs, read = uvloop.run(measure(options, endpoint))
         finally:
             collector.terminate()
-    print("\n".join(report(pairs)))
+    for on, found in pairs.items():
+        print(f"on: {', '.join(on)}")
+        print("\n".join(report(found)))
     print(f"the viewer has read {read}; {time.monotonic() - began:.0f} s in all")
     return 0
 

@@ -14,7 +14,7 @@ from benchmarks.watched import Pair, Turn
 def turn(scale: float, web_ms: float = 0.0) -> Turn:
     return Turn(
         boots_per_s=1000 / scale, cpu_ms=1.5 * scale, web_ms=web_ms, viewer_ms=web_ms / 2, followed_ms=2 * scale,
-        idle_p50_ms=8 * scale,
+        idle_p50_ms=8 * scale, roles={"scheduler": 0.5 * scale},
     )  # fmt: skip
 
 
@@ -51,14 +51,23 @@ def test_a_ratio_is_that_of_a_pair_and_not_of_the_medians() -> None:
     assert rows["... with berth web"][:2] == ["3.00", "3.60"]
     assert rows["berth web alone, ms a boot"][:2] == ["0.000", "0.300"]
     assert rows["the viewer alone, ms a boot"][:2] == ["0.000", "0.150"]
+    assert rows["scheduler, ms a boot"][:3] == ["1.000", "1.100", "+0.100"]
 
 
-def test_of_two_successive_pairs_one_has_either_order_and_which_is_drawn() -> None:
-    orders = watched.orders(101, random.Random(1))
+def test_of_two_successive_rounds_one_has_either_order_and_which_is_drawn() -> None:
+    conditions = [watched.OFF, ("page",), ("scrape",), ("traces",)]
+    orders = watched.orders(101, conditions, random.Random(1))
     assert len(orders) == 101
-    successive = zip(orders[:100:2], orders[1::2], strict=True)
-    assert all({one, other} == {(True, False), (False, True)} for one, other in successive)
-    assert len(set(orders[::2])) == 2
+    assert all(one == other[::-1] for one, other in zip(orders[:100:2], orders[1::2], strict=True))
+    assert all(sorted(one) == sorted(conditions) for one in orders)
+    assert len(set(map(tuple, orders[::2]))) > 10
+
+
+def test_what_is_on_has_its_names() -> None:
+    options = watched.parser().parse_args(["--on", "traces+page", "--on", "scrape"])
+    assert options.on == [("page", "traces"), ("scrape",)]
+    with pytest.raises(SystemExit):
+        watched.parser().parse_args(["--on", "page+none"])
 
 
 def test_by_default_it_takes_ten_minutes_at_most_and_has_an_interval() -> None:
