@@ -99,6 +99,7 @@ class MachineWatch:
         self._recorded: dict[tuple[str, str, int], float] = {}  # when a record first had this attempt as active
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
+        self._destroyers: dict[tuple[str, str], Process | None] = {}  # and the process that did
         # {instance: {cell: its newest record there that was active or lost}}. A second cell builds an instance that was
         # lost in a first one when schedulers have lost its record and its request comes again.
         self._active: dict[str, dict[str, Instance]] = {}
@@ -116,8 +117,12 @@ class MachineWatch:
 
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be."""
-        fence = self._destroyed.get((host, guest.instance_uuid), 0)
-        if guest.attempt <= fence and not self.has_a_double(host):
+        key = (host, guest.instance_uuid)
+        if guest.attempt <= self._destroyed.get(key, 0) and not self.has_a_double(host):
+            # It was answered by the other process of the name, while this one stood still in the middle of the build.
+            if _share_a_name(self._destroyers.get(key), PROCESS.get()):
+                self._untold.add((*key, guest.attempt))
+                return
             raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, was destroyed")
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
@@ -159,6 +164,7 @@ class MachineWatch:
         if result.outcome is ComputeOutcome.DESTROYED:
             key = (result.host_uuid, result.instance_uuid)
             self._destroyed[key] = max(result.attempt, self._destroyed.get(key, 0))
+            self._destroyers[key] = PROCESS.get()
             built = (*key, result.attempt)
             _, builder = self._builders.get(built, (None, None))
             # Answered by the next process of the name, of machines that this attempt is not among.
@@ -197,6 +203,13 @@ def _lost_its_attempt(before: Instance, instance: Instance) -> bool:
     last = instance.history[-1] if instance.history else None
     is_new = last is not None and last.code == "instance.lost" and last not in before.history
     return is_new and last is not None and last.attempt == instance.attempt
+
+
+def _share_a_name(one: Process | None, other: Process | None) -> bool:
+    """Whether these are two processes of one service, as compute-s00 and twin-s00 are."""
+    if one is None or other is None or one.name == other.name:
+        return False
+    return one.name.partition("-")[2] == other.name.partition("-")[2]
 
 
 class WatchedFleet(Fleet):

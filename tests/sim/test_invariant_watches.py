@@ -73,20 +73,55 @@ def build(*hosts: str) -> CellBuild:
 
 
 @pytest.mark.parametrize(
-    ("message", "breaks"),
+    ("message", "sent_before", "breaks"),
     [
-        pytest.param(claim(1), True, id="a claim"),
-        pytest.param(claim(MAX_AMOUNT), False, id="a question whether something is held"),  # seed 1026
-        pytest.param(build(HERE), False, id="a build elsewhere"),
-        pytest.param(build(HERE, LEFT), True, id="a build with it as an alternate"),
+        pytest.param(claim(1), None, True, id="a claim"),
+        pytest.param(claim(MAX_AMOUNT), None, False, id="a question whether something is held"),  # seed 1026
+        pytest.param(build(HERE), None, False, id="a build elsewhere"),
+        pytest.param(build(HERE, LEFT), None, True, id="a build with it as an alternate"),
+        # Seed 1795412056: the schedulers' database was what it had been before the command was confirmed.
+        pytest.param(build(HERE, LEFT), build(HERE, LEFT), False, id="the same command, published once more"),
+        pytest.param(
+            build(HERE, LEFT), replace(build(HERE, LEFT), requested_at=1.0), True, id="another decision of one build"
+        ),
     ],
 )
-async def test_no_build_goes_to_a_host_that_has_left_for_good(message: Message, *, breaks: bool) -> None:
+async def test_no_build_goes_to_a_host_that_has_left_for_good(
+    message: Message, sent_before: Message | None, *, breaks: bool
+) -> None:
     world = World(replace(plan_of(1), metal=None), EventLog())
+    watch = MessageWatch(world)
+    if sent_before is not None:
+        watch.published(API, single(pack(sent_before, Meta(id="1")), "berth", "key"))
     world.left[LEFT] = "dead"
     world.probing = True
-    MessageWatch(world).published(API, single(pack(message, Meta(id="1")), "berth", "key"))
+    watch.published(API, single(pack(message, Meta(id="1")), "berth", "key"))
     assert world.breach.done() is breaks
+
+
+@pytest.mark.parametrize(
+    ("destroyer", "breaks"),
+    [
+        pytest.param("twin-s00", False, id="the other process of the name answered"),  # seed 1795412589
+        pytest.param("compute-s00", True, id="the process itself, or its next life"),
+        pytest.param("compute-s01", True, id="another service, which the host had belonged to"),
+    ],
+)
+def test_a_build_in_which_a_process_stood_still_may_end_after_its_name_has_destroyed_it(
+    destroyer: str, *, breaks: bool
+) -> None:
+    async def main() -> None:
+        watch = MachineWatch()
+        result = ComputeResult(
+            instance_uuid=INSTANCE, attempt=1, host_uuid=HERE, service="s00", outcome=ComputeOutcome.DESTROYED
+        )
+        Process(destroyer).context.run(watch.result, result)
+        guest = Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d")
+        with pytest.raises(Breach, match="was destroyed") if breaks else nullcontext():
+            Process("compute-s00").context.run(watch.put, HERE, guest)
+        assert watch.is_untold(HERE, guest) is not breaks
+
+    virtual.run(main, on_unseen=pytest.fail)
 
 
 @pytest.mark.parametrize(
