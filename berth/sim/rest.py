@@ -232,12 +232,13 @@ def _unfenced(world: World) -> set[str]:
 def _leftovers(world: World) -> Iterator[str]:
     """Half-built machines of a failed build are removed from their host too.
 
-    Not those that were removed and came back with an older disk: no driver lists what is half-built.
+    Not those that were removed and came back with an older disk, or that another process of the service's name
+    answered for: no driver lists what is half-built.
     """
     brought_back = world.move_watch.brought_back
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests() if service not in world.dead else ():
-            if (host, guest.instance_uuid, guest.attempt) in brought_back:
+            if (host, guest.instance_uuid, guest.attempt) in brought_back or world.machines.is_untold(host, guest):
                 continue
             if not guest.complete and guest.instance_uuid not in world.taken_back:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"

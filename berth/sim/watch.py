@@ -100,6 +100,7 @@ class MachineWatch:
         self._built: set[tuple[str, str, int]] = set()  # every machine there ever was: (host, instance, attempt)
         self._destroyed: dict[tuple[str, str], int] = {}  # the highest attempt that a host reported as gone for good
         self._destroyers: dict[tuple[str, str], Process | None] = {}  # and the process that did
+        self._begun: dict[tuple[str, str, int], Process | None] = {}  # who left it half-built
         # {instance: {cell: its newest record there that was active or lost}}. A second cell builds an instance that was
         # lost in a first one when schedulers have lost its record and its request comes again.
         self._active: dict[str, dict[str, Instance]] = {}
@@ -118,12 +119,15 @@ class MachineWatch:
     def put(self, host: str, guest: Guest) -> None:
         """A machine comes to be."""
         key = (host, guest.instance_uuid)
-        if guest.attempt <= self._destroyed.get(key, 0) and not self.has_a_double(host):
-            # It was answered by the other process of the name, while this one stood still in the middle of the build.
+        if guest.attempt <= self._destroyed.get(key, 0):
             if _share_a_name(self._destroyers.get(key), PROCESS.get()):
+                # The other process of the name has answered, while this one was in the middle of the build.
                 self._untold.add((*key, guest.attempt))
-                return
-            raise Breach("fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, was destroyed")
+            elif not self.has_a_double(host):
+                raise Breach(
+                    "fenced_for_good", f"{guest.instance_uuid} attempt {guest.attempt} on {host}, was destroyed"
+                )
+        self._begun[*key, guest.attempt] = None if guest.complete else PROCESS.get()
         if guest.complete:
             self._built.add((host, guest.instance_uuid, guest.attempt))
 
@@ -168,7 +172,8 @@ class MachineWatch:
             built = (*key, result.attempt)
             _, builder = self._builders.get(built, (None, None))
             # Answered by the next process of the name, of machines that this attempt is not among.
-            if builder is not None and builder.dead and not self._is_on_record(built):
+            is_unknown = builder is not None and builder.dead and not self._is_on_record(built)
+            if is_unknown or _share_a_name(self._begun.get(built), PROCESS.get()):
                 self._untold.add(built)
 
     def instances(self, cell: str, instances: Mapping[str, Instance]) -> None:

@@ -614,6 +614,29 @@ def test_what_a_restored_build_has_lost_does_not_run(runs: int | None) -> None:
         watch.instances("c1", {INSTANCE: replace(reclaiming, deadline=2.0)})
 
 
+@pytest.mark.parametrize(
+    ("other", "breaks"),
+    [
+        pytest.param("twin", False, id="another process of the name"),  # seed 1795412951
+        pytest.param("compute", True, id="the next life of the process"),
+    ],
+)
+def test_what_another_process_of_the_name_answered_for_may_stay_half_built(other: str, *, breaks: bool) -> None:
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        service = world.plan.services[0][1]
+        host = next(iter(world.fleets[service].hosts)).plan.uuid
+        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d", complete=False)
+        Process(f"compute-{service}").context.run(world.fleets[service].put, host, guest)
+        result = ComputeResult(
+            instance_uuid=INSTANCE, attempt=1, host_uuid=host, service=service, outcome=ComputeOutcome.DESTROYED
+        )
+        Process(f"{other}-{service}").context.run(world.machines.result, result)
+        assert any("half-built" in words for words in _leftovers(world)) is breaks
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
 @pytest.mark.parametrize(("loser", "breaks"), [("c1", False), ("c2", True)])
 def test_what_one_cell_has_lost_may_run_in_another(loser: str, *, breaks: bool) -> None:
     """Seed 1795360373: schedulers had forgotten a lost instance, and its request came again and led to another cell."""
