@@ -238,7 +238,8 @@ def _leftovers(world: World) -> Iterator[str]:
     brought_back = world.move_watch.brought_back
     for service, fleet in world.fleets.items():
         for host, guest in fleet.guests() if service not in world.dead else ():
-            if (host, guest.instance_uuid, guest.attempt) in brought_back or world.machines.is_untold(host, guest):
+            key = (host, guest.instance_uuid, guest.attempt)
+            if key in brought_back or world.machines.is_untold(*key):
                 continue
             if not guest.complete and guest.instance_uuid not in world.taken_back:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
@@ -362,6 +363,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             and world.harm.ours(one.instance_uuid)
             and not _is_old_copy(world, one)
             and not _is_left_in_doubt(world, one)
+            and not _is_untold_and_listed(world, one)
         ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
@@ -402,7 +404,7 @@ def _running(world: World) -> Iterator[RunningFact]:
         for host, guest in duplicate.guests():
             # A source that the second service stopped and handed over is destroyed by neither once that has gone.
             counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
-            if counts and not world.machines.is_untold(host, guest):
+            if counts and not world.machines.is_untold(host, guest.instance_uuid, guest.attempt):
                 yield RunningFact(guest.instance_uuid, guest.attempt, host)
     for table in world.cells.values():
         for uuid, instance in table.instances.items():
@@ -432,6 +434,12 @@ def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
         for table, record in found
         if record is not None
     )
+
+
+def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
+    """Whether the machine was built after another process of the name had answered for it, and is in quarantine."""
+    is_untold = world.machines.is_untold(one.host_uuid, one.instance_uuid, one.attempt)
+    return is_untold and any(_is_quarantined(table, one) for table in world.cells.values())
 
 
 def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:

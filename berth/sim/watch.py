@@ -148,7 +148,7 @@ class MachineWatch:
         records = self._active.get(instance, {}).values()
         return any((one.host_uuid, one.attempt) == (host, attempt) for one in records)
 
-    def is_untold(self, host: str, guest: Guest) -> bool:
+    def is_untold(self, host: str, instance: str, attempt: int) -> bool:
         """Whether an attempt ran in two fleets of one name, and no worker could know of both.
 
         A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
@@ -157,7 +157,7 @@ class MachineWatch:
         command again after its record as well, when its database has lost the deletion of the row (seed 92123), or its
         broker the confirmation (seed 1795406924).
         """
-        return (host, guest.instance_uuid, guest.attempt) in self._untold
+        return (host, instance, attempt) in self._untold
 
     def set_back(self, host: str) -> None:
         """A host is what it was at an earlier moment: what was destroyed since may run again."""

@@ -119,7 +119,7 @@ def test_a_build_in_which_a_process_stood_still_may_end_after_its_name_has_destr
         guest = Guest(INSTANCE, 1, {HERE: {"VCPU": 1}}, deployment="d")
         with pytest.raises(Breach, match="was destroyed") if breaks else nullcontext():
             Process("compute-s00").context.run(watch.put, HERE, guest)
-        assert watch.is_untold(HERE, guest) is not breaks
+        assert watch.is_untold(HERE, INSTANCE, 1) is not breaks
 
     virtual.run(main, on_unseen=pytest.fail)
 
@@ -812,6 +812,39 @@ def test_a_machine_that_a_build_in_doubt_has_left_for_an_alternate_may_run_besid
             machine = Unexplained(INSTANCE, 1, host.uuid, UnexplainedKind.QUARANTINED, UNSURE)
             kept = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
             table.unexplained[kept.place] = kept
+        counted = [one for one in facts_of(world, [], ()).running or () if one.instance_uuid == INSTANCE]
+        assert bool(counted) is breaks
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("answered_by", "quarantined", "breaks"),
+    [
+        pytest.param("twin", True, False, id="another process of the name answered"),  # seed 1795412986
+        pytest.param("twin", False, True, id="not listed"),
+        pytest.param("compute", True, True, id="the next life of the process"),
+    ],
+)
+def test_a_machine_built_after_another_process_of_the_name_answered_may_run_in_quarantine(
+    answered_by: str, *, quarantined: bool, breaks: bool
+) -> None:
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        world.harm.requested[INSTANCE] = None
+        cell, service = world.plan.services[0]
+        world.start_duplicate(service)
+        host = next(iter(world.fleets[service].hosts)).plan.uuid
+        result = ComputeResult(
+            instance_uuid=INSTANCE, attempt=1, host_uuid=host, service=service, outcome=ComputeOutcome.DESTROYED
+        )
+        Process(f"{answered_by}-{service}").context.run(world.machines.result, result)
+        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
+        Process(f"compute-{service}").context.run(world.fleets[service].put, host, guest)
+        if quarantined:
+            machine = Unexplained(INSTANCE, 1, host, UnexplainedKind.QUARANTINED, UNSURE)
+            kept = UnexplainedRecord(machine=machine, service=service, first_seen=1.0, last_seen=1.0)
+            world.cells[cell].unexplained[kept.place] = kept
         counted = [one for one in facts_of(world, [], ()).running or () if one.instance_uuid == INSTANCE]
         assert bool(counted) is breaks
 
