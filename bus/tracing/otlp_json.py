@@ -79,9 +79,11 @@ class _Exchange:
         self._url = urlsplit(url)
         self._headers = headers
         self._given_up = False
+        self._begun = False
 
     def post(self, body: bytes) -> int:
         """The status of the collector's answer."""
+        self._begun = True
         with ExitStack() as on_error:
             on_error.callback(self._close)
             status = self._status_of(body)
@@ -102,6 +104,10 @@ class _Exchange:
         return self._send(self.connection, body)
 
     def _send(self, connection: HTTPConnection, body: bytes) -> int:
+        if connection.sock is None:
+            connection.connect()
+        if self._given_up:  # before there was a connection that could be shut
+            raise ConnectionAbortedError
         connection.request("POST", self._url.path, body, dict(self._headers))
         answer = connection.getresponse()
         if len(answer.read(MAX_ANSWER)) == MAX_ANSWER or self._given_up:
@@ -115,7 +121,9 @@ class _Exchange:
     def give_up(self) -> None:
         """Called from another thread: the exchange ends as soon as its thread is on the connection."""
         self._given_up = True
-        if self.connection is not None and (connected := self.connection.sock) is not None:
+        if not self._begun:  # all threads were busy, and no other will close it
+            self._close()
+        elif self.connection is not None and (connected := self.connection.sock) is not None:
             with suppress(OSError):
                 connected.shutdown(socket.SHUT_RDWR)
 

@@ -7,6 +7,7 @@ import asyncio
 from aiormq.abc import ChannelFrame
 
 from bus.rabbitmq.delivery import GATHERED_SHARE, LINGER_S, Acks
+from tests.kit.virtual_time import on_virtual_time
 
 TURNS = 20  # of the loop: more than sending at once takes
 FRAME_SIZE = 21
@@ -36,6 +37,7 @@ def given(prefetch: int) -> tuple[Channel, Acks]:
     return channel, acks
 
 
+@on_virtual_time
 async def test_acknowledgements_gather_and_leave_as_one_frame() -> None:
     channel, acks = given(100)
     started = asyncio.get_running_loop().time()
@@ -50,6 +52,7 @@ async def test_acknowledgements_gather_and_leave_as_one_frame() -> None:
     await asyncio.wait_for(channel.write_queue.get(), 10)
 
 
+@on_virtual_time
 async def test_many_leave_at_once_so_that_deliveries_go_on() -> None:
     channel, acks = given(100)
     for tag in range(1, 100 // GATHERED_SHARE + 1):
@@ -58,12 +61,14 @@ async def test_many_leave_at_once_so_that_deliveries_go_on() -> None:
     assert [payload[18:20] for payload in sent] == [bytes([100 // GATHERED_SHARE, MULTIPLE])]
 
 
+@on_virtual_time
 async def test_where_one_at_a_time_is_delivered_none_waits() -> None:
     channel, acks = given(1)
     acks.ack(1)
     assert len(await channel.sent_at_once()) == 1
 
 
+@on_virtual_time
 async def test_what_is_given_back_takes_along_what_gathered() -> None:
     channel, acks = given(100)
     acks.ack(1)
@@ -72,6 +77,7 @@ async def test_what_is_given_back_takes_along_what_gathered() -> None:
     assert len(payload) == 2 * FRAME_SIZE
 
 
+@on_virtual_time
 async def test_a_connection_that_closes_sends_them_first() -> None:
     channel, acks = given(100)
     acks.ack(1)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import random
 from collections.abc import Sequence
+from http.client import HTTPConnection
 
 import pytest
 from google.protobuf import json_format
@@ -26,6 +27,12 @@ TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 LIMIT_S = 20.0
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 SAMPLED = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.fixture(autouse=True)
+def patient_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export fails by the time only where a test is about that."""
+    monkeypatch.setattr(otlp_json, "EXPORT_TIMEOUT_S", LIMIT_S)
 
 
 class KeptSpans:
@@ -256,25 +263,65 @@ async def test_a_collector_that_answers_for_ever_holds_neither_export_nor_thread
 ) -> None:
     """Each read gets a byte, so no time-out of the socket ever ends it."""
     monkeypatch.setattr(otlp_json, "EXPORT_TIMEOUT_S", 0.2)
-    gone = asyncio.Event()
+    dripping = Dripping()
+    server = await asyncio.start_server(dripping, "127.0.0.1", 0)
+    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
+    async with server:
+        while not dripping.answered:  # a machine that stands still lets the time pass before there is a connection
+            with pytest.raises(ExportFailed, match="TimeoutError"):
+                await exporter.export([])
+        await ended(dripping.gone)
 
-    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\nx: ")
-        with contextlib.suppress(ConnectionError):
+
+async def test_an_export_that_was_given_up_before_it_was_connected_ends() -> None:
+    """There was nothing to shut yet, and the thread read for ever."""
+    dripping = Dripping()
+    server = await asyncio.start_server(dripping, "127.0.0.1", 0)
+    exchange = otlp_json._Exchange(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/traces", {}, None)
+    exchange.give_up()
+    async with server:
+        with pytest.raises(ConnectionAbortedError):
+            async with asyncio.timeout(LIMIT_S):
+                await asyncio.to_thread(exchange.post, b"")
+        await ended(dripping.gone)
+
+
+async def test_an_export_that_was_given_up_before_it_began_closes_its_connection() -> None:
+    dripping = Dripping()
+    server = await asyncio.start_server(dripping, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{(port := server.sockets[0].getsockname()[1])}/v1/traces"
+    async with server:
+        idle = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+        await asyncio.to_thread(idle.connect)
+        otlp_json._Exchange(url, {}, idle).give_up()
+        assert idle.sock is None
+        await ended(dripping.gone)
+
+
+class Dripping:
+    """A collector that sends a byte of an answer now and then, for ever. gone: none of its connections is left."""
+
+    def __init__(self) -> None:
+        self.answered = self.open = 0
+        self.gone = asyncio.Event()
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open += 1
+        self.gone.clear()
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            self.answered += 1
+            writer.write(b"HTTP/1.1 200 OK\r\nx: ")
             while True:
                 writer.write(b"x")
                 await writer.drain()
                 await asyncio.sleep(0.01)
         writer.close()
-        gone.set()
-
-    server = await asyncio.start_server(drip, "127.0.0.1", 0)
-    exporter = OtlpJsonExporter(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", {})
-    async with server:
-        with pytest.raises(ExportFailed, match="TimeoutError"):
-            await exporter.export([])
-        await ended(gone)
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        self.open -= 1
+        if not self.open:
+            self.gone.set()
 
 
 async def test_the_spans_of_an_export_that_was_given_up_are_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

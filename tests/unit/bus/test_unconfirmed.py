@@ -13,6 +13,7 @@ from bus.contracts.build import BuildPage, BuildQuery
 from bus.faults import RequestTimeout, RequestUnconfirmed
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing
+from tests.kit.virtual_time import on_virtual_time
 
 
 class Mute(MemoryTransport):
@@ -23,6 +24,7 @@ class Mute(MemoryTransport):
 
 
 @pytest.mark.parametrize(("transport", "fault"), [(Mute, RequestUnconfirmed), (MemoryTransport, RequestTimeout)])
+@on_virtual_time
 async def test_a_request_without_a_confirm_is_distinguished_from_one_without_a_reply(
     transport: type[MemoryTransport], fault: type[RequestTimeout]
 ) -> None:

@@ -12,6 +12,7 @@ from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.engine import Engine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.conductor.scenario import TIMED_OUT, UUID, queried, run, spawned
 from tests.unit.conductor.test_set_back import Queried, Relay
 
@@ -33,6 +34,7 @@ async def after_crash(building: Instance, event: Event) -> Instance:
 
 
 @pytest.mark.parametrize(("late", "kept"), [(False, State.BUILDING), (True, State.ACTIVE)])
+@on_virtual_time
 async def test_the_answer_of_a_host_that_was_queried_in_vain_is_on_disk(late: bool, kept: State) -> None:
     """The message of a result comes again, and a build has time for that. One whose host was queried because it was
     late was given up before, and its machine, of which the client was informed, destroyed (seed 41019 of 2026-11-22).
