@@ -13,7 +13,7 @@ from berth.settings import Settings
 from berth.site import Site, process_name
 from berth.web.access import Access, read_tokens
 from berth.web.server import DEFAULT_PORT, WebServer
-from bus.service.main import STOP_SIGNALS
+from bus.service.main import STOP_SIGNALS, freeze_what_is_loaded
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from placement_worker.rest.keystone import Keystone
@@ -60,6 +60,7 @@ def web(
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         await open_in_time(server.open())
+        freeze_what_is_loaded()
         try:
             out.print(f"berth is at {server.url}", soft_wrap=True, markup=False)
             await server.serve_until(stop)

@@ -21,6 +21,9 @@ from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 
 # Hosts are read anew at most so often, however many pages show them.
 HOSTS_AGE_S = 2.0
+# ... and where they are only counted, not until a service's count has changed, or after so long: at 2,000 hosts the
+# answer is 0.4 MB and takes 6 ms of the scheduler, the services' counts next to nothing.
+COUNTED_AGE_S = 10.0
 WORKERS_AGE_S = 5.0
 MAX_SERVICES = 100_000
 # A host's page looks through so many of the newest changes of the book for those of its tree, and shows so many.
@@ -108,6 +111,8 @@ class FleetReader:
         self._cells = tuple(cells)
         self._hosts: tuple[HostRecord, ...] = ()
         self._hosts_at = float("-inf")
+        self._counts: dict[tuple[str, str], tuple[bool, int, int, int]] | None = None
+        self._counted_at = float("-inf")
         self._reading = asyncio.Lock()
         self._workers: tuple[WorkerRecord, ...] = ()
         self._workers_at = float("-inf")
@@ -116,9 +121,26 @@ class FleetReader:
         """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
         async with self._reading:
             if fresh or self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
-                page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=ASK_TIMEOUT_S)
-                self._hosts, self._hosts_at = page.hosts, self._clock.monotonic()
+                await self._read_hosts()
         return self._hosts
+
+    async def hosts_to_count(self) -> tuple[HostRecord, ...]:
+        """All hosts, for a page that shows how many of each cell are up or disabled: that is at most HOSTS_AGE_S old.
+        The rest of a record, how many are not announced, and what changed and changed back: at most COUNTED_AGE_S.
+        """
+        async with self._reading:
+            now = self._clock.monotonic()
+            if now - max(self._counted_at, self._hosts_at) > HOSTS_AGE_S:
+                services = await self.services(ServicesQuery(limit=MAX_SERVICES))
+                counts = {(one.cell, one.name): (one.up, one.hosts, one.enabled, one.in_book) for one in services}
+                if counts != self._counts or now - self._hosts_at > COUNTED_AGE_S:
+                    await self._read_hosts()
+                self._counts, self._counted_at = counts, self._clock.monotonic()
+        return self._hosts
+
+    async def _read_hosts(self) -> None:
+        page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=ASK_TIMEOUT_S)
+        self._hosts, self._hosts_at = page.hosts, self._clock.monotonic()
 
     async def host(self, ident: str, *, fresh: bool = False) -> HostRecord:
         """One host by uuid, or by a name that one host has. Raises Problem 404 or 409."""

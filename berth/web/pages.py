@@ -169,7 +169,7 @@ class Pages:
         troubles: list[Trouble] = []
         hosts: tuple[HostRecord, ...] = ()
         try:
-            hosts = await self._fleet.hosts()
+            hosts = await self._fleet.hosts_to_count()
         except (Fault, BusError) as fault:
             troubles.append(Trouble("No scheduler answers", f"{fault.code}: {fault}"))
         cells, of_hosts = troubles_of_hosts(hosts)

@@ -17,8 +17,9 @@ from bus.service.environment import Environment
 
 log = structlog.get_logger("web")
 
-# Depths are read anew at most so often, however many pages show them; a broker that does not answer holds up no page.
-AGE_S = 3.0
+# Depths are read anew at most so often, however many pages show them: it is a request a queue, 40 with four cells. A
+# broker that does not answer holds up no page.
+AGE_S = 5.0
 READ_TIMEOUT_S = 5.0
 
 

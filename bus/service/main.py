@@ -102,10 +102,14 @@ async def live(
 
 
 async def _freeze_when_ready(service: Service) -> None:
-    """Freeze the objects that were loaded before readiness: they live as long as the process, so the collector need not
-    traverse them.
-    """
     await service.ready.wait()
+    freeze_what_is_loaded()
+
+
+def freeze_what_is_loaded() -> None:
+    """Freeze the objects that were loaded before readiness: they live as long as the process, so the collector need not
+    traverse them. Call it once a server process is ready.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLD)

@@ -1,0 +1,110 @@
+"""How often the pages request what about the fleet. A list of hosts costs the scheduler some 3 microseconds a host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from berth.web.fleet import COUNTED_AGE_S, FleetReader
+from bus.clock import SystemClock
+from bus.contracts.base import Message
+from bus.contracts.build import HostRecord, HostsPage, HostsQuery
+from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
+from bus.faults import RequestTimeout
+
+UUID = "10000000-0000-4000-8000-000000000001"
+
+
+class MovedClock(SystemClock):
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Scheduler:
+    """A bus that answers, and counts the requests."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[str] = Counter()
+        self.up = True
+        self.failing: type[Message] | None = None
+
+    async def request(self, query: Message, _reply: type[Any], **_: Any) -> Message:
+        self.requests[type(query).__name__] += 1
+        if type(query) is self.failing:
+            raise RequestTimeout("no answer")
+        if isinstance(query, HostsQuery):
+            return HostsPage(hosts=(HostRecord(uuid=UUID, name="h", cell="c", service="s", up=self.up),))
+        assert isinstance(query, ServicesQuery)
+        last_seen_s = float(self.requests.total())  # of each answer another
+        return ServicesPage(
+            services=(ServiceRecord(name="s", cell="c", up=self.up, hosts=1, enabled=1, last_seen_s=last_seen_s),)
+        )
+
+
+@pytest.fixture
+def scheduler() -> Scheduler:
+    return Scheduler()
+
+
+@pytest.fixture
+def clock() -> MovedClock:
+    return MovedClock()
+
+
+@pytest.fixture
+def fleet(scheduler: Scheduler, clock: MovedClock) -> FleetReader:
+    return FleetReader(scheduler, clock, ("c",))  # type: ignore[arg-type]
+
+
+async def test_a_page_that_counts_hosts_reads_them_when_a_count_has_changed(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    """As the page Now does: each second, here for 65 s."""
+    for _ in range(65):
+        assert [host.up for host in await fleet.hosts_to_count()] == [True]
+        clock.now += 1.0
+    assert scheduler.requests == {"ServicesQuery": 22, "HostsQuery": 6}
+    scheduler.requests.clear()
+    scheduler.up = False
+    shown = []
+    for _ in range(3):
+        clock.now += 1.0
+        shown.append((await fleet.hosts_to_count())[0].up)
+    assert shown[-1] is False, "a service that is down is not shown in time"
+    assert scheduler.requests["HostsQuery"] == 1
+
+
+async def test_hosts_that_another_page_has_just_read_are_counted_without_a_request(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    await fleet.hosts()
+    clock.now += 1.0
+    await fleet.hosts_to_count()
+    assert scheduler.requests == {"HostsQuery": 1}
+
+
+@pytest.mark.parametrize("failing", [HostsQuery, ServicesQuery])
+async def test_a_change_is_not_forgotten_when_no_scheduler_answers(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock, failing: type[Message]
+) -> None:
+    await fleet.hosts_to_count()
+    scheduler.up, scheduler.failing = False, failing
+    clock.now += 3.0
+    with pytest.raises(RequestTimeout):
+        await fleet.hosts_to_count()
+    scheduler.failing = None
+    assert [host.up for host in await fleet.hosts_to_count()] == [False]
+
+
+async def test_what_no_count_of_a_service_shows_is_read_now_and_then(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    await fleet.hosts_to_count()
+    clock.now += COUNTED_AGE_S + 1.0
+    await fleet.hosts_to_count()
+    assert scheduler.requests["HostsQuery"] == 2
