@@ -17,8 +17,9 @@ from placement_worker.replica.follower import Follower, FollowerLimits, Snapshot
 from tests.integration.replica.source import ManualClock, Source, until
 from tests.unit.replica.books import provider, used
 
-LIMITS = FollowerLimits(page=4, buffered=50)
 HANG_S = 60.0
+# Requests have the real time: a machine that stood still would make a second one of each.
+LIMITS = FollowerLimits(page=4, buffered=50, request_timeout_s=HANG_S)
 
 
 class Stage:
@@ -282,7 +283,7 @@ async def test_a_snapshot_without_end_stops_the_process() -> None:
     stage = Stage()
     for _ in range(100):
         stage.source.write()
-    async with playing(stage, FollowerLimits(page=1, pages=3)) as follower:
+    async with playing(stage, FollowerLimits(page=1, pages=3, request_timeout_s=HANG_S)) as follower:
         with pytest.raises(SnapshotEndless):
             async with asyncio.timeout(HANG_S):
                 await follower.run()
