@@ -27,6 +27,8 @@ MAX_BODY = 1024 * 1024
 MAX_LIMIT = 1000
 MAX_RECORDED = 10_000  # changing requests kept for tests to look at
 STOP_GRACE_S = 2
+# httpx keeps an idle connection for 5 s. A server that closes it at that age, uvicorn's own, fails the next request.
+KEEP_ALIVE_S = 75
 VERSIONS = {
     "X-OpenStack-Ironic-API-Minimum-Version": "1.1",
     "X-OpenStack-Ironic-API-Maximum-Version": "1.115",
@@ -84,6 +86,7 @@ class IronicStandIn:
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=STOP_GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = _Server(config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))

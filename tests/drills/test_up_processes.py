@@ -109,7 +109,9 @@ def test_everything_as_processes(directory: Path, env: dict[str, str]) -> None:
             assert state.get("up") is True, log.read_text()
             assert state["numbers"]["schedulers"] == 1 and len(state["workers"]) == 2 + 2 * 3 + 1
             token = Path(state["placement_token"]).read_text().strip()
-            served = httpx.get(f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token})
+            served = httpx.get(
+                f"{state['placement_api']}/resource_providers", headers={"x-auth-token": token}, timeout=PATIENCE_S
+            )
             assert served.status_code == 200 and served.json()["resource_providers"]
             assert len(json.loads(berth(env, "hosts", "--json").stdout)) == 2 * 10 + 6, log.read_text()
             # More metal than there is: some fail with a reason; nothing is lost.

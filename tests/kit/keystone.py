@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 PATIENCE_S = 60.0
+KEEP_ALIVE_S = 75  # a client that stood still finds its connection open
 
 
 class KeystoneStandIn:
@@ -84,7 +85,8 @@ async def keystone_stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
     """One that listens on loopback, and its address."""
     keystone = KeystoneStandIn()
     listening = socket.create_server(("127.0.0.1", 0))
-    server = _Server(uvicorn.Config(keystone.app, log_config=None, lifespan="off", loop="none"))
+    config = uvicorn.Config(keystone.app, log_config=None, lifespan="off", loop="none", timeout_keep_alive=KEEP_ALIVE_S)
+    server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         async with asyncio.timeout(PATIENCE_S):

@@ -472,9 +472,9 @@ def test_up_serves_placements_api_and_prints_its_address_and_token(berth: Berth)
     )
     assert found is not None, berth.output
     url, token = f"{found[1]}/resource_providers?name=cell1-c1-00001", Path(found[2]).read_text().strip()
-    (host,) = httpx.get(url, headers={"x-auth-token": token}).json()["resource_providers"]
+    (host,) = httpx.get(url, headers={"x-auth-token": token}, timeout=TIMEOUT_S).json()["resource_providers"]
     assert host["name"] == "cell1-c1-00001"
-    assert [httpx.get(url, headers={"x-auth-token": other}).status_code for other in ("admin", "")] == [401, 401]
+    assert [status_of(url, {"x-auth-token": other}) for other in ("admin", "")] == [401, 401]
 
 
 def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(berth: Berth) -> None:
@@ -491,10 +491,10 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(b
             while not ready(f"{url}/readyz"):
                 assert worker.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.05)
-            listed = httpx.get(f"{url}/resource_providers", headers={"x-auth-token": "admin"})
+            listed = httpx.get(f"{url}/resource_providers", headers={"x-auth-token": "admin"}, timeout=TIMEOUT_S)
             assert listed.status_code == 200 and listed.json()["resource_providers"]
-            assert httpx.get(f"{url}/resource_providers").status_code == 401
-            assert "berth_placement" in httpx.get(f"{url}/metrics").text
+            assert status_of(f"{url}/resource_providers") == 401
+            assert "berth_placement" in httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
         finally:
             worker.send_signal(signal.SIGTERM)
             status = worker.wait(STOP_TIMEOUT_S)
@@ -511,7 +511,7 @@ async def test_a_placement_worker_process_of_up_answers_for_its_health_only(bert
     try:
         worker = processes.start("placement2", "placement")
         await processes.ready()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.port}", timeout=TIMEOUT_S) as client:
             answer = await client.get("/resource_providers", headers={"x-auth-token": "admin"})
         assert (answer.status_code, "there are /healthz" in answer.text) == (404, True)
     finally:
@@ -520,8 +520,12 @@ async def test_a_placement_worker_process_of_up_answers_for_its_health_only(bert
 
 def ready(url: str) -> bool:
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(url).status_code == 200
+        return status_of(url) == 200
     return False
+
+
+def status_of(url: str, headers: dict[str, str] | None = None) -> int:
+    return httpx.get(url, headers=headers, timeout=TIMEOUT_S).status_code
 
 
 def test_time_that_runs_out_has_a_status_of_its_own(berth: Berth) -> None:

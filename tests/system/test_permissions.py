@@ -295,7 +295,7 @@ def consuming(name: str) -> Attempt:
 
 def getting(name: str) -> Attempt:
     async def attempt(one: Tenant) -> None:
-        await (await one.channel.get_queue(name, ensure=False)).get(fail=False)
+        await (await one.channel.get_queue(name, ensure=False)).get(fail=False, timeout=PATIENCE_S)
 
     return attempt
 

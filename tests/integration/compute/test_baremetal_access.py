@@ -51,9 +51,11 @@ async def served(
         answer = inner if passes(dict(scope["headers"])) else Response(status_code=401)
         await answer(scope, receive, send)
 
-    tls = {} if certificate is None else {"ssl_certfile": certificate.file, "ssl_keyfile": certificate.key}
+    how: dict[str, Any] = {"timeout_keep_alive": 75}  # a client that stood still finds its connection open
+    if certificate is not None:
+        how |= {"ssl_certfile": certificate.file, "ssl_keyfile": certificate.key}
     listening = socket.create_server(("127.0.0.1", 0))
-    server = Server(uvicorn.Config(guard, log_config=None, lifespan="off", loop="none", **tls))  # type: ignore[arg-type]
+    server = Server(uvicorn.Config(guard, log_config=None, lifespan="off", loop="none", **how))
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
         async with asyncio.timeout(PATIENCE_S):

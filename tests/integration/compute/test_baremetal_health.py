@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from berth.ironic_stand_in import Behaviour, IronicStandIn
 from bus.clock import SystemClock
 from compute_sim.driver import Build, DriverHost, Reschedule
+from compute_sim.drivers.ironic import driver as driver_module
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.drivers.ironic.probation import Probation
@@ -65,6 +66,12 @@ async def watched(stand_in: IronicStandIn, **more: Any) -> AsyncIterator[Watched
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await driver.close()
+
+
+@pytest.fixture(autouse=True)
+def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a look during which the process stood still for 3 s, the next one came 60 s later."""
+    monkeypatch.setattr(driver_module, "LOOK_SHARE", 0)
 
 
 @pytest_asyncio.fixture

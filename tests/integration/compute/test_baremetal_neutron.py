@@ -98,7 +98,8 @@ async def region(name: str) -> AsyncIterator[Region]:
         pool, url = await servers.enter_async_context(served(has_token_of(keystone)))
         neutron = Neutron(keystone)
         listening = socket.create_server(("127.0.0.1", 0))
-        server = Server(uvicorn.Config(neutron.app, log_config=None, lifespan="off", loop="none"))
+        settings = uvicorn.Config(neutron.app, log_config=None, lifespan="off", loop="none", timeout_keep_alive=75)
+        server = Server(settings)
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         login = KeystoneLogin(auth_url=auth_url, username="berth", password=keystone.password)
         config = IronicConfig(

@@ -52,7 +52,7 @@ async def ironic(listener: Listener) -> AsyncIterator[IronicStandIn]:
 
 @pytest.fixture
 async def client(ironic: IronicStandIn) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=ironic.url, trust_env=False, verify=NO_TLS) as client:
+    async with httpx.AsyncClient(base_url=ironic.url, trust_env=False, verify=NO_TLS, timeout=60.0) as client:
         yield client
 
 

@@ -34,7 +34,7 @@ async def test_nodes_are_as_they_were_left(tmp_path: Path) -> None:
     async with simulated_ironic(site(), SLOW, kept=kept) as ironic:
         assert ironic is not None
         first, second, *_ = ironic.pool.nodes
-        async with httpx.AsyncClient(base_url=ironic.url, verify=NO_TLS) as client:
+        async with httpx.AsyncClient(base_url=ironic.url, verify=NO_TLS, timeout=PATIENCE_S) as client:
             taken = [{"op": "add", "path": "/instance_uuid", "value": INSTANCE}]
             (await client.patch(f"/v1/nodes/{first}", json=taken)).raise_for_status()
             (await client.put(f"/v1/nodes/{second}/maintenance", json={"reason": "r"})).raise_for_status()

@@ -145,7 +145,7 @@ async def running(site: Site, url: str, process: str = "sync", **settings: Any) 
 @asynccontextmanager
 async def asking(base: str) -> AsyncIterator[Callable[..., Awaitable[None]]]:
     """A client that calls below one address and expects success."""
-    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as client:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT_S) as client:
 
         async def ask(method: str, path: str, content: Any = None) -> None:
             (await client.request(method, base + path, json=content)).raise_for_status()

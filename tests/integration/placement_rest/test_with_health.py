@@ -55,7 +55,7 @@ async def test_before_the_book_is_there_health_answers_and_the_api_answers_503()
         assert answer.json()["errors"][0]["status"] == 503 and answer.headers["retry-after"] == "1"
     await waiting.stop()
     with pytest.raises(httpx.ConnectError):
-        async with httpx.AsyncClient(verify=NO_TLS) as client:
+        async with httpx.AsyncClient(verify=NO_TLS, timeout=START_TIMEOUT_S) as client:
             await client.get(waiting.base_url)
 
 
