@@ -75,7 +75,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 class Agent:
     """One service over one driver. send: queues a result; on_failures: called with a host whose build failed.
 
-    on_settled: nothing is under way about an instance on a host, and nothing is left to be destroyed there. begun: no
+    on_settled: nothing of an instance is left to be destroyed on a host. begun: no
     build or change begins before it is set: the order that ends it may still be in the queue (None: it is set).
     owner_of: the other service that a host is, of which no builds are taken (None: it is this one's).
     """
@@ -109,7 +109,7 @@ class Agent:
         self._on_settled = on_settled
         self._begun = begun or is_set()
         self._owner_of = owner_of
-        self._jobs = Jobs(self._on_idle)
+        self._jobs = Jobs(self._settle)
         self._changes = Changes(
             service=service,
             driver=driver,
@@ -277,6 +277,7 @@ class Agent:
                 await self._clear(key, clear, command.deployment)
                 chain.clearing = False
                 self._answers.report_cleared(key, chain)
+                self._settle(key)  # the build that follows may take long, and the host may be offered meanwhile
             async with asyncio.timeout(self._limits.build_s):
                 remark = await self._driver.spawn(
                     Build(key[0], command.spec, number, command.allocations, command.deployment, command.origin)
@@ -350,7 +351,7 @@ class Agent:
                 found[key] = None
         return list(found)
 
-    def _on_idle(self, key: Key) -> None:
+    def _settle(self, key: Key) -> None:
         if key not in self._undone:
             self._on_settled(key)
 

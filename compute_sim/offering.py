@@ -79,7 +79,7 @@ class Offering:
         self.begun.set()
 
     def on_settled(self, key: Key) -> None:
-        """Nothing is left to be done about this instance on this host, or nothing can be."""
+        """Nothing of this instance is left to be destroyed on this host, or nothing can be."""
         if key not in self._waits_for:
             return
         self._waits_for.discard(key)

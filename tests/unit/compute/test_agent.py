@@ -17,6 +17,7 @@ from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, MachineProtected, Reschedule, Tree
 from compute_sim.records import Key, Records
 from compute_sim.survey import Survey
+from tests.contract.rig import until
 
 HOSTS = tuple(f"00000000-0000-4000-8000-00000000000{n}" for n in range(2))
 INSTANCES = tuple(f"00000000-0000-4000-9000-00000000000{n}" for n in range(3))
@@ -246,6 +247,25 @@ async def test_an_older_attempt_is_destroyed_before_a_newer_one_is_built(ends: s
     driver.gate.set()
     await service.rest()
     assert driver.machines == {(HOSTS[0], INSTANCES[0]): 2} and driver.misused == []
+
+
+async def test_a_host_may_be_offered_while_the_build_after_a_clearance_goes_on() -> None:
+    """Seed 1795413329: a build that hung after the older attempt was destroyed kept its host from being offered."""
+    driver = Scripted()
+    service = Service(driver)
+    settled: list[Key] = []
+    service.agent._on_settled = settled.append
+    await service.agent.resume()
+    service.agent.take([spawn(0, 1)])
+    await service.rest()
+    settled.clear()
+    driver.gate = asyncio.Event()
+    service.agent.take([spawn(0, 2)])
+    assert service.agent.owed() == [(HOSTS[0], INSTANCES[0])]
+    await until(lambda: driver.building.get(HOSTS[0], 0) > 0)
+    assert settled == [(HOSTS[0], INSTANCES[0])] and service.agent.owed() == []
+    driver.gate.set()
+    await service.rest()
 
 
 async def test_builds_of_one_host_are_bounded_and_do_not_hold_up_another() -> None:
