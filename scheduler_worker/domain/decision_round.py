@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy
@@ -11,7 +12,9 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
 from scheduler_worker.domain.cell_runs import CellRuns
+from scheduler_worker.domain.gang_room import room_for
 from scheduler_worker.domain.gangs import largest_first, with_shared_findings
+from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import NONE_FULL, Choice, RandomSource, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec
@@ -98,24 +101,70 @@ class DecisionRound:
         }
         return [after[one.request.instance_uuid] for one in states]
 
-    def _choose_one_host(self, members: Sequence[PlacementState]) -> list[PlacementState]:
-        """Choices on one host: the first host that takes all of the members, or else the tried host that takes most."""
-        first, *others = members
-        best: list[PlacementState] = []
+    def _choose_one_host(self, members: list[PlacementState]) -> list[PlacementState]:
+        """Choices on one host: the first host that takes all of the members, or else the tried host that takes most.
+
+        Hosts with room for most members are tried first, and none with room for no more than a tried one took.
+        """
+        best = members
         passed_over: dict[str, str] = {}
-        for _ in range(MAX_SHARED_HOSTS):
-            head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
-            rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
-            chosen = [replace(head, rejected=rejected), *map(self.choose, others)]
+        while len(passed_over) < MAX_SHARED_HOSTS:
+            chosen = self._try_one_host(members, passed_over, least=_placed_count(best) + 1)
+            head = chosen[0].choice if chosen else None
+            if head is None:
+                break
+            if _placed_count(chosen) == len(members):
+                return chosen
             self._take_back(chosen)
             best = max(best, chosen, key=_placed_count)
-            if head.choice is None or _placed_count(chosen) == len(members):
-                break
-            passed_over[head.choice.selected.uuid] = "gang.too_small"
+            passed_over[head.selected.uuid] = "gang.too_small"
+            members = [replace(one, same_host=None) for one in members]
+        if not _placed_count(best):
+            # No host takes the largest; smaller members may start without it.
+            largest = _key_beside(members[0])
+            others = [one for one in members if _key_beside(one) != largest]
+            chosen = self._choose_one_host(others) if others else []
+            return [*(one for one in best if _key_beside(one) == largest), *chosen]
         for one in best:
             if one.choice is not None:
                 self._assume(one, one.choice)
         return best
+
+    def _try_one_host(
+        self, members: Sequence[PlacementState], passed_over: Mapping[str, str], *, least: int
+    ) -> list[PlacementState]:
+        """The members with their choices on the host that may take the most; nothing if none may take so many."""
+        first, *others = members
+        if first.same_host is None:
+            ranking = self._roomiest(members, passed_over, least)
+            if ranking is None:
+                return []
+            self.rankings[first.spec.key] = ranking
+        head = self.choose(replace(first, rejected={**first.rejected, **passed_over}))
+        rejected = {host: why for host, why in head.rejected.items() if host not in passed_over}
+        chosen, full = [replace(head, rejected=rejected)], set[tuple[str, ...]]()
+        for one in others:
+            key = _key_beside(one)
+            chosen.append(self.choose(one) if key not in full or one.same_host is not None else one)
+            if chosen[-1].choice is None:
+                full.add(key)
+        for one in members:
+            self.rankings.pop(_key_beside(one), None)  # it was made of the first member's host
+        return chosen
+
+    def _roomiest(
+        self, members: Sequence[PlacementState], passed_over: Mapping[str, str], least: int
+    ) -> Ranking | None:
+        """The hosts that may take the most of the members; None: no host may take so many."""
+        first = members[0]
+        ranking = self._rank(first.spec)
+        room = room_for([one.spec.query for one in members], ranking.view)
+        out = self._selector.rows_of({**first.rejected, **passed_over})
+        room[np.isin(ranking.view.rows, list(out))] = 0
+        most = int(room.max(initial=0))
+        if most < least:
+            return None
+        return ranking if (room == most).all() else self._rank(first.spec, among=ranking.view.rows[room == most])
 
     def _take_back(self, members: Sequence[PlacementState]) -> None:
         """Undo these choices."""
@@ -123,8 +172,6 @@ class DecisionRound:
             self._book.forget(one.request.instance_uuid)
             self._placed_of(one).clear()
         self._exclusions.clear()  # hosts that were full are not
-        for one in members[1:]:
-            self.rankings.pop(one.spec.key, None)  # the ranking was made of the first member's host
 
     def choose(self, state: PlacementState) -> PlacementState:
         """The state with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
@@ -136,8 +183,7 @@ class DecisionRound:
         spec = self._seen_by(state) if exclusions is None else state.spec.without_peers()
         ranking = self.rankings.get(spec.key)
         if ranking is None:
-            ranking = self._selector.rank(spec, self._rng, self._runs)
-            self.rankings[spec.key] = ranking
+            ranking = self.rankings[spec.key] = self._rank(spec)
         rejected = self._selector.rows_of(state.rejected)
         choice = ranking.pick(
             rejected,
@@ -151,6 +197,9 @@ class DecisionRound:
             if exclusions is not None:
                 choice = replace(choice, passed=max(1, choice.passed - exclusions.full_hosts))
         return replace(state, choice=choice)
+
+    def _rank(self, spec: RequestSpec, among: Rows | None = None) -> Ranking:
+        return self._selector.rank(spec, self._rng, self._runs, among=among)
 
     def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
         """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.
@@ -180,7 +229,7 @@ class DecisionRound:
         known = spec.peers.members
         spec = spec.with_members({host: known.get(host, 0) + count for host, count in placed.items()})
         if spec.has_policy(GroupPolicy.AFFINITY):
-            return replace(spec, query=replace(spec.query, only_roots=tuple(placed)))
+            return replace(spec, query=replace(spec.query, only_roots=tuple(placed)), key=_key_beside(state))
         return spec
 
     def _placed_of(self, state: PlacementState) -> dict[str, int]:
@@ -209,6 +258,12 @@ class DecisionRound:
             placed[choice.selected.uuid] = placed.get(choice.selected.uuid, 0) + 1
 
 
+def _key_beside(state: PlacementState) -> tuple[str, ...]:
+    """The key of alike members of a gang that have to be where its first member is: they share a ranking."""
+    assert state.gang is not None
+    return (*state.spec.key[:-1], "beside", state.gang.uuid)
+
+
 def _placed_count(members: Sequence[PlacementState]) -> int:
-    """How many members have a host; among no members, fewer than among members without one."""
-    return sum(one.choice is not None for one in members) if members else -1
+    """How many members have a host."""
+    return sum(one.choice is not None for one in members)

@@ -58,7 +58,6 @@ def request_spec(
             request.availability_zone or "",
             request.host or "",
             "forced" if request.forced else "",
-            *(word for item in sorted(request.image_properties.items()) for word in item),
         ),
     )
 

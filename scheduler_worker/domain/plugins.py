@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from scheduler_worker.domain.hosts import Floats, Mask
 from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView, HostView
+from scheduler_worker.domain.view import HostsView, HostView, Membership
 
 
 class Verdict(Struct, frozen=True):
@@ -86,6 +86,12 @@ def runs_on_rebuild(plugin: Filter) -> bool:
     Its attribute `run_on_rebuild`, if it has one: True where it looks at the image (as Nova's RUN_ON_REBUILD).
     """
     return bool(getattr(plugin, "run_on_rebuild", False))
+
+
+def reads_image_property(plugin: Filter, name: str, membership: Membership) -> bool:
+    """Whether one of berth's own filters reads this property of images: its method of this name, if it has one."""
+    reads = getattr(plugin, "reads_image_property", None)
+    return reads is not None and bool(reads(name, membership))
 
 
 def is_own(plugin: Filter | Weigher) -> bool:

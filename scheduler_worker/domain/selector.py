@@ -22,7 +22,14 @@ from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
-from scheduler_worker.domain.plugins import Filter, Weighing, applies_to, is_own, runs_on_rebuild
+from scheduler_worker.domain.plugins import (
+    Filter,
+    Weighing,
+    applies_to,
+    is_own,
+    reads_image_property,
+    runs_on_rebuild,
+)
 from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
@@ -145,8 +152,21 @@ class Selector:
             return Unsatisfiable("group.unknown", f"there is no server group {request.group} any more", "server_group")
         hosts = None if request.host is None else tuple(self.uuids_of(request.host))
         found = request_spec(request, flavor, hosts, self.membership, self.config)
+        if isinstance(found, Unsatisfiable):
+            return found
         # Requests that were read under different revisions of the objects share no ranking.
-        return replace(found, key=(*found.key, str(self.revision))) if isinstance(found, RequestSpec) else found
+        return replace(found, key=(*found.key, *self._image_key(request.image_properties), str(self.revision)))
+
+    def _image_key(self, properties: Mapping[str, str]) -> list[str]:
+        """The image properties that a filter reads: requests of images that differ in others share a ranking."""
+        if not self._own_plugins_alone:  # an operator's plug-in may read any of them
+            return [word for item in sorted(properties.items()) for word in item]
+        return [
+            word
+            for name, value in sorted(properties.items())
+            if any(reads_image_property(one, name, self.membership) for one in self.filters)
+            for word in (name, value)
+        ]
 
     def members_named(self, aggregates: Sequence[Aggregate]) -> dict[str, frozenset[str]]:
         """{aggregate: uuids of its hosts} of those that name their hosts; a name that is not one host's names none."""
@@ -179,11 +199,15 @@ class Selector:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
-    def rank(self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None) -> Ranking:
+    def rank(
+        self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None, *, among: Rows | None = None
+    ) -> Ranking:
         """All hosts that can take the request now, best first; the list may be empty. runs: of the round it is made
-        for.
+        for. among: no others than these rows of the book.
         """
         view, funnel = self._passing(spec, explain=False)
+        if among is not None:
+            view = view.subset(np.isin(view.rows, among))
         return Ranking(
             view,
             spec,

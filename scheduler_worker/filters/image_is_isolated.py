@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
 from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, Membership
 
 
 class AggregateImagePropertiesIsolation:
@@ -25,6 +25,10 @@ class AggregateImagePropertiesIsolation:
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to images with properties."""
         return bool(spec.image_properties)
+
+    def reads_image_property(self, name: str, membership: Membership) -> bool:
+        """Whether some aggregate has it."""
+        return membership.has_key(name)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each property in turn; a host is rejected by the first that does not match."""

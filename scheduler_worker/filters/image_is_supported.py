@@ -8,7 +8,7 @@ import numpy as np
 
 from scheduler_worker.domain.plugins import Verdict, verdict_of
 from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, Membership
 
 # The properties of an image, in the order of a host's triples.
 PROPERTIES = ("hw_architecture", "img_hv_type", "hw_vm_mode")
@@ -29,6 +29,10 @@ class ImagePropertiesFilter:
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to images with one of these properties."""
         return any(spec.image_properties.get(key) for key in PROPERTIES)
+
+    def reads_image_property(self, name: str, membership: Membership) -> bool:
+        """Whether hosts announce it."""
+        return name in PROPERTIES
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Hosts announce the same few lists, so each distinct one is compared once."""

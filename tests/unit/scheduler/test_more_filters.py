@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from scheduler_worker import plugins
+from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
-from scheduler_worker.domain.plugins import applies_to
+from scheduler_worker.domain.plugins import HostFilter, applies_to
 from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
@@ -113,9 +115,31 @@ def test_they_are_enabled_by_name_and_explain_themselves() -> None:
     assert text.endswith(": 2 do not support the image's properties.")
 
 
-def test_images_that_differ_share_no_ranking() -> None:
-    hosts = Hosts([PLENTY])
-    assert hosts.spec(image_properties={"a": "b"}).key != hosts.spec(image_properties={"a": "c"}).key
+def differ(hosts: Hosts, name: str) -> bool:
+    """Whether requests of images that differ in this property are ranked apart."""
+    return hosts.spec(image_properties={name: "b"}).key != hosts.spec(image_properties={name: "c"}).key
+
+
+class AnyFilter(HostFilter):
+    """An operator's."""
+
+
+def test_images_that_differ_in_what_a_filter_reads_share_no_ranking() -> None:
+    assert not differ(Hosts([PLENTY]), "a")
+    aggregates = (aggregate("windows", os_type="b"),)
+    config = SchedulerConfig(enabled_filters=("AggregateImagePropertiesIsolation",), aggregates=aggregates)
+    isolated = Hosts([PLENTY], config=config)
+    assert differ(isolated, "os_type") and not differ(isolated, "hw_architecture")
+    supported = Hosts([PLENTY], config=SchedulerConfig(enabled_filters=("ImagePropertiesFilter",)))
+    assert differ(supported, "hw_architecture") and not differ(supported, "os_type")
+    assert differ(Hosts([PLENTY], filters=[AnyFilter()]), "a"), "a plug-in may read anything"
+
+
+@pytest.mark.parametrize("package", [filters, weighers])
+def test_each_filter_that_reads_images_names_the_properties(package: ModuleType) -> None:
+    for path in Path(package.__path__[0]).glob("*.py"):
+        source = path.read_text()
+        assert "image_properties" not in source or "def reads_image_property" in source, path.name
 
 
 def passing(hosts: Hosts, **request: Any) -> list[str]:
