@@ -96,7 +96,8 @@ async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject]
 async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[ObjectLogEntry]:
     """Entries of the log of changes, newest first."""
     kind = None if query.kind is None else query.kind.value
-    after = query.before_object or (None, None)
+    name = query.name and clean(query.name)
+    after = tuple(map(clean, query.before_object)) if query.before_object else (None, None)
     return [
         ObjectLogEntry(
             revision=row["revision"],
@@ -109,7 +110,7 @@ async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[Obj
             after=_body(row["after"]),
             forced=row["forced"],
         )
-        for row in await connection.fetch(ENTRIES, kind, query.name, query.before, *after, query.limit)
+        for row in await connection.fetch(ENTRIES, kind, name, query.before, *after, query.limit)
         if row["kind"] in KINDS
     ]
 

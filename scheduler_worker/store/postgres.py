@@ -467,7 +467,7 @@ class PostgresBuilds:
     async def builds(self, query: BuildQuery) -> list[BuildRecord]:
         """One build with its whole timeline; a page of many comes with it too, at most `limit`."""
         most = rows.MAX_SEARCHED if is_search(query) else query.limit
-        named = query.cell, query.host, query.flavor, query.code
+        named = [name and rows.clean(name) for name in (query.cell, query.host, query.flavor, query.code)]
         async with self._database.raw() as connection:
             found = await connection.fetch(BUILDS, *_of_query(query), most, query.limit, *named)
         return [rows.record(row) for row in found]

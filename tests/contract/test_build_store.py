@@ -202,6 +202,7 @@ async def test_builds_are_found_by_host_cell_flavor_code_and_time(store: Schedul
     assert await found(host="h") == [B]
     assert await found(cell="c1") == [C, B]
     assert await found(cell="c1", code="x.y") == [C]
+    assert await found(host="no\x00ne", flavor="\x00", code="x\x00.z") == [], "no database stores that character"
     assert await found(flavor=flavor, limit=2) == [C, B]
     assert await found(flavor="no") == []
     assert await found(after=1.0, before=2.0) == [B]
