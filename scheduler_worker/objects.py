@@ -11,7 +11,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import structlog
 from msgspec import Struct
 
@@ -65,11 +64,10 @@ from scheduler_worker.domain.objects import (
     plan,
     seeds,
     unknown_class,
-    zones_that_move,
 )
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.zones import zone_conflict, zones_after, zones_in, zones_named, zones_of_each
+from scheduler_worker.domain.zones import zone_conflict, zones_after, zones_in, zones_left, zones_named
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.rows import clean
 
@@ -87,6 +85,14 @@ TOO_LATE = "request.too_late"  # its requester waits no longer
 # The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
+
+
+class _ChangeRefused(Exception):
+    """Rolls back a change, and that its message was handled: a redelivery would be answered as if it were made."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.reason)
+        self.refusal = refusal
 
 
 class Configured(Struct, frozen=True):
@@ -239,12 +245,16 @@ class ObjectRegistry:
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
-        message_id: of the message that requests it; a repeat of a message changes nothing again. ends_fences: of hosts
-        that it no longer fences, without their cells' reports. until: by the monotonic clock, when its requester waits
-        no longer (None: never). After that nothing is changed: what has been decided since would be undone.
+        message_id: of the message that requests it; a repeat of one that was carried out changes nothing again, and of
+        a refused one is judged again. ends_fences: of hosts that it no longer fences, without their cells' reports.
+        until: by the monotonic clock, when its requester waits no longer (None: never). After that nothing is changed:
+        what has been decided since would be undone.
         """
         async with self._loading:
-            return await self._change(change, message_id, ends_fences, until)
+            try:
+                return await self._change(change, message_id, ends_fences, until)
+            except _ChangeRefused as refused:
+                return refused.refusal
 
     async def _change(
         self, change: ObjectsChange, message_id: str, ends_fences: bool, until: float | None
@@ -253,20 +263,13 @@ class ObjectRegistry:
             present = await unit.lock_objects()
             if (late := self._too_late(until)) is not None:
                 return late
-            if not await unit.first_time(HANDLER, message_id):
+            if not change.dry_run and not await unit.first_time(HANDLER, message_id):
                 # The message was delivered again; a later change may have come since, and it stays.
                 return ObjectsChanged(revision=present.revision)
-            planned = plan(change, present.objects)
-            if isinstance(planned, Refusal):
-                return planned
-            made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)
-            if isinstance(made, Refusal):
-                return made
-            if (why := self._zone_conflict(planned, made.config)) is not None:
-                return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
-            harm = None if change.force else await self._harm(present, planned, made.config)
-            if harm is not None:
-                return harm
+            judged = await self._judged(change, present)
+            if isinstance(judged, Refusal):
+                raise _ChangeRefused(judged)
+            planned, made = judged
             if change.dry_run or not planned.changed:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
@@ -285,24 +288,39 @@ class ObjectRegistry:
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
+    async def _judged(self, change: ObjectsChange, present: RecordedObjects) -> tuple[ChangePlan, Configured] | Refusal:
+        planned = plan(change, present.objects)
+        if isinstance(planned, Refusal):
+            return planned
+        made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)
+        if isinstance(made, Refusal):
+            return made
+        if (why := self._zone_conflict(planned, made.config)) is not None:
+            return Refusal(code=ZONE_CONFLICT, reason=why[:MAX_REASON])
+        harm = None if change.force else await self._harm(present, planned, made.config)
+        return harm or (planned, made)
+
     async def write(self, make: MakeChange, until: float | None = None) -> Refusal | None:
         """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
-        Raises Transient. until: as for `change`.
+        What `make` has written before it refuses is rolled back. Raises Transient. until: as for `change`.
         """
         async with self._loading:
-            async with self._store.operation() as unit:
-                present = await unit.lock_objects()
-                if (late := self._too_late(until)) is not None:
-                    return late
-                made = await make(unit, present)
-                if isinstance(made, Refusal):
-                    return made
-                changed, author = made
-                if not changed:
-                    return None
-                after = applied(present, changed, author)
-                await unit.write_objects(changed, author)
-                unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+            try:
+                async with self._store.operation() as unit:
+                    present = await unit.lock_objects()
+                    if (late := self._too_late(until)) is not None:
+                        return late
+                    made = await make(unit, present)
+                    if isinstance(made, Refusal):
+                        raise _ChangeRefused(made)
+                    changed, author = made
+                    if not changed:
+                        return None
+                    after = applied(present, changed, author)
+                    await unit.write_objects(changed, author)
+                    unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
+            except _ChangeRefused as refused:
+                return refused.refusal
             self._load(after)
         log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(changed))
         return None
@@ -488,7 +506,7 @@ class ObjectRegistry:
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """Why a change would leave instances outside of the zone that they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
-            why = self._moved_zones(after)
+            why = zones_left(self._selector, after)
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
@@ -521,17 +539,6 @@ class ObjectRegistry:
             return None
         before, then = self._selector.all_hosts(), zones_after(self._selector, after)
         return zone_conflict(zones_in(before), zones_in(then), self._selector.name_of)
-
-    def _moved_zones(self, after: SchedulerConfig) -> str | None:
-        view = self._selector.all_hosts()
-        book = view.book
-        used = np.zeros(len(view), dtype=np.bool_)
-        for name in book.resource_classes():
-            used |= book.usage(name, view.rows) > 0
-        names = [book.name_of(row) for row in view.rows.tolist()]
-        before = zones_of_each(view, names, self._selector.config.default_availability_zone)
-        then = zones_of_each(zones_after(self._selector, after), names, after.default_availability_zone)
-        return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
 
 
 def _some(count: int, what: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from bus.contracts.objects import Aggregate
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.flavors import ZONE_KEY
+from scheduler_worker.domain.objects import zones_that_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.view import HostsView, Membership
 
@@ -70,3 +71,16 @@ def zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> d
             if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
                 zones[names[at]].append(zone)
     return {name: found or [default_zone] for name, found in zones.items()}
+
+
+def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
+    """Why a configuration is refused: it takes hosts with instances out of a zone. None: it does not."""
+    view = selector.all_hosts()
+    book = view.book
+    used = np.zeros(len(view), dtype=np.bool_)
+    for name in book.resource_classes():
+        used |= book.usage(name, view.rows) > 0
+    names = [book.name_of(row) for row in view.rows.tolist()]
+    before = zones_of_each(view, names, selector.config.default_availability_zone)
+    then = zones_of_each(zones_after(selector, after), names, after.default_availability_zone)
+    return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])

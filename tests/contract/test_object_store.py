@@ -9,22 +9,35 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import Departure, KeptMachine
-from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogQuery, ObjectsRevision, StoredObject
+from bus.contracts.objects import (
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsRevision,
+    StoredObject,
+)
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.pending import PendingBuild, new_build
+from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store import objects as store_module
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
-from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
+from tests.unit.scheduler.hosts import Hosts
 
 F, Q = ObjectKind.FLAVOR, ObjectKind.QUOTA
 SMALL, LARGE = ChangedObject(kind=F, name="small", after={"vcpus": 1}), ChangedObject(kind=F, name="large", after={})
@@ -134,6 +147,41 @@ async def test_the_log_has_author_reason_before_and_after_newest_first(store: Sc
     assert [one.revision for one in await store.object_log(ObjectLogQuery(name="small"))] == [2, 1]
     assert [one.name for one in await store.object_log(ObjectLogQuery(before=2, limit=1))] == ["large"]
     assert await store.object_log(ObjectLogQuery(kind=Q)) == []
+
+
+async def test_a_query_of_the_log_may_name_what_no_database_stores(store: SchedulerStore) -> None:
+    await write(store, SMALL)
+    await store.object_log(ObjectLogQuery(name="sm\x00all"))
+    assert await store.object_log(ObjectLogQuery(before=1, before_object=("zz\x00", "\x00"))) == []
+
+
+async def test_a_redelivered_change_that_was_refused_is_refused_again(store: SchedulerStore) -> None:
+    """The scheduler may have died between its refusal and the acknowledgement."""
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    await registry.reload()
+    for _ in range(2):
+        wrong = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="gone"),))
+        answer = await registry.change(wrong, "refused")
+        assert isinstance(answer, Refusal) and answer.code == "object.unknown"
+        dry = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),), dry_run=True)
+        answer = await registry.change(dry, "dry")
+        assert isinstance(answer, ObjectsChanged) and [one.name for one in answer.changed] == ["new"]
+    made = replace(dry, dry_run=False)
+    assert await registry.change(made, "made") == ObjectsChanged(revision=2, changed=answer.changed)
+    assert await registry.change(made, "made") == ObjectsChanged(revision=2)
+
+
+async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    first: list[bool] = []
+
+    async def make(unit: OperationUnit, _: RecordedObjects) -> Refusal:
+        first.append(await unit.first_time("drains", "m"))
+        return Refusal(code="drain.ended")
+
+    for _ in range(2):
+        assert await registry.write(make) == Refusal(code="drain.ended")
+    assert first == [True, True]
 
 
 async def test_pages_of_the_log_have_every_entry_of_a_revision_larger_than_a_page(store: SchedulerStore) -> None:
