@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct, field
 
+from bus.bus import API
 from bus.contracts.base import Label, Word
 from bus.contracts.patterns import matching
 from bus.faults import DatabaseForbidden
@@ -237,4 +238,8 @@ def read_settings(path: Path | None, env: Mapping[str, str] | None = None) -> Se
     settings = load(Settings, toml=named, env=env)
     if not settings.cells:
         raise SettingsError("settings.invalid", "at least one cell is needed under [cells]")
+    if API in settings.cells:
+        raise SettingsError("settings.invalid", f"cells.{API}: {API!r} is the bus of clients, and no cell's name")
+    if "\x00" in settings.state_dir + settings.cells_dir:
+        raise SettingsError("settings.invalid", "state_dir, cells_dir: no directory's name has the character NUL")
     return settings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 from bus.service.settings import SettingsError
@@ -39,6 +40,8 @@ def weighings(config: SchedulerConfig) -> list[Weighing]:
     unknown = config.multipliers.keys() - {weigher.name for weigher in made}
     if unknown:
         raise PluginInvalid(f"multipliers for weighers that are not enabled: {', '.join(sorted(unknown))}")
+    if endless := sorted(name for name, value in config.multipliers.items() if not math.isfinite(value)):
+        raise PluginInvalid(f"multipliers that are no finite number: {', '.join(endless)}")
     chosen = [Weighing(weigher, config.multipliers.get(weigher.name, weigher.multiplier)) for weigher in made]
     return [weighing for weighing in chosen if weighing.multiplier or _has_metadata(config, weighing)]
 

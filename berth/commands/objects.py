@@ -287,13 +287,13 @@ def change_objects(
     if len(why) > MAX_REASON:
         raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
     who = decided_by(by)
-    given = None if callable(requested) else _valid(requested)
+    given = None if callable(requested) else valid_changes(requested)
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
             changes = await requested(berth.bus) if callable(requested) else given
             change = ObjectsChange(
-                changes=tuple(_valid(changes or ())), who=who, why=why, prune=prune, force=force, dry_run=dry_run
+                changes=tuple(valid_changes(changes or ())), who=who, why=why, prune=prune, force=force, dry_run=dry_run
             )
             answer = await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
         if as_json:
@@ -307,7 +307,7 @@ def change_objects(
     run(body)
 
 
-def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
+def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
     """The changes, as a scheduler will read them. Raises typer.BadParameter."""
     if len(changes) > MAX_CHANGES:
         raise typer.BadParameter(f"at most {MAX_CHANGES} objects in one change, and these are {len(changes)}")
@@ -315,6 +315,8 @@ def _valid(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
         return msgspec.convert(msgspec.to_builtins([*changes]), list[ObjectChange])
     except msgspec.ValidationError as error:
         raise typer.BadParameter(reason_of(error)) from error
+    except RecursionError:
+        raise typer.BadParameter("tables are nested too deeply") from None
 
 
 async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | None:

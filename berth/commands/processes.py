@@ -25,7 +25,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.commands.objects import read_file
+from berth.commands.objects import read_file, valid_changes
 from berth.commands.up_messages import as_processes, block, one_process
 from berth.in_process import WorkerEnded
 from berth.metal import ironic_of
@@ -185,7 +185,7 @@ def config(
         cells = sorted(settings.cells)
         check_objects(settings.scheduler, cells=cells)
         if objects is not None:
-            change = ObjectsChange(changes=tuple(read_file(objects)[0]), who="berth config")
+            change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), who="berth config")
             check_objects(settings.scheduler, change, cells)
         plain = redact(settings)
         if as_json:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from bus.contracts.base import Word
+from bus.contracts.base import Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
 
 
@@ -19,7 +19,18 @@ def broken_rule(
 ) -> str | None:
     """Why a change is refused, naming the objects. after: all bodies, once the change is made. None: it is not."""
     changed = tuple(changed)
-    return _odd_project(changed) or _shared_uuid(changed, after)
+    return _odd_name(changed) or _odd_project(changed) or _shared_uuid(changed, after)
+
+
+def _odd_name(changed: Iterable[ChangedObject]) -> str | None:
+    """A new object has a name that no message can have: of the settings, or of a file that is only checked."""
+    for one in changed:
+        try:
+            if one.before is None:
+                msgspec.convert(one.name, Label)
+        except msgspec.ValidationError:
+            return f"{one.kind.value} {one.name[:64]!r}: a name has 1 to 255 characters, and this has {len(one.name)}"
+    return None
 
 
 def _odd_project(changed: Iterable[ChangedObject]) -> str | None:

@@ -211,10 +211,12 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     where = f"{kind.value} {name!r}"
     if not name.isprintable():
         raise ValueError(f"{where}: a name has no control characters")
-    if len(_encode(body)) > MAX_BODY_BYTES:
-        raise ValueError(f"{where} is larger than {MAX_BODY_BYTES} bytes")
     try:
+        if len(_encode(body)) > MAX_BODY_BYTES:
+            raise ValueError(f"{where} is larger than {MAX_BODY_BYTES} bytes")
         parsed = msgspec.convert(body, BODIES[kind])
+    except RecursionError:
+        raise ValueError(f"{where}: its tables are nested too deeply") from None
     except msgspec.ValidationError as error:
         raise ValueError(f"{where}: {reason_of(error)}") from error
     if kind is ObjectKind.SCHEDULING and name != SCHEDULING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -103,6 +104,8 @@ def _by_aggregate(view: HostsView, membership: Membership, key: str, setting: fl
         try:
             value = float(aggregate.metadata[key])
         except ValueError:
+            value = math.nan
+        if math.isnan(value):
             unreadable |= members
         else:
             smallest = np.where(members, np.minimum(smallest, value), smallest)

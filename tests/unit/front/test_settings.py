@@ -54,6 +54,8 @@ def test_the_file_is_the_one_named_or_the_one_lying_here(tmp_path: Path, monkeyp
         ("[cells.'a b']\n", {}, "1 to 64 letters, digits, _ and -"),
         ("not toml", {}, "is not TOML"),
         ("", {"BERTH_CELLS": "{}"}, "at least one cell"),
+        ("[cells.api]\n", {}, "'api' is the bus of clients"),
+        ('state_dir = "a\\u0000b"\n', {}, "character NUL"),
         ('[scheduler]\ndefault_flavors = ["m1.smal"]\n', {}, "there is no 'm1.smal'; berth has m1.tiny"),
     ],
 )

@@ -200,6 +200,9 @@ def test_hosts_with_instances_that_change_zone_are_named() -> None:
         ),
         ({"groups": {"web": GroupDefinition(policy=GroupPolicy.AFFINITY)}}, "object.invalid", "PROJECT/NAME"),
         ({"enabled_filters": ("NoSuchFilter",)}, "plugin.invalid", "NoSuchFilter"),
+        ({"multipliers": {"ram": float("nan")}}, "plugin.invalid", "no finite number: ram"),
+        ({"flavors": {"": Flavor(vcpus=1)}}, "object.invalid", "a name has 1 to 255 characters"),
+        ({"flavors": {"x" * 256: Flavor(vcpus=1)}}, "object.invalid", "and this has 256"),
     ],
 )
 def test_objects_of_settings_that_no_scheduler_could_use_are_named(
@@ -221,6 +224,11 @@ def test_a_file_of_objects_is_checked_against_those_of_the_settings() -> None:
         check(ObjectChange(kind=ObjectKind.SCHEDULING, name="default", body={"enabled_filters": ["Nope"]}))
     with pytest.raises(SettingsError, match="did you mean VCPU"):
         check(ObjectChange(kind=ObjectKind.QUOTA, name="p", body={"limits": {"CORES": 4}}))
+    deep: dict[str, Any] = {}
+    for _ in range(3000):
+        deep = {"a": deep}
+    with pytest.raises(SettingsError, match="nested too deeply"):
+        check(ObjectChange(kind=ObjectKind.FLAVOR, name="x", body=deep))
     with pytest.raises(SettingsError, match="there is no cell 'c2'"):
         check(ObjectChange(kind=ObjectKind.CELL, name="c2", body={"state": "disabled", "reason": "x"}))
 

@@ -117,8 +117,9 @@ def test_sick_hosts_sink_below_all_others() -> None:
 def test_the_smallest_aggregate_multiplier_wins_and_an_unreadable_one_falls_back() -> None:
     low, high = aggregate("low", given_weight_multiplier="2"), aggregate("high", given_weight_multiplier="5")
     bad = aggregate("bad", given_weight_multiplier="much")
-    config = SchedulerConfig(aggregates=(low, high, bad))
-    members = {low.uuid: [0, 1], high.uuid: [1, 2], bad.uuid: [3]}
+    nan = aggregate("nan", given_weight_multiplier="nan")
+    config = SchedulerConfig(aggregates=(low, high, bad, nan))
+    members = {low.uuid: [0, 1], high.uuid: [1, 2], bad.uuid: [3], nan.uuid: [4]}
     hosts = Hosts([PLENTY] * 6, config=config, members=members)
     assert scores(Given(1.0, 1.0, 1.0, 1.0, 1.0, 0.0), 3.0, hosts) == [2.0, 2.0, 5.0, 3.0, 3.0, 0.0]
 
