@@ -36,7 +36,8 @@ from bus.contracts.build import (
     HostsQuery,
 )
 from bus.contracts.patterns import reason_of
-from bus.faults import RequestRefused
+from bus.faults import Fault, RequestRefused
+from bus.port import BusError
 from bus.wire import INVALID
 
 JSON = "application/json"
@@ -233,7 +234,7 @@ class WebApi:
                     yield sse("build", record)
                     if record.state in ends:
                         return
-                while True:
+                while not follower.closed:
                     events_received = await follower.next(KEEP_ALIVE_S)
                     if follower.lagged:
                         yield sse("lagged", {"code": "stream.lagged"})
@@ -283,8 +284,8 @@ def json_response(data: object, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(data), status, headers, JSON)
 
 
-def stream_response(events: AsyncIterator[bytes]) -> Response:
-    """A stream of server-sent events. Raises Problem 503 with its first event when too many follow."""
+def stream_response(events: AsyncIterator[bytes]) -> StreamingResponse:
+    """A stream of server-sent events. It ends with `lagged` when too many follow, or a scheduler does not answer."""
 
     async def guarded() -> AsyncIterator[bytes]:
         try:
@@ -292,6 +293,8 @@ def stream_response(events: AsyncIterator[bytes]) -> Response:
                 yield event
         except TooManyEventFollowers:
             yield sse("lagged", {"code": "stream.too_many"})
+        except (Fault, BusError, Problem) as fault:  # the status was sent before
+            yield sse("lagged", {"code": fault.code})
 
     headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
     return StreamingResponse(guarded(), headers=headers, media_type=EVENT_STREAM)

@@ -50,13 +50,24 @@ class Second(Struct):
 
 
 class EventFollower:
-    """One reader of the stream. `lagged`: events were dropped; what it shows must be read anew."""
+    """One reader of the stream. `lagged`: events were lost; what it shows must be read anew. `closed`: none follow."""
 
     def __init__(self, wanted: Callable[[BuildEvent], bool]) -> None:
         self._wanted = wanted
         self._waiting: deque[BuildEvent] = deque(maxlen=MAX_BEHIND)
         self._changed = asyncio.Event()
         self.lagged = False
+        self.closed = False
+
+    def lag(self) -> None:
+        """Have the reader read anew."""
+        self.lagged = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """Have the reader end."""
+        self.closed = True
+        self._changed.set()
 
     def put(self, event: BuildEvent) -> None:
         """Take one event in, if it is wanted."""
@@ -67,7 +78,7 @@ class EventFollower:
 
     async def next(self, timeout_s: float) -> list[BuildEvent]:
         """The events since the last call; none when there were none in time."""
-        if not self._waiting:
+        if not (self._waiting or self.lagged or self.closed):
             self._changed.clear()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -87,6 +98,7 @@ class Live:
         self._clock = clock
         self._process = process
         self._followers: set[EventFollower] = set()
+        self._closing = False
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
         self._ended: dict[str, None] = {}
@@ -105,6 +117,18 @@ class Live:
             process=self._process,
         )
         await self._consumer.start()
+        self._bus.transport.on_reconnect(self.on_reconnected)
+
+    def on_reconnected(self) -> None:
+        """The private queue was deleted with the connection, and events were lost: the end of a build among them."""
+        for follower in self._followers:
+            follower.lag()
+
+    def end_streams(self) -> None:
+        """Have all followers end, and those that begin."""
+        self._closing = True
+        for follower in self._followers:
+            follower.close()
 
     async def close(self) -> None:
         """Stop listening."""
@@ -117,6 +141,8 @@ class Live:
             raise TooManyEventFollowers
         follower = EventFollower(wanted)
         self._followers.add(follower)
+        if self._closing:
+            follower.close()
         try:
             yield follower
         finally:

@@ -154,7 +154,7 @@ class Pages:
         async def states() -> AsyncIterator[bytes]:
             with self._live.follow(lambda event: event.state in (BuildState.FAILED, BuildState.REFUSED)) as follower:
                 yield sse("now", await self._state())
-                while True:
+                while not follower.closed:
                     until = self._clock.monotonic() + NOW_EVERY_S
                     failures = await follower.next(NOW_EVERY_S)
                     if (left := until - self._clock.monotonic()) > 0:

@@ -159,7 +159,8 @@ class WebServer:
             raise WebCannotListen(f"cannot listen at {self.host}:{self.port}: {error.strerror or error}") from error
 
     async def close(self) -> None:
-        """Stop serving; streams are cut off after STOP_GRACE_S."""
+        """Stop serving; streams end, and answers under way are cut off after STOP_GRACE_S."""
+        self._live.end_streams()
         if self._serving is not None and self._server is not None:
             self._server.should_exit = True
             await asyncio.wait({self._serving})

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import AsyncIterator
+
 from msgspec import structs
 
 from berth.web import live
+from berth.web.api import stream_response
 from berth.web.live import EventFollower, Live
+from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import Stamps
+from bus.faults import RequestTimeout
+from bus.memory import MemoryBroker, MemoryTransport
 
 
 def event(number: int, state: BuildState, at: float = 0.0) -> BuildEvent:
@@ -24,6 +32,39 @@ async def test_a_follower_that_falls_behind_is_notified() -> None:
     assert not follower.lagged
     follower.put(event(0, BuildState.ACTIVE))
     assert follower.lagged and len(await follower.next(1.0)) == live.MAX_BEHIND
+
+
+async def test_followers_read_anew_after_a_lost_connection_and_end_with_the_server() -> None:
+    """What was published meanwhile went to no queue: a build's end may never come."""
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    bus = Bus(API, MemoryTransport(broker, API), process="p", clock=clock, rng=random.Random(1))
+    stream = Live(bus, clock=clock, process="p")
+    await bus.open()
+    await stream.open()
+    with stream.follow(lambda _: True) as follower:
+        waiting = asyncio.create_task(follower.next(3600.0))
+        await asyncio.sleep(0)
+        broker.drop_connections()
+        assert await asyncio.wait_for(waiting, 60.0) == [] and follower.lagged
+    with stream.follow(lambda _: True) as follower:
+        waiting = asyncio.create_task(follower.next(3600.0))
+        await asyncio.sleep(0)
+        stream.end_streams()
+        assert await waiting == [] and follower.closed and not follower.lagged
+    with stream.follow(lambda _: True) as follower:
+        assert await follower.next(3600.0) == [] and follower.closed, "one that begins as the server stops"
+    await stream.close()
+    await bus.close()
+
+
+async def test_a_stream_whose_scheduler_does_not_answer_ends_with_a_code() -> None:
+    async def events() -> AsyncIterator[bytes]:
+        yield b"first"
+        raise RequestTimeout("no reply")
+
+    parts = [part async for part in stream_response(events()).body_iterator]
+    assert parts == [b"first", b'event: lagged\ndata: {"code":"request.timeout"}\n\n']
 
 
 async def test_builds_whose_end_was_missed_are_not_in_flight_for_ever() -> None:
