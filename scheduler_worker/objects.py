@@ -302,7 +302,7 @@ class ObjectRegistry:
 
     async def write(self, make: MakeChange, until: float | None = None) -> Refusal | None:
         """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
-        What `make` has written before it refuses is rolled back. Raises Transient. until: as for `change`.
+        A refusal rolls back the rows that `make` has written. Raises Transient. until: as for `change`.
         """
         async with self._loading:
             try:

@@ -35,7 +35,7 @@ async def test_a_follower_that_falls_behind_is_notified() -> None:
 
 
 async def test_followers_read_anew_after_a_lost_connection_and_end_with_the_server() -> None:
-    """What was published meanwhile went to no queue: a build's end may never come."""
+    """The end of a build may have been published meanwhile, to no queue."""
     clock = SystemClock()
     broker = MemoryBroker(clock)
     bus = Bus(API, MemoryTransport(broker, API), process="p", clock=clock, rng=random.Random(1))
