@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 
+import pytest
 from prometheus_client.core import Metric
 
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import ProviderState
-from scheduler_worker import metrics
+from scheduler_worker import fleet_metrics, metrics
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.fleet import ClassTotal, HostCount, summarize
 from scheduler_worker.fleet_metrics import HELD_S, FleetCollector
@@ -89,7 +91,9 @@ def test_the_collector_exports_what_a_scheduler_sees_while_it_is_open() -> None:
     assert _samples(collector.collect()) == {}
 
 
-def test_a_summary_is_used_again_for_a_moment_and_then_made_anew() -> None:
+def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(fleet_metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     hosts = Hosts([{"VCPU": 4}])
     collector = FleetCollector()
     collector.add(hosts.selector)
@@ -98,7 +102,7 @@ def test_a_summary_is_used_again_for_a_moment_and_then_made_anew() -> None:
     hosts.book.add([unannounced()])
     collector.collect()
     assert collector._summary is before
-    collector._summed_s -= 2 * HELD_S
+    now_s += 2 * HELD_S
     assert ("berth_fleet_hosts", "", "nova", "unannounced") in _samples(collector.collect())
 
 
