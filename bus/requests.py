@@ -18,7 +18,7 @@ from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
 from bus.retrying import WITHIN_A_REQUEST, Retrying
 from bus.tracing.context import CURRENT, Span, SpanKind, traceparent_of
-from bus.wire import REPLY_PREFIX, Codec, Malformed, pack, tag
+from bus.wire import REPLY_PREFIX, TOO_LARGE, Codec, Malformed, pack, tag
 
 log = structlog.get_logger("bus.requests")
 
@@ -161,11 +161,12 @@ class Requester:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):
+            found = self._pending.get(read.meta.correlation_id or "")
             if isinstance(read, Malformed):
                 log.warning("bus.bad_reply", code=read.code, reason=read.reason)
-                continue
-            found = self._pending.get(read.meta.correlation_id or "")
-            if found is None:
+                if found is not None and read.code == TOO_LARGE:
+                    found[0].answer(found[1], Refusal(code=read.code, reason=read.reason))
+            elif found is None:
                 self._late.inc()
             else:
                 found[0].answer(found[1], read.message)

@@ -97,6 +97,7 @@ REPLY_TO = "message.reply_to"
 _UNKNOWN_FIELD = re.compile(r"unknown field `([^`]+)`")
 _OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
+_MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
 _WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
@@ -240,7 +241,7 @@ class Codec:
         forged = (
             bool(key) and delivery.exchange not in (DEAD, GIVEN_UP) and not BROKERS_OWN.isdisjoint(delivery.headers)
         )
-        too_large = self._too_large(delivery.body, is_batch=delivery.content_type == BATCH)
+        too_large = self._too_large(delivery.body, delivery.type, is_batch=delivery.content_type == BATCH)
         if delivery.content_type == BATCH and not too_large and not forged:
             return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
@@ -255,12 +256,12 @@ class Codec:
             return [self._malformed(delivery.body, INVALID, problem, meta, key)]
         return [self._read_one(delivery.body, meta, delivery.type, key)]
 
-    def _too_large(self, body: bytes, *, is_batch: bool) -> str:
+    def _too_large(self, body: bytes, named: str | None, *, is_batch: bool) -> str:
         """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
         size, most = len(body), min(self._most_bytes, MAX_BATCH_BYTES) if is_batch else self._most_bytes
         if size > most:
             return f"the body has {size} bytes, {most} are allowed"
-        bound = self._most_values if self._is_theirs or not is_batch else 0
+        bound = self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_theirs or not is_batch else 0
         if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"
         return ""

@@ -4,7 +4,7 @@ some.
 
 from __future__ import annotations
 
-from bus.contracts.cell import FindMachines, FoundMachine, MachinesFound
+from bus.contracts.cell import MAX_LOOKED_AT_ONCE, FindMachines, FoundMachine, MachinesFound
 from compute_sim.domain.attempts import Entry, Phase, is_there
 from compute_sim.driver import Driver, Machine
 from compute_sim.records import Key, Records
@@ -43,8 +43,15 @@ class Finder:
         seen = {(one.host_uuid, one.instance_uuid): one for machines in listed.values() for one in machines}
         found = [self._recorded(key, entry, seen.get(key), ours) for key, entry in recorded.items()]
         found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
-        hosts = self._survey.listed if thorough else None
-        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts)
+        hosts, more = self._looked_at(question.hosts_after) if thorough else (None, False)
+        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts, more=more)
+
+    def _looked_at(self, after: int | None) -> tuple[tuple[str, ...], bool]:
+        """A page of the hosts that have been looked at, and whether there are others; all of them without `after`."""
+        if after is None:
+            return self._survey.listed(), False
+        found = self._survey.listed(after, MAX_LOOKED_AT_ONCE + 1)
+        return found[:MAX_LOOKED_AT_ONCE], len(found) > MAX_LOOKED_AT_ONCE
 
     def _recorded(self, key: Key, entry: Entry, machine: Machine | None, ours: str) -> FoundMachine:
         return FoundMachine(

@@ -8,18 +8,21 @@ a restart does not offer their resources. A machine that its host does not carry
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
-from bus.contracts.cell import ReservedMachine, ReserveMachines
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ReservedMachine, ReserveMachines
 from compute_sim import metrics
 from compute_sim.domain.reserved import uncounted_classes
 from compute_sim.driver import Driver, DriverUnavailable, Machine, Tree
 from compute_sim.records import Records
 
 log = structlog.get_logger(__name__)
+
+Reserved = Mapping[str, Sequence[ReservedMachine]]  # by host
 
 
 class Quarantine:
@@ -40,14 +43,16 @@ class Quarantine:
         """Apply an order, as far as it is the newest about its hosts and its machines exist."""
         page = (order.epoch, order.sequence)
         newer = {one.host_uuid: one.machines for one in order.hosts if page > self._newest.get(one.host_uuid, (0, 0))}
-        if not newer:
-            return
         try:
-            listed = await self._driver.list(tuple(newer))
-            trees = {tree[0].uuid: tree for tree in await self._driver.inventory(tuple(newer))}
+            for part in _parts(newer):  # a conductor of the first release sends more than one part
+                await self._reserve(page, part)
+                await asyncio.sleep(0)
         except DriverUnavailable as fault:  # the next report leads to another order
             log.warning("quarantine.not_checked", service=self._service, reason=str(fault))
-            return
+
+    async def _reserve(self, page: tuple[int, int], newer: Reserved) -> None:
+        listed = await self._driver.list(tuple(newer))
+        trees = {tree[0].uuid: tree for tree in await self._driver.inventory(tuple(newer))}
         self._newest.update((host, page) for host in newer if host in listed)
         changed = self._put({host: self._found(host, newer[host], listed[host]) for host in newer if host in listed})
         for host in changed:
@@ -101,6 +106,19 @@ class Quarantine:
                     uncounted=list(uncounted) or "everything",
                     hint="disable the host if this machine's resources matter",
                 )
+
+
+def _parts(hosts: Reserved) -> Sequence[Reserved]:
+    """In order, of at most MAX_RESERVED_AT_ONCE machines each, unless one host has more."""
+    parts: list[dict[str, Sequence[ReservedMachine]]] = []
+    left = 0
+    for host, machines in hosts.items():
+        if not parts or len(machines) > left:
+            parts.append({})
+            left = MAX_RESERVED_AT_ONCE
+        left -= len(machines)
+        parts[-1][host] = machines
+    return parts
 
 
 def _is_this(one: ReservedMachine, machine: Machine) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 
 import structlog
 
@@ -31,14 +32,15 @@ class Survey:
         self._records = records
         self._on_listed = on_listed
         self._names: dict[str, str] = {}
-        self._listed: set[str] = set()
+        self._listed: dict[str, None] = {}  # in the order in which they were first read
         self._unrecorded: dict[str, list[Machine]] = {}  # by host: machines with a mark that are not on record
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
         hosts = await self._driver.hosts()
         self.hosts = frozenset(host.uuid for host in hosts)
-        self._listed &= self.hosts
+        for host in [one for one in self._listed if one not in self.hosts]:
+            del self._listed[host]
         self._names = {host.uuid: host.name for host in hosts}
         return hosts
 
@@ -46,10 +48,11 @@ class Survey:
         """The name of a host; its uuid where that is all that is known."""
         return self._names.get(host) or host
 
-    @property
-    def listed(self) -> tuple[str, ...]:
-        """The hosts whose machines have been read: what is unrecorded there is known."""
-        return tuple(sorted(self._listed))
+    def listed(self, after: int = 0, most: int | None = None) -> tuple[str, ...]:
+        """The hosts whose machines have been read: what is unrecorded there is known. after, most: a page of them, in
+        the order in which they were first read; one may be missing where hosts have been taken out between two pages.
+        """
+        return tuple(islice(self._listed, after, None if most is None else after + most))
 
     def unrecorded(self, instances: Collection[str]) -> list[Machine]:
         """Machines of these instances that carry a mark and are not on record here, as their hosts last listed them."""
@@ -62,7 +65,7 @@ class Survey:
 
     def note_listed(self, listed: Mapping[str, Sequence[Machine]]) -> None:
         """Remember of what these hosts carry the part that is not on record."""
-        self._listed.update(listed)
+        self._listed.update(dict.fromkeys(listed))
         for host, machines in listed.items():
             unrecorded = [
                 one

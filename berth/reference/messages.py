@@ -193,7 +193,8 @@ def _message(row: MessageRow) -> Iterator[str]:
     if row.message.__struct_config__.forbid_unknown_fields:
         yield "- a field that it does not have is refused by name (`message.invalid`)"
     if row.reply is not None:
-        yield f"- answered by `{tag_of(row.reply)}`, or `{tag_of(Refusal)}`"
+        bound = f", of at most {row.max_reply_values} values" if row.max_reply_values else ""
+        yield f"- answered by `{tag_of(row.reply)}`{bound}, or `{tag_of(Refusal)}`"
     yield ""
     yield from _fields(row.message)
 

@@ -132,7 +132,9 @@ class Destroy(Message, frozen=True, kw_only=True, tag="compute.destroy.v1"):
 
 
 MAX_FOUND = 1000
+MAX_FOUND_AT_ONCE = 500  # instances of one query: two nested machines of each are 10 ms to read
 MAX_LOOKED_AT = 100_000  # hosts of one service
+MAX_LOOKED_AT_ONCE = 10_000  # of one answer in pages: 4 ms to read
 
 
 class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
@@ -140,13 +142,15 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
 
     It waits in the service's queue behind the commands that were published before, so those count. deployment: as in
     Spawn; machines with the mark of another one are left out. thorough: they are not, and the answer names the hosts
-    that the service has looked at.
+    that the service has looked at. hosts_after: only the next page of these hosts, after so many (None: all; the
+    conductor is of a version before). The machines are those of all hosts with every page: each page is true by itself.
     """
 
     service: Word
     deployment: Uuid
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
     thorough: bool = False
+    hosts_after: Count | None = None
 
 
 class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -169,11 +173,13 @@ class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
     """All that one compute service has of the instances that it was queried about.
 
     hosts: that it has looked at, if the query was thorough (None: it was not, or the service does not know that).
+    more: they are a page, and there are others after it.
     """
 
     service: Word
     machines: Annotated[tuple[FoundMachine, ...], Bound(max_length=10 * MAX_FOUND)] = ()
     hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_LOOKED_AT)] | None = None
+    more: bool = False
 
 
 class QueueMarker(Message, frozen=True, kw_only=True, tag="compute.marker.v1"):

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from bus import wire
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
@@ -76,6 +77,19 @@ async def test_a_refusal_is_raised_with_its_code(house: House) -> None:
     with pytest.raises(RequestRefused, match="no such flavor") as refused:
         await asker.request(boot(), BuildAccepted, timeout_s=PATIENCE_S)
     assert refused.value.code == "flavor.unknown"
+    await settled(server)
+
+
+async def test_a_reply_of_more_values_than_its_kind_may_have_is_a_refusal_at_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unread, and its requester does not wait for the deadline: an answerer of a version before sends it again."""
+    monkeypatch.setitem(wire._MAX_REPLY_VALUES, wire.tag(BuildAccepted), 1)
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering(accepted))
+    with pytest.raises(RequestRefused, match="more than 1 values") as refused:
+        await asker.request(boot(), BuildAccepted, timeout_s=PATIENCE_S)
+    assert refused.value.code == wire.TOO_LARGE
     await settled(server)
 
 

@@ -17,7 +17,7 @@ from bus.contracts.catalogue.host_owners import HOST_OWNER_MESSAGES
 from bus.contracts.catalogue.hosts import HOST_MESSAGES
 from bus.contracts.catalogue.moves import CELL_MOVE_MESSAGES, MACHINE_MESSAGES, MOVE_MESSAGES
 from bus.contracts.catalogue.objects import OBJECT_MESSAGES
-from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_REQUESTS_PER_MESSAGE
+from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_FOUND_VALUES, MAX_REQUESTS_PER_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
 MESSAGES: tuple[MessageRow, ...] = (
@@ -396,6 +396,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="compute.find.{service}",
         reply=cell.MachinesFound,
+        max_reply_values=MAX_FOUND_VALUES,
         persistent=False,
         idempotency="a question",
     ),

@@ -90,7 +90,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     permissions`). batch_key: a public event on the API bus leaves twice: alone under `key`, as any program can read it,
     and with what else has gathered under this key, for listeners that read batches (a tenth of the cost under load).
     Where nothing has gathered it leaves once, as a plain message under both keys. On a cell's bus, where no other
-    program listens, it leaves under this key only.
+    program listens, it leaves under this key only. max_reply_values: as a queue's `max_values`, of its reply.
     """
 
     message: type[Message]
@@ -101,6 +101,7 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     key: str
     idempotency: str
     reply: type[Message] | None = None
+    max_reply_values: int = 0
     persistent: bool = True
     public: bool = False  # part of the interface for programs that are not berth's
     batch_key: str = ""

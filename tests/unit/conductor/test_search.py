@@ -35,6 +35,7 @@ class Services:
         self.machines = machines
         self.silent: set[str] = set()
         self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
+        self.page: int | None = None  # of these hosts in one answer
         self.queried: list[FindMachines] = []
 
     async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
@@ -44,12 +45,19 @@ class Services:
             MachinesFound(
                 service=one.service,
                 machines=tuple(self.machines[one.service]),
-                hosts=self.hosts if one.thorough else None,
+                hosts=self._hosts(one),
+                more=self.page is not None and (one.hosts_after or 0) + self.page < len(self.hosts or ()),
             )
             if isinstance(one, FindMachines) and one.service not in self.silent
             else Transient("no answer", code="request.timeout")
             for one in messages
         ]
+
+    def _hosts(self, query: FindMachines) -> tuple[str, ...] | None:
+        if not query.thorough or self.hosts is None or self.page is None:
+            return self.hosts if query.thorough else None
+        assert query.hosts_after is not None
+        return self.hosts[query.hosts_after : query.hosts_after + self.page]
 
 
 class Conductor:
@@ -246,3 +254,36 @@ def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:
     table.renew("s2", 1, 1, at=0.0, interval_s=1.0)
     table.renew("s3", 1, 1, at=0.0, interval_s=1.0, stopping=True)
     assert set(table.up or ()) == {"s1", "s2"}
+
+
+async def test_item_16_the_hosts_that_were_looked_at_are_read_in_pages() -> None:
+    """Of each service on their own; a machine that every page names is one."""
+    services = Services(s1=(machine(),), s2=())
+    services.page = 4
+    conductor = Conductor(services, ("s1", "s2"))
+    await conductor.store.open()
+    searched = await conductor.search.find((UUID,), thorough=True)
+    assert [(one.service, one.hosts_after) for one in services.queried] == [
+        (service, after) for after in (0, 4, 8) for service in ("s1", "s2")
+    ]
+    assert searched.hosts == set(services.hosts or ()) and not searched.missing
+    assert searched.of(UUID) == (machine(),)
+    await conductor.search.find((UUID,))
+    assert services.queried[-1].hosts_after is None, "other queries are of no hosts"
+
+
+async def test_a_service_without_all_of_its_pages_has_not_answered() -> None:
+    services = Services(s1=())
+    services.page = 0
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    assert (await conductor.search.find((UUID,), thorough=True)).missing == ("s1",)
+    assert len(services.queried) == 1
+
+
+async def test_a_service_of_a_version_before_names_all_hosts_in_one_answer() -> None:
+    services = Services(s1=())
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    searched = await conductor.search.find((UUID,), thorough=True)
+    assert searched.hosts == set(services.hosts or ()) and not searched.missing and len(services.queried) == 1
