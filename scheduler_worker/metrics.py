@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -66,12 +66,12 @@ def count_ended(builds: Iterable[BuildEvent | RecordedBuild]) -> None:
             BUILDS.labels(build.state.value, build.code if build.code in _codes else OTHER).inc()
 
 
-def observe_round(chosen: int, rankings: Iterable[Sized]) -> None:
+def observe_round(chosen: int, candidates: Iterable[int]) -> None:
     """Count one pass of decisions: how many hosts it has chosen, and the candidates of each ranking that it made."""
     if chosen:
         DECISIONS.labels("chosen").inc(chosen)
-    for ranking in rankings:
-        CANDIDATES.observe(len(ranking))
+    for count in candidates:
+        CANDIDATES.observe(count)
 
 
 def count_claim(answer: ClaimResult | Fault, *, retried: bool) -> None:

@@ -1,6 +1,7 @@
 """DECIDE and CLAIM, in rounds: a round chooses a host for each request that has none, and claims all of them together.
 
-Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it.
+Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it. A long
+pass is made in parts, with a turn of the event loop after each.
 Claim: the claims of all requests travel together. The answers step each placement; a placement without a result is
 decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
 """
@@ -89,6 +90,7 @@ class Placer:
         )
         self._spread = Spread()
         self._runs = CellRuns()
+        self._deciding = asyncio.Lock()  # passes in parts one after another: each sees the choices before it
 
     @property
     def _config(self) -> SchedulerConfig:
@@ -123,7 +125,7 @@ class Placer:
             if any(state.needs_refresh for state in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
             with metrics.timed_stage("decide", self._clock):
-                after = with_gang_results(merged(states, self._decide(unresolved)))
+                after = with_gang_results(merged(states, await self._decide(unresolved)))
             open_ = [one for one in after if one.result is None]
             singles = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
             gangs = claimable(open_)
@@ -158,20 +160,19 @@ class Placer:
                 choice = decisions.choose(state)
                 if choice.choice is not None:
                     chosen[uuid] = replace(choice, speculative=True, decided_at=self._clock.time())
-        metrics.observe_round(len(chosen), decisions.rankings.values())
+        metrics.observe_round(len(chosen), decisions.candidates)
         return chosen
 
-    def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
-        """One synchronous pass: each choice is assumed, so that the next one sees it."""
-        decisions = self._decision_round()
-        decided = [
-            after
-            for members in by_gang(states)
-            for after in (map(decisions.decide, members) if members[0].gang is None else decisions.decide_gang(members))
-        ]
+    async def _decide(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+        """One pass, in parts: each choice is assumed, so that the next one sees it."""
+        decided: list[PlacementState] = []
+        async with self._deciding:
+            decisions = self._decision_round()
+            for _ in decisions.in_parts(states, decided):
+                await asyncio.sleep(0)
         pairs = zip(states, decided, strict=True)
         chosen = sum(after.choice is not None and not before.speculative for before, after in pairs)
-        metrics.observe_round(chosen, decisions.rankings.values())
+        metrics.observe_round(chosen, decisions.candidates)
         decided_at = self._clock.time()
         return [one if one.decided_at else replace(one, decided_at=decided_at) for one in decided]
 

@@ -1,8 +1,12 @@
-"""One pass of decisions over the replica: like requests share a ranking, and each choice is assumed."""
+"""One pass of decisions over the replica: like requests share a ranking, and each choice is assumed.
+
+A long pass is made in parts, so that the event loop is not held for longer than a part: the caller lets others run
+between them. Parts are bounded by what is done in them and not by time, so a simulated run is repeated exactly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec.structs import replace
@@ -13,7 +17,7 @@ from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.gang_room import room_for
-from scheduler_worker.domain.gangs import largest_first, with_shared_findings
+from scheduler_worker.domain.gangs import by_gang, largest_first, with_shared_findings
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import NONE_FULL, Choice, RandomSource, Ranking
@@ -23,6 +27,11 @@ from scheduler_worker.domain.step import nothing_fits, refused
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.
 MAX_SHARED_HOSTS = 64
+# The most that is done in one part of a pass, counted in choices: about 8 ms. A part has one decision at least.
+PART_COST = 64
+# A ranking or an explanation counts as this many choices, and one more for each HOSTS_PER_CHOICE hosts.
+RANKING_COST = 2
+HOSTS_PER_CHOICE = 1500
 
 
 class GroupExclusions:
@@ -59,7 +68,10 @@ class GroupExclusions:
 
 
 class DecisionRound:
-    """A synchronous pass at one moment: an assumed choice counts as used for every later one.
+    """One pass: an assumed choice counts as used for every later one.
+
+    Between two parts of it the book and the host table may change. Rankings are kept as long as only usage does:
+    whether a host still fits is looked at for each choice. After any other change each ranking is made anew.
 
     subset: how many of the best hosts a choice is drawn from. rankings: those that were made, by the key of
     their requests. runs: of the scheduler; equal hosts are chosen from one cell at a time.
@@ -76,6 +88,36 @@ class DecisionRound:
         self.rankings: dict[tuple[str, ...], Ranking] = {}
         self._placed: dict[tuple[str, str], dict[str, int]] = {}  # by project and group: members by host
         self._exclusions: dict[tuple[str, str, int], GroupExclusions] = {}  # and by how many may share a host
+        self._cost = 0  # of the present part
+        self._candidates: list[int] = []  # of the rankings that were dropped between parts
+
+    @property
+    def candidates(self) -> list[int]:
+        """The number of hosts in each ranking that was made."""
+        return [*self._candidates, *map(len, self.rankings.values())]
+
+    def in_parts(self, states: Sequence[PlacementState], decided: list[PlacementState]) -> Iterator[None]:
+        """Decide all of the states into `decided`, in their order. At each yield the caller lets others run.
+
+        The choices made until then are assumed; a caller that does not go on takes them back.
+        """
+        for members in by_gang(states):
+            if members[0].gang is None:
+                yield from self._pause()
+                decided += map(self.decide, members)
+            else:
+                decided += yield from self.decide_gang(members)
+
+    def _pause(self, cost: int = 1) -> Iterator[None]:
+        """End the part, unless something of this cost still belongs to it."""
+        if not self._cost or self._cost + cost <= PART_COST:
+            return
+        before = self._selector.version
+        yield
+        self._cost = 0
+        if self._selector.version != before:
+            self._candidates = self.candidates
+            self.rankings.clear()
 
     def decide(self, state: PlacementState) -> PlacementState:
         """The state with a choice to claim, with a probe to claim, or with the result when nothing fits."""
@@ -83,32 +125,42 @@ class DecisionRound:
             return replace(state, speculative=False)
         try:
             state = self.choose(state)
-            return state if state.choice is not None else nothing_fits(state, self._selector)
+            return state if state.choice is not None else self._nothing_fits(state)
         except QueryTooWide as error:  # the traits of a flavor combine in too many ways to search them all
             return refused(state, error.code, str(error))
 
-    def decide_gang(self, states: Sequence[PlacementState]) -> list[PlacementState]:
-        """`decide` for the members of one gang: each sees where the earlier members are. In their order."""
+    def decide_gang(self, states: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
+        """`decide` for the members of one gang, in parts: each sees where the earlier members are. In their order."""
         members = largest_first(with_shared_findings(states))
         try:
             together = members[0].spec.has_policy(GroupPolicy.AFFINITY)
-            chosen = self._choose_one_host(members) if together else [self.choose(one) for one in members]
+            chosen = yield from (self._choose_one_host(members) if together else self._choose_each(members))
         except QueryTooWide as error:
             return [refused(one, error.code, str(error)) for one in states]
-        after = {
-            one.request.instance_uuid: one if one.choice is not None else nothing_fits(one, self._selector)
-            for one in chosen
-        }
+        after: dict[str, PlacementState] = {}
+        for one in chosen:
+            if one.choice is None:
+                yield from self._pause()
+            after[one.request.instance_uuid] = one if one.choice is not None else self._nothing_fits(one)
         return [after[one.request.instance_uuid] for one in states]
 
-    def _choose_one_host(self, members: list[PlacementState]) -> list[PlacementState]:
+    def _choose_each(self, members: Sequence[PlacementState]) -> Generator[None, None, list[PlacementState]]:
+        chosen = []
+        for one in members:
+            yield from self._pause()
+            chosen.append(self.choose(one))
+        return chosen
+
+    def _choose_one_host(self, members: list[PlacementState]) -> Generator[None, None, list[PlacementState]]:
         """Choices on one host: the first host that takes all of the members, or else the tried host that takes most.
 
-        Hosts with room for most members are tried first, and none with room for no more than a tried one took.
+        Hosts with room for most members are tried first, and none with room for no more than a tried one took. A part
+        may end between two hosts: then no member has a host.
         """
         best = members
         passed_over: dict[str, str] = {}
         while len(passed_over) < MAX_SHARED_HOSTS:
+            yield from self._pause(len(members))
             chosen = self._try_one_host(members, passed_over, least=_placed_count(best) + 1)
             head = chosen[0].choice if chosen else None
             if head is None:
@@ -123,7 +175,7 @@ class DecisionRound:
             # No host takes the largest; smaller members may start without it.
             largest = _key_beside(members[0])
             others = [one for one in members if _key_beside(one) != largest]
-            chosen = self._choose_one_host(others) if others else []
+            chosen = (yield from self._choose_one_host(others)) if others else []
             return [*(one for one in best if _key_beside(one) == largest), *chosen]
         for one in best:
             if one.choice is not None:
@@ -175,6 +227,7 @@ class DecisionRound:
 
     def choose(self, state: PlacementState) -> PlacementState:
         """The state with its choice, assumed; without one when no host fits. Raises QueryTooWide."""
+        self._cost += 1
         state, choice = self._same_host(state)
         if choice is not None:
             self._assume(state, choice)
@@ -199,7 +252,17 @@ class DecisionRound:
         return replace(state, choice=choice)
 
     def _rank(self, spec: RequestSpec, among: Rows | None = None) -> Ranking:
+        self._charge_search()
         return self._selector.rank(spec, self._rng, self._runs, among=among)
+
+    def _nothing_fits(self, state: PlacementState) -> PlacementState:
+        after = nothing_fits(state, self._selector)
+        if after.result is not None:
+            self._charge_search()
+        return after
+
+    def _charge_search(self) -> None:
+        self._cost += RANKING_COST + len(self._book.rows_of_roots()) // HOSTS_PER_CHOICE
 
     def _group_exclusions(self, state: PlacementState) -> GroupExclusions | None:
         """The hosts that a member of an anti-affinity group may not use; None: its peers matter for its ranking too.

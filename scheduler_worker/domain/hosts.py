@@ -115,6 +115,7 @@ class HostTable:
         # {uuid: (the service that also reports this host, and was refused it; its listing then)}
         self._contested: dict[str, tuple[int, int]] = {}
         self.disabled_cells: frozenset[str] = frozenset()  # by operators: they take no new builds
+        self.revision = 0  # incremented with every change that may let another set of hosts pass
 
     def __len__(self) -> int:
         return len(self.uuids)
@@ -151,6 +152,7 @@ class HostTable:
         if digest is not None:
             self._assess(self.services[known], digest, now_s)
         self._apply_hosts(known, message, now_s)
+        self.revision += 1
         return True
 
     def epoch_of(self, cell: str, service: str) -> int:
@@ -191,6 +193,7 @@ class HostTable:
 
     def adopt_decisions(self, decisions: Mapping[str, HostAdminState]) -> None:
         """Replace all decisions of operators: {uuid: decision}, also about hosts that are not announced yet."""
+        self.revision += self._decided != decisions
         self.admin[: len(self)] = 0
         for uuid, decision in decisions.items():
             index = self._index.get(uuid)
@@ -272,6 +275,7 @@ class HostTable:
             return
         service = self.services[index]
         service.forgotten, service.down_s = True, now_s
+        self.revision += 1
         service.down = ServiceDown(
             service=gone.service, epoch=service.epoch, code=FORGOTTEN, reason="an operator has stated that it is gone"
         )
@@ -307,6 +311,7 @@ class HostTable:
                 self._assess(service, known, now_s)
                 if service.down is not None and now_s - service.down_s > DOWN_HOLD_S:
                     self.service[: len(self)][self.service[: len(self)] == index] = NO_SERVICE
+                    self.revision += 1
         return True
 
     def _assess(self, service: ServiceState, digest: CellDigest, now_s: float) -> None:
@@ -323,6 +328,7 @@ class HostTable:
             down = ServiceDown(service=service.name, epoch=service.epoch, code=UNRESPONSIVE, reason=reason)
         if down is not None and service.down is None:
             service.down_s = now_s
+        self.revision += (down is None) is not (service.down is None)
         service.down = down
 
     def _add_service(self, message: ComputeHosts, now_s: float) -> int:

@@ -199,6 +199,12 @@ class Selector:
         """The present rows of rejected hosts, and why; hosts that have left have no row."""
         return {row: why for uuid, why in tried.items() if (row := self.book.row_of(uuid)) is not None}
 
+    @property
+    def version(self) -> tuple[object, ...]:
+        """A value that changes with everything that decides which hosts pass, except usage and the passing of time."""
+        book, table = self.book, self.table
+        return (book.shape_moves.end, book.epoch, table.revision, table.disabled_cells, self.revision)
+
     def rank(
         self, spec: RequestSpec, rng: RandomSource, runs: CellRuns | None = None, *, among: Rows | None = None
     ) -> Ranking:

@@ -1,0 +1,195 @@
+"""A long pass of decisions lets others run: bounds by count, and what may change between two parts of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import new_uuid
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
+from bus.faults import Fault
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import decision_round
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, initial_state
+from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.view import HostsView
+from tests.unit.scheduler.hosts import Hosts
+from tests.unit.scheduler.test_placing import Cluster
+
+BATCH = 512
+GANG = 100
+# In one turn of the loop.
+MOST_CHOICES = 64
+MOST_RANKINGS = 22
+WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
+IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
+
+
+class Turns:
+    """Counts calls by the turn of the event loop that they are made in."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.turn = 0
+        self.calls: dict[str, Counter[int]] = {"choose": Counter(), "rank": Counter(), "explain": Counter()}
+        for owner, name in ((DecisionRound, "choose"), (Selector, "rank"), (Selector, "explain")):
+            monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **more: Any) -> Any:
+            self.calls[name][self.turn] += 1
+            return method(*args, **more)
+
+        return counted
+
+    def most(self, name: str) -> int:
+        return max(self.calls[name].values(), default=0)
+
+    def total(self, name: str) -> int:
+        return self.calls[name].total()
+
+    @asynccontextmanager
+    async def counting(self) -> AsyncIterator[None]:
+        async def count() -> None:
+            while True:
+                self.turn += 1
+                await asyncio.sleep(0)
+
+        counter = asyncio.create_task(count())
+        try:
+            yield
+        finally:
+            counter.cancel()
+
+
+@pytest.fixture
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    return Turns(monkeypatch)
+
+
+def cluster_of(amounts: Sequence[dict[str, int]], **more: Any) -> Cluster:
+    hosts = Hosts(amounts, cells=[f"c{at % 4}" for at in range(len(amounts))], **more)
+    cluster = Cluster(hosts, hosts.config)
+
+    async def grant(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        return [ClaimAllResult(results=tuple(map(cluster.claimed, gang.claims))) for gang in gangs]
+
+    cluster.port.submit_gangs = grant  # type: ignore[method-assign]
+    return cluster
+
+
+def gang_of(cluster: Cluster, policy: GroupPolicy, *, size: int = GANG, least: int = GANG) -> list[PlacementRequest]:
+    group = ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=policy)
+    members = [cluster.hosts.request(server_group=group) for _ in range(size)]
+    gang = Gang(uuid=members[0].instance_uuid, size=size, min_count=least)
+    return [replace(cluster.asking(one), gang=gang) for one in members]
+
+
+async def test_item_16_a_turn_of_the_loop_has_so_many_choices(turns: Turns) -> None:
+    cluster = cluster_of([WIDE] * 8)
+    async with turns.counting():
+        placed = await cluster.place(*(cluster.hosts.request() for _ in range(BATCH)))
+    assert all(isinstance(one, HostClaimed) for one in placed)
+    assert turns.total("choose") == BATCH and turns.most("choose") <= MOST_CHOICES
+    assert turns.total("rank") == 1, "nothing but usage has changed between the parts"
+
+
+async def test_item_16_a_turn_of_the_loop_has_so_many_rankings(turns: Turns) -> None:
+    """Each request is of an image with properties of its own that a filter reads; and no host has the last ones."""
+    config = SchedulerConfig(enabled_filters=(*SchedulerConfig().enabled_filters, IMAGE_FILTER))
+    reports = {at: {"attributes": {"supported_instances": "x/y/z"}} for at in range(4)}
+    cluster = cluster_of([WIDE] * 4, config=config, reports=reports)
+    images = [{"hw_architecture": "x", "img_hv_type": "y", "hw_vm_mode": str(at)} for at in range(64)]
+    async with turns.counting():
+        placed = await cluster.place(*(cluster.hosts.request(image_properties=image) for image in images))
+    assert all(isinstance(one, NoValidHost) for one in placed)
+    assert turns.total("rank") == 2 * len(images), "a second time on the newest state"
+    assert turns.most("rank") <= MOST_RANKINGS
+    assert turns.total("explain") == len(images) and turns.most("explain") <= MOST_RANKINGS
+
+
+async def test_item_16_a_part_ends_between_the_hosts_that_are_tried_for_a_gang(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the bound does not tell that a host is too small, as many are tried as before."""
+
+    def unbounded(members: Sequence[object], view: HostsView) -> Any:
+        return np.full(len(view), len(members), dtype=np.intp)
+
+    monkeypatch.setattr(decision_round, "room_for", unbounded)
+    cluster = cluster_of([{"VCPU": 60, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}] * 20)
+    async with turns.counting():
+        placed = await cluster.placer.place(gang_of(cluster, GroupPolicy.AFFINITY, least=60))
+    assert len({one.selections[0].host for one in placed if isinstance(one, HostClaimed)}) == 1
+    assert sum(isinstance(one, HostClaimed) for one in placed) == 60
+    assert turns.total("choose") > 20 * 60 and turns.most("choose") <= GANG
+
+
+@pytest.mark.parametrize("policy", [GroupPolicy.SOFT_AFFINITY, GroupPolicy.SOFT_ANTI_AFFINITY])
+async def test_item_16_a_gang_whose_members_are_ranked_apart_is_decided_in_parts(
+    turns: Turns, policy: GroupPolicy
+) -> None:
+    cluster = cluster_of([WIDE] * 4)
+    async with turns.counting():
+        placed = await cluster.placer.place(gang_of(cluster, policy))
+    assert all(isinstance(one, HostClaimed) for one in placed)
+    hosts = Counter(one.selections[0].host for one in placed if isinstance(one, HostClaimed))
+    assert sorted(hosts.values()) == ([GANG] if policy is GroupPolicy.SOFT_AFFINITY else [GANG // 4] * 4)
+    assert turns.total("rank") == GANG and turns.most("rank") <= MOST_RANKINGS
+
+
+async def test_a_host_that_leaves_between_two_parts_is_not_chosen_any_more() -> None:
+    """One leaves the book, then one is closed by its service."""
+    cluster = cluster_of([WIDE] * 3)
+    hosts = cluster.hosts
+    states = [
+        initial_state(PlacementRequest(request=hosts.request(), spec=hosts.spec()), hosts.selector) for _ in range(300)
+    ]
+    round_, decided, seen = DecisionRound(hosts.selector, hosts.rng, subset=1), [], list[int]()
+    for part, _ in enumerate(round_.in_parts(states, decided)):
+        seen.append(len(decided))
+        if part == 0:
+            hosts.book.apply([Change(sequence=1, provider=hosts.uuids[0], generation=2, removed=True)])
+        if part == 1:
+            hosts.announce(["c0", "c1", "c2"], {1: {"enabled": False}}, sequence=2)
+    uuids = [one.choice.selected.uuid for one in decided if one.choice is not None]
+    assert len(uuids) == len(states)
+    first, second, third = set(uuids[: seen[0]]), set(uuids[seen[0] : seen[1]]), set(uuids[seen[1] :])
+    assert (first, second, third) == (set(hosts.uuids), set(hosts.uuids[1:]), {hosts.uuids[2]})
+    assert len(round_.candidates) == 3, "one ranking for each state of the hosts"
+
+
+async def test_a_pass_that_is_cancelled_between_two_parts_leaves_nothing_assumed() -> None:
+    cluster = cluster_of([WIDE] * 8)
+    requests = [cluster.hosts.request() for _ in range(BATCH)]
+    placing = asyncio.ensure_future(cluster.place(*requests))
+    assumed = 0
+    while not assumed:
+        await asyncio.sleep(0)
+        assumed = len(list(cluster.hosts.book.assumed_keys()))
+    assert 0 < assumed <= MOST_CHOICES
+    placing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await placing
+    assert not list(cluster.hosts.book.assumed_keys()) and not cluster.claims
+    (placed,) = await cluster.place(cluster.hosts.request())
+    assert isinstance(placed, HostClaimed), "the next pass is not kept waiting"
+
+
+async def test_a_pass_sees_all_choices_of_the_pass_before_it(turns: Turns) -> None:
+    """Two batches of one process: room for one of them and a half."""
+    room = 3 * BATCH // 2
+    cluster = cluster_of([{"VCPU": room // 4, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}] * 4)
+    batches = [[cluster.hosts.request() for _ in range(BATCH)] for _ in range(2)]
+    both = await asyncio.gather(*(cluster.place(*batch) for batch in batches))
+    claimed = [sum(isinstance(one, HostClaimed) for one in placed) for placed in both]
+    assert claimed == [BATCH, BATCH // 2]
