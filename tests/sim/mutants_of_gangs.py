@@ -62,5 +62,5 @@ MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 FOUND_BY: dict[str, int] = {
     "gang_claimed_one_by_one": 27,
     "refused_gang_written_all_the_same": 27,
-    "too_few_go_on": 11,
+    "too_few_go_on": 15,
 }
