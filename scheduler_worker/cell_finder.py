@@ -5,6 +5,8 @@ A fence has to reach that cell and no other: the first that acknowledges it may 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import structlog
 
 from bus.bus import Bus
@@ -18,6 +20,7 @@ log = structlog.get_logger(__name__)
 ANSWER_S = 2.0  # of placement; a person waits for the decision
 MAX_HOSTS = 1000  # of one service, as a query may ask for
 MAX_SERVICES = 20  # dead ones that the book is queried about
+LOGGED = 10
 
 
 class CellFinder:
@@ -27,21 +30,23 @@ class CellFinder:
         self._selector = selector
         self._api = api
 
-    async def find_cell(self, uuid: str) -> None:
-        """Find the cell of a host that is to be fenced, unless nothing shows it or placement does not answer in time.
+    async def find_cells(self, uuids: Collection[str]) -> None:
+        """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in
+        time.
 
         The book has no two hosts of one name, and a host's cell is that which first reported it.
         """
-        table, host = self._selector.table, self._selector.name_of(uuid)
-        if table.last_cell_of(uuid) is not None or self._selector.book.row_of(uuid) is None:
-            return
+        table, book = self._selector.table, self._selector.book
+        unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None and book.row_of(uuid) is not None)
+        wanted = {self._selector.name_of(uuid): uuid for uuid in unknown}
         for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
+            if not wanted:
+                return
             query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
             try:
-                page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=uuid)
+                page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=unknown[0])
             except (Fault, BusError) as fault:
-                log.warning("host.cell_unknown", host=host, uuid=uuid, code=getattr(fault, "code", "bus"))
+                log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
                 return
-            if host in page.hosts:
-                table.learn_cell(uuid, cell)
-                return
+            for host in wanted.keys() & set(page.hosts):
+                table.learn_cell(wanted.pop(host), cell)

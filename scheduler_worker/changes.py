@@ -12,7 +12,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.drains import DrainCommand, DrainStart
-from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsRevision
+from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsRevision
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
@@ -24,6 +24,8 @@ from bus.contracts.operations import (
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.cell_finder import CellFinder
+from scheduler_worker.domain.fence_changes import CELL_UNKNOWN
+from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
@@ -84,10 +86,25 @@ class ChangeHandler:
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
         try:
-            changed = await self._registry.change(message, received.meta.id, until=received.until)
+            changed = await self._change(message, received)
         except Transient as fault:  # answered at once: the requester does not wait for the database
             return Refuse(fault.code, fault.reason)
-        return Refuse(changed.code, changed.reason) if isinstance(changed, Refusal) else Done(reply=changed)
+        return self._refused(changed, received) if isinstance(changed, Refusal) else Done(reply=changed)
+
+    async def _change(
+        self, change: ObjectsChange, received: Received, cell: str | None = None, *, ends_fences: bool = False
+    ) -> ObjectsChanged | Refusal:
+        """Raises Transient. cell: of a host to be fenced, as its operator names it."""
+        if fenced := fenced_by(change):
+            await self._finder.find_cells(fenced)
+        return await self._registry.change(
+            change, received.meta.id, ends_fences=ends_fences, until=received.until, cell=cell
+        )
+
+    def _refused(self, refusal: Refusal, received: Received) -> Outcome:
+        if refusal.code == CELL_UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
+            return Retry(refusal.code, "not every host has been announced yet")
+        return Refuse(refusal.code, refusal.reason)
 
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
         try:
@@ -117,11 +134,9 @@ class ChangeHandler:
             why=command.reason,
             force=command.force,
         )
-        if command.state is AdminState.FENCED:
-            await self._finder.find_cell(uuid)
-        changed = await self._registry.change(change, received.meta.id, ends_fences=command.force, until=received.until)
+        changed = await self._change(change, received, command.cell, ends_fences=command.force)
         if isinstance(changed, Refusal):
-            return Refuse(changed.code, changed.reason)
+            return self._refused(changed, received)
         await self._registry.announced(changed.revision)
         decision = self._selector.table.decision_of(uuid)
         if decision is None:  # this message is a repeat, and the decision has been deleted since its first delivery

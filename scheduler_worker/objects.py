@@ -41,8 +41,9 @@ from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import cells as cell_rules
 from scheduler_worker.domain import fences
+from scheduler_worker.domain.fence_changes import fence_changes
 from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
-from scheduler_worker.domain.object_rules import broken_rule
+from scheduler_worker.domain.object_rules import MAX_COUNTED, broken_rule, counted, named
 from scheduler_worker.domain.objects import (
     IN_USE,
     INVALID,
@@ -77,7 +78,6 @@ RELOAD_S = 10.0
 RELOAD_CHECK_S = 0.5  # how soon after a reconnect the revision is read again
 NOT_LOADED = -1
 HANDLER = "scheduler.changes"
-MAX_BUILDS_COUNTED = 1000
 SEEDED_BY = "settings"
 TOO_LATE = "request.too_late"  # its requester waits no longer
 
@@ -241,23 +241,29 @@ class ObjectRegistry:
         return ObjectLogPage(entries=tuple(await self._store.object_log(query)))
 
     async def change(
-        self, change: ObjectsChange, message_id: str, *, ends_fences: bool = False, until: float | None = None
+        self,
+        change: ObjectsChange,
+        message_id: str,
+        *,
+        ends_fences: bool = False,
+        until: float | None = None,
+        cell: str | None = None,
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
         message_id: of the message that requests it; a repeat of one that was carried out changes nothing again, and of
         a refused one is judged again. ends_fences: of hosts that it no longer fences, without their cells' reports.
-        until: by the monotonic clock, when its requester waits no longer (None: never). After that nothing is changed:
-        what has been decided since would be undone.
+        until: by the monotonic clock, when its requester waits no longer (None: never); then what has been decided
+        since would be undone. cell: of the hosts that it fences, where nothing shows it.
         """
         async with self._loading:
             try:
-                return await self._change(change, message_id, ends_fences, until)
+                return await self._change(change, message_id, ends_fences, until, cell)
             except _ChangeRefused as refused:
                 return refused.refusal
 
     async def _change(
-        self, change: ObjectsChange, message_id: str, ends_fences: bool, until: float | None
+        self, change: ObjectsChange, message_id: str, ends_fences: bool, until: float | None, cell: str | None
     ) -> ObjectsChanged | Refusal:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
@@ -270,13 +276,13 @@ class ObjectRegistry:
             if isinstance(judged, Refusal):
                 raise _ChangeRefused(judged)
             planned, made = judged
+            last = self._selector.table.last_cell_of
+            followed = fence_changes(present, planned, last, named=cell, settings=self._cells, force=ends_fences)
+            if isinstance(followed, Refusal):
+                raise _ChangeRefused(followed)
             if change.dry_run or not planned.changed:
                 return ObjectsChanged(revision=present.revision, changed=planned.changed)
             author = ChangeAuthor(clean(change.who), clean(change.why), self._clock.time(), change.force)
-            table = self._selector.table
-            followed = fences.followed(
-                planned.changed, present.objects, present.revision + 1, table.last_cell_of, force=ends_fences
-            )
             after = applied(present, (*planned.changed, *followed), author)
             await unit.write_objects((*planned.changed, *followed), author)
             unit.emit(OutboxMessage(API, ObjectsRevision(revision=after.revision)))
@@ -284,7 +290,7 @@ class ObjectRegistry:
             for uuid, fence in fences_of(applied(RecordedObjects(0, {}), followed, author).objects).items():
                 if fence.cell is not None:  # else `FencePublisher` notifies every cell
                     unit.emit(OutboxMessage(fence.cell, fences.command(uuid, fence, decisions.get(uuid)), uuid))
-        log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(planned.changed))
+        log.info("objects.changed", revision=after.revision, who=author.who, objects=named(planned.changed))
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
@@ -322,7 +328,7 @@ class ObjectRegistry:
             except _ChangeRefused as refused:
                 return refused.refusal
             self._load(after)
-        log.info("objects.changed", revision=after.revision, who=author.who, objects=_named(changed))
+        log.info("objects.changed", revision=after.revision, who=author.who, objects=named(changed))
         return None
 
     async def record_fences(self, reports: Sequence[HostFence]) -> None:
@@ -460,9 +466,9 @@ class ObjectRegistry:
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in cell_rules.cells_left(self._cells, planned.cells_decided):
-            count = await self._store.builds_in_cell(name, MAX_BUILDS_COUNTED)
+            count = await self._store.builds_in_cell(name, MAX_COUNTED)
             if count:
-                have = f"cell {name!r} has {_some(count, 'instance')}, which would be out of reach"
+                have = f"cell {name!r} has {counted(count, 'instance')}, which would be out of reach"
                 reason = f"{have}: delete them first, or force the change"
                 return Refusal(code=cell_rules.IN_USE, reason=reason)
         return None
@@ -510,25 +516,25 @@ class ObjectRegistry:
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
-            count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
+            count = await self._store.builds_of(name, MAX_COUNTED)
             if count:
-                have = f"flavor {name!r} has {_some(count, 'instance')}"
+                have = f"flavor {name!r} has {counted(count, 'instance')}"
                 reason = f"{have}: delete or resize them first, or force the change"
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name in planned.flavors_remade:
-            count = await self._store.builds_of(name, MAX_BUILDS_COUNTED)
+            count = await self._store.builds_of(name, MAX_COUNTED)
             if count:
                 reason = (
-                    f"flavor {name!r} has {_some(count, 'instance')}, whose next moves would claim another size: make "
-                    "a flavor of another name and resize them, or force the change"
+                    f"flavor {name!r} has {counted(count, 'instance')}, whose next moves would claim another size: "
+                    "make a flavor of another name and resize them, or force the change"
                 )
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name, was in planned.groups_changed:
-            count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_BUILDS_COUNTED)
+            count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_COUNTED)
             if count:
                 reason = (
-                    f"server group {name!r} has {_some(count, 'member')}: delete them first, or force the change; they "
-                    "keep the rule that they were built under"
+                    f"server group {name!r} has {counted(count, 'member')}: delete them first, or force the change; "
+                    "they keep the rule that they were built under"
                 )
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         return None
@@ -539,12 +545,3 @@ class ObjectRegistry:
             return None
         before, then = self._selector.all_hosts(), zones_after(self._selector, after)
         return zone_conflict(zones_in(before), zones_in(then), self._selector.name_of)
-
-
-def _some(count: int, what: str) -> str:
-    number = f"{count} or more" if count == MAX_BUILDS_COUNTED else str(count)
-    return f"{number} {what}" if count == 1 else f"{number} {what}s"
-
-
-def _named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:
-    return [f"{one.kind.value} {one.name}" for one in changed[:limit]]

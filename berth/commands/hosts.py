@@ -50,6 +50,10 @@ NOT_ANNOUNCED = "not announced"  # the state of a host whose service is dead, or
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
 Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 CellOfName = Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")]
+FencedInCell = Annotated[
+    str | None,
+    typer.Option("--cell", help="The cell in which a name is looked for, or that of a UUID which none has announced."),
+]
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
 Up = Annotated[bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")]
 
@@ -126,7 +130,7 @@ def fence(
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
     ] = False,
-    cell: CellOfName = None,
+    cell: FencedInCell = None,
     by: By = None,
     timeout: Timeout = 30.0,
     as_json: AsJson = False,
@@ -253,7 +257,8 @@ async def _set_states(
             try:
                 if fencer is not None:
                     host = await named_host(berth, command.host, command.cell)
-                    decided.append(await fencer.fence(host, command.reason, by=command.by, force=command.force))
+                    forced, named = command.force, command.cell
+                    decided.append(await fencer.fence(host, command.reason, by=command.by, force=forced, cell=named))
                 else:
                     decided.append(await berth.set_admin_state(command, timeout_s=timeout_s))
             except (RequestRefused, FencingFailed) as fault:
@@ -265,6 +270,9 @@ async def named_host(berth: BuildClient, name: str, cell: str | None) -> HostRec
     """The host of this name or UUID. Raises RequestRefused (`host.unknown`, `host.ambiguous`)."""
     page = await berth.hosts(limit=MAX_HOSTS, cell=cell, timeout_s=QUERY_TIMEOUT_S)
     found = [host for host in page.hosts if name in (host.uuid, host.name)]
+    if not found and cell is not None:  # nothing may show its cell; then the operator states it with the UUID
+        page = await berth.hosts(limit=MAX_HOSTS, timeout_s=QUERY_TIMEOUT_S)
+        found = [host for host in page.hosts if name == host.uuid and host.cell is None]
     if len(found) > 1:
         raise RequestRefused(f"{len(found)} hosts are called {name}: name a UUID", code="host.ambiguous")
     if not found:

@@ -80,12 +80,14 @@ class Fencer:
             left = MAX_TRIES - tries - 1
             log.error("fencing.not_fenced", host=host.name, code=fault.code, reason=fault.reason, tries_left=left)
 
-    async def fence(self, host: HostRecord, reason: str, *, by: str, force: bool = False) -> HostAdminState:
+    async def fence(
+        self, host: HostRecord, reason: str, *, by: str, force: bool = False, cell: str | None = None
+    ) -> HostAdminState:
         """Switch one host off, then decide that it is fenced.
 
         force: also though its compute service is up (else FencingFailed, `host.service_up`, before anything is done).
-        Raises FencingFailed (nothing is decided), RequestRefused (`host.service_up`: it has come back; it is off now),
-        or RequestTimeout.
+        cell: of a host whose cell nothing else shows. Raises FencingFailed (nothing is decided), RequestRefused
+        (`host.service_up`: it has come back; it is off now), or RequestTimeout.
         """
         if host.up and not force:
             raise FencingFailed("its compute service is up", code="host.service_up")
@@ -104,6 +106,7 @@ class Fencer:
             reason=f"{reason}; {proof}"[:MAX_REASON],
             by=by,
             force=force,
+            cell=cell,
         )
         decided = await self._client.set_admin_state(command, timeout_s=ANSWER_TIMEOUT_S)
         log.warning("fencing.fenced", host=host.name, reason=command.reason)

@@ -310,7 +310,7 @@ class Mover:
         decided = {}
         fenced = self._to_enable.setdefault(order.service, {})
         for dead in hosts:
-            if (decision := await self._decide(dead.uuid, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
+            if (decision := await self._decide(dead.uuid, cell, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
                 decided[dead.uuid] = decision.fence
                 fenced[dead.uuid] = None
         await asyncio.sleep(order.seconds)
@@ -328,10 +328,10 @@ class Mover:
             if order.service in world.hosts_off:  # they have died again: who fences them enables them (seed 1795407741)
                 return
             fenced.pop(host, None)
-            await self._decide(host, AdminState.ENABLED, None)
+            await self._decide(host, cell, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
 
-    async def _decide(self, host: str, state: AdminState, tries: int | None) -> HostAdminState | None:
+    async def _decide(self, host: str, cell: str, state: AdminState, tries: int | None) -> HostAdminState | None:
         """An operator decides, who knows that the host is off. tries: at most; None: until it is decided.
 
         A fence is ended without force, by its cell: force is for a cell that is gone for good, and cells are back here.
@@ -339,6 +339,9 @@ class Mover:
         force = state is AdminState.FENCED
         command = SetAdminState(host=host, state=state, reason="dead", by="operator", force=force)
         answer = await self._answered(command, AdminStateSet, tries)
+        if answer is None:  # its operator knows the cell of a host that was never announced
+            command = replace(command, cell=cell)
+            answer = await self._answered(command, AdminStateSet, tries)
         return answer.host if isinstance(answer, AdminStateSet) else None
 
     async def _acknowledged(self, host: str, fence: int, service: str) -> None:
@@ -356,7 +359,8 @@ class Mover:
                     return
                 unknown = 0 if is_known else unknown + 1
             if unknown > MAX_DECISION_TRIES:
-                again = await self._decide(host, AdminState.FENCED, 1)
+                cell = self._world.cell_of(service).name
+                again = await self._decide(host, cell, AdminState.FENCED, 1)
                 unknown, fence = (0, again.fence) if again is not None else (unknown, fence)
             await asyncio.sleep(RETRY_S)
 

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from bus.contracts.fences import CellFence, FenceState, HostFence
-from bus.contracts.objects import ChangedObject, FenceRecord, HostDecision, ObjectKind, StoredObject
+from bus.contracts.objects import ChangedObject, FenceRecord, HostDecision, ObjectKind, ObjectsChange, StoredObject
 from bus.contracts.operations import AdminState, HostAdminState
 
 Key = tuple[ObjectKind, str]
@@ -17,6 +17,15 @@ Key = tuple[ObjectKind, str]
 def fence_of(stored: StoredObject) -> FenceRecord:
     """The fence that an object holds. Raises ValueError when its body is not valid."""
     return msgspec.convert(stored.body, FenceRecord)
+
+
+def fenced_by(change: ObjectsChange) -> list[str]:
+    """The uuids of the hosts that a change of objects decides to be fenced."""
+    return [
+        one.name
+        for one in change.changes
+        if one.kind is ObjectKind.HOST and one.body is not None and one.body.get("state") == AdminState.FENCED
+    ]
 
 
 def followed(

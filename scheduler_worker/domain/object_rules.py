@@ -5,13 +5,15 @@ Objects on record that break one stay in force: a rule that is new stops no sche
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from bus.contracts.base import Label, Word
 from bus.contracts.objects import DEFAULT_QUOTA, ChangedObject, ObjectKind
+
+MAX_COUNTED = 1000  # instances in the way of a change
 
 
 def broken_rule(
@@ -70,3 +72,14 @@ def _shared_uuid(
         if others := [name for name in names[uuid] if name != one.name]:
             return f"aggregate {one.name!r} and aggregate {others[0]!r} have one uuid, {uuid}: each has its own"
     return None
+
+
+def counted(count: int, what: str) -> str:
+    """So many of them, in words."""
+    number = f"{count} or more" if count == MAX_COUNTED else str(count)
+    return f"{number} {what}" if count == 1 else f"{number} {what}s"
+
+
+def named(changed: Sequence[ChangedObject], limit: int = 10) -> list[str]:
+    """The first of them by kind and name, for the log."""
+    return [f"{one.kind.value} {one.name}" for one in changed[:limit]]

@@ -285,7 +285,7 @@ def test_an_operator_ends_a_fence_without_force(state: AdminState, monkeypatch: 
         return AdminStateSet(host=HostAdminState(host_uuid=HERE, host="h", state=state))
 
     async def main() -> None:
-        assert await Mover(World(plan_of(1), EventLog()))._decide(HERE, state, None)
+        assert await Mover(World(plan_of(1), EventLog()))._decide(HERE, "c1", state, None)
 
     monkeypatch.setattr(Mover, "_answered", answered)
     virtual.run(main, on_unseen=pytest.fail)

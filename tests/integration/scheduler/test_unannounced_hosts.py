@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from bus.bus import API
@@ -9,6 +10,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.fences import FenceState
+from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import AdminState, ServicesPage, ServicesQuery
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from bus.faults import RequestRefused
@@ -44,7 +46,10 @@ async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_st
     with pytest.raises(RequestRefused) as in_cell:
         await decide(world, "c1-0", AdminState.FENCED, cell="c1", force=False)
     assert in_cell.value.code == "host.unknown", "a name may be of another cell's host"
-    decided = await decide(world, "c1-0", AdminState.FENCED, force=False)
+    with pytest.raises(RequestRefused) as nowhere:
+        await decide(world, "c1-0", AdminState.FENCED)
+    assert nowhere.value.code == "host.cell_unknown", "its service is not listed as dead by its cell"
+    decided = await decide(world, dead, AdminState.FENCED, cell="c1", force=False)
     assert (decided.host_uuid, decided.state) == (dead, AdminState.FENCED)
     await publish_fence(world, dead, decided.fence, FenceState.FENCED)
     await becomes(world, dead, AdminState.FENCED, acknowledged=decided.fence)
@@ -80,24 +85,69 @@ async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_ha
     assert list(await hosts_of(world)) == ["c1-1"]
 
 
-async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(world: World) -> None:
-    """The book has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
-    await world.scheduler("s1", WARM)
+async def fence_by_objects(world: World, uuid: str, host: str, *, force: bool = False) -> int:
+    """Fence a host as a change of objects, as any operator's program may; the fence's version."""
+    body = msgspec.to_builtins(HostDecision(host=host, state=AdminState.FENCED, reason="fan"))
+    change = ObjectsChange(
+        changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who="ann", why="fan", force=force
+    )
+    return (await world.buses[API].request(change, ObjectsChanged, timeout_s=PATIENCE_S)).revision
+
+
+async def dead_in_book(world: World) -> str:
+    """The book has host rack1 as the service s9's of cell c1; no service has announced it."""
     dead = new_uuid(world.rng)
     provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
     report = InventoryUpdate(source="compute-s9", version=1, root_uuid=dead, providers=(provider,))
     await world.buses["c1"].publish(report)
     await world.eventually(lambda: world.replicas["s1"].row_of(dead) is not None)
+    return dead
+
+
+@pytest.mark.parametrize("by_objects", [False, True], ids=["hosts.set", "objects.change"])
+async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(
+    world: World, by_objects: bool
+) -> None:
+    """The book has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
     gone = ServiceDown(service="s9", epoch=1, code="service.silent")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
     await world.eventually(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
     page = await world.buses[API].request(ServicesQuery(up=False), ServicesPage, timeout_s=PATIENCE_S)
     (listed,) = page.services
     assert (listed.cell, listed.name, listed.up, listed.code, listed.announced) == ("c1", "s9", False, gone.code, False)
-    number = (await decide(world, "rack1", AdminState.FENCED, force=False)).fence
+    if by_objects:
+        number = await fence_by_objects(world, dead, "rack1")
+    else:
+        number = (await decide(world, "rack1", AdminState.FENCED, force=False)).fence
     assert (await hosts_of(world))["rack1"].cell == "c1"
+    await acknowledged_by_c1_alone(world, dead, number)
+
+
+async def acknowledged_by_c1_alone(world: World, dead: str, number: int) -> None:
     await fence_sent(world, number)
     assert {bus for bus, _ in world.fences} == {"c1"}
     await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", losses=7)
     await publish_fence(world, dead, number, FenceState.FENCED, losses=1)
     await becomes(world, dead, AdminState.FENCED, acknowledged=number, losses=1)
+
+
+async def test_a_host_whose_cell_nothing_shows_is_fenced_where_its_operator_names_the_cell(world: World) -> None:
+    """The fence was sent to every cell, and the first acknowledgement counted: another cell's stops nothing there."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
+    requests = [
+        decide(world, "rack1", AdminState.FENCED, force=False),
+        decide(world, dead, AdminState.FENCED, force=True),
+        decide(world, dead, AdminState.FENCED, cell="c3"),
+        fence_by_objects(world, dead, "rack1"),
+        fence_by_objects(world, dead, "rack1", force=True),
+    ]
+    for one in requests:
+        with pytest.raises(RequestRefused) as fault:
+            await one
+        assert fault.value.code == "host.cell_unknown"
+    assert not world.fences and world.tables["s1"].decision_of(dead) is None
+    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
+    await acknowledged_by_c1_alone(world, dead, number)
