@@ -120,7 +120,7 @@ async def test_item_16_a_turn_of_the_loop_has_so_many_rankings(turns: Turns) -> 
 async def test_item_16_a_part_ends_between_the_hosts_that_are_tried_for_a_gang(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the bound does not tell that a host is too small, as many are tried as before."""
+    """Where the bound does not show that a host is too small, as many are tried as before."""
 
     def unbounded(members: Sequence[object], view: HostsView) -> Any:
         return np.full(len(view), len(members), dtype=np.intp)
