@@ -14,6 +14,7 @@ from msgspec import Struct
 from berth.sim.plan import MAX_FAULT_S
 from berth.sim.watch import Breach
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import LEFT_WITH_ORDER
 from compute_sim.fleet import Guest
 from placement_worker.domain.values import Provider
 from placement_worker.store.memory_table import ConsumerRow
@@ -92,6 +93,9 @@ class HarmWatch:
                 left = instance.attempt - (instance.state in WANTED)
                 tried = {one.attempt for one in instance.history if one.attempt <= left}
                 self._left.setdefault(uuid, set()).update(tried)
+            elif instance.state is State.FAILED and instance.move is None:
+                gone = {one.attempt for one in instance.history if one.outcome in LEFT_WITH_ORDER}
+                self._left.setdefault(uuid, set()).update(gone)
             lost = self._lost.setdefault(uuid, set())
             lost.update(one.attempt for one in instance.history if one.code in LOST)
             if instance.code in LOST:
@@ -114,7 +118,7 @@ class HarmWatch:
         if attempt is not None and (host, uuid, attempt) in self.given_up:
             return ""
         if uuid in self.taken_back and attempt in self._left.get(uuid, ()):
-            return ""  # seeds 1795410025, 1795410630
+            return ""  # seeds 1795410025, 1795410630, 1795415582
         active = self._was_active.get((host, uuid))
         if active is not None and attempt in (active, None) and active not in self._lost.get(uuid, ()):
             return f"{uuid} on {host} was active as attempt {active}; its end was not requested"

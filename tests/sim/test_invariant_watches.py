@@ -574,23 +574,28 @@ def test_the_history_of_a_restored_build_gives_a_reason(code: str, *, breaks: bo
 
 
 @pytest.mark.parametrize(
-    ("went_on", "set_back", "breaks"),
+    ("went_on", "outcome", "set_back", "breaks"),
     [
-        pytest.param(True, True, False, id="destroyed by the command of that day"),  # seeds 1795410025, 1795410630
-        pytest.param(True, False, True, id="no database was set back"),
-        pytest.param(False, True, True, id="its build never went on elsewhere"),
+        # Seeds 1795410025, 1795410630
+        pytest.param(State.BUILDING, "timed_out", True, False, id="destroyed by the command of that day"),
+        pytest.param(State.BUILDING, "timed_out", False, True, id="no database was set back"),
+        pytest.param(None, "timed_out", True, True, id="its build never went on elsewhere"),
+        pytest.param(State.FAILED, "timed_out", True, False, id="no host was left"),  # seed 1795415582
+        pytest.param(State.FAILED, "active", True, True, id="failed otherwise than by time"),
     ],
 )
 def test_an_attempt_that_is_active_again_may_be_destroyed_by_an_earlier_command(
-    *, went_on: bool, set_back: bool, breaks: bool
+    *, went_on: State | None, outcome: str, set_back: bool, breaks: bool
 ) -> None:
     harm = HarmWatch(lambda: 0.0)
     harm.requested[INSTANCE] = None
     chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
     building = Instance(uuid=INSTANCE, state=State.BUILDING, attempt=1, selections=(chosen, chosen))
-    late = AttemptRecord(attempt=1, host="h", outcome="timed_out", code="spawn.timeout")
-    if went_on:
-        harm.record({INSTANCE: replace(building, attempt=2, position=1, history=(late,))})
+    tried = AttemptRecord(attempt=1, host="h", outcome=outcome, code="spawn.timeout")
+    if went_on is State.BUILDING:
+        harm.record({INSTANCE: replace(building, attempt=2, position=1, history=(tried,))})
+    elif went_on is not None:
+        harm.record({INSTANCE: replace(building, state=went_on, history=(tried,))})
     if set_back:
         harm.taken_back = {INSTANCE}
     harm.record({INSTANCE: building})
