@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
+import pytest
+
+from tests.kit import tasks
 from tests.kit.tasks import unfinished
 
 
@@ -17,3 +21,21 @@ def test_a_task_of_a_closed_loop_is_named_once() -> None:
     assert "left-behind" in named
     assert unfinished() == []
     left._log_destroy_pending = False  # type: ignore[attr-defined]  # this one is left on purpose
+
+
+class ChangedWhileRead(set["asyncio.Task[object]"]):
+    """A set that another thread's loop adds to while it is read the first time."""
+
+    readings = 0
+
+    def __iter__(self) -> Iterator[asyncio.Task[object]]:
+        self.readings += 1
+        yield from super().__iter__()
+        if self.readings == 1:
+            raise RuntimeError("Set changed size during iteration")
+
+
+def test_the_tasks_are_read_again_when_another_thread_begins_one_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = ChangedWhileRead()
+    monkeypatch.setattr(tasks, "_TASKS", changed)
+    assert unfinished() == [] and changed.readings == 2
