@@ -102,6 +102,10 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
         ),
         ([change(C, "c1", {"state": "drained"})], "object.invalid", "cell 'c1'"),
         ([change(C, "c 1", {"state": "disabled"})], "object.invalid", "a cell's name"),
+        (
+            [change(ObjectKind.HOST, RACK, {"host": "h", "state": "fenced", "drain": RACK})],
+            "object.invalid", f"host {RACK!r}: a drain alone writes drain",
+        ),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_object(changes: list[ObjectChange], code: str, message: str) -> None:
