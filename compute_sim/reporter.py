@@ -31,6 +31,7 @@ from compute_sim.ring import UNKNOWN, Ring
 log = structlog.get_logger()
 
 HOSTS_PER_PAGE = 1000  # as the contract bounds it
+HOSTS_AT_ONCE = 1000  # put into pages in one turn of the event loop
 RUNNING_PER_PAGE = 5000  # keeps a page of full hosts below a megabyte
 
 
@@ -146,7 +147,7 @@ class Reporter:
             known = [host for host in known if host.uuid in wanted]
         else:
             self._changes.repeat_changed()
-        pages = self._pages(known, running)
+        pages = await self._pages(known, running)
         first_sequence = 0
         for number, page in enumerate(pages, 1):
             async with self._publishing:
@@ -173,11 +174,13 @@ class Reporter:
             metrics.ANNOUNCED.labels(self._service).inc(len(page))
         self._changes.clear_rescans(rescans)
 
-    def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
+    async def _pages(self, hosts: Sequence[DriverHost], running: dict[str, list[Running]]) -> list[list[HostReport]]:
         """Pages of hosts, bounded by hosts and by the machines that they run; one empty page when there are none."""
         pages: list[list[HostReport]] = [[]]
         instances = 0
-        for host in hosts:
+        for number, host in enumerate(hosts, 1):
+            if number % HOSTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             runs = running.get(host.uuid)  # None: it was not seen this time, which must not prove anything lost
             count = len(runs or ())
             if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + count > RUNNING_PER_PAGE):

@@ -24,6 +24,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import DeleteRequest
 from bus.contracts.stages import Stamps
 from bus.persistence.unit_of_work import run_optimistic
+from bus.turns import InParts
 from scheduler_worker import metrics
 from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.claims import ClaimPort
@@ -31,12 +32,12 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import Admission, admit, first_of_each, is_clash_of_first
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.decision_messages import messages_of, to_clients
-from scheduler_worker.domain.decisions import Circumstances, Conclusion, conclude_all, prepare, with_stages
+from scheduler_worker.domain.decisions import Circumstances, Conclusion, by_request, conclude_all, prepare, with_stages
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.pending import PendingBuild, accepted, first_event, new_build, stamps_of
 from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
-from scheduler_worker.domain.placement import CONSUMER_CHANGED, PlacementRequest, PlacementState
+from scheduler_worker.domain.placement import CONSUMER_CHANGED, PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.placing import Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
@@ -45,6 +46,8 @@ log = structlog.get_logger(__name__)
 
 # The largest batch that chooses its hosts while it is recorded; choosing for more takes longer than recording.
 MAX_SPECULATIVE = 16
+# Requests that are prepared or concluded in one turn of the event loop, each a build or a gang.
+BUILDS_AT_ONCE = 64
 # Requests whose processing has not ended, as far as this process knows; those whose handler crashed stay among them.
 MAX_IN_PROGRESS = 10_000
 
@@ -212,18 +215,22 @@ class SchedulingEngine:
         now = self._circumstances()
         concluded: list[tuple[PendingBuild, Conclusion]] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
-        for pending, surely_unclaimed in builds:
-            prepared = prepare(
-                pending, chosen.get(pending.instance_uuid), self._selector, now, surely_unclaimed=surely_unclaimed
-            )
-            if isinstance(prepared, PlacementRequest):
-                placing.append((pending, prepared))
-            else:
-                concluded.append((pending, prepared))
+        async for part in InParts(builds, BUILDS_AT_ONCE):
+            for pending, surely_unclaimed in part:
+                prepared = prepare(
+                    pending, chosen.get(pending.instance_uuid), self._selector, now, surely_unclaimed=surely_unclaimed
+                )
+                if isinstance(prepared, PlacementRequest):
+                    placing.append((pending, prepared))
+                else:
+                    concluded.append((pending, prepared))
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
-        of_placed, unavailable = conclude_all(placed, self._circumstances())
-        concluded += of_placed
+        unavailable: PlacementUnavailable | None = None
+        async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
+            of_placed, missing = conclude_all(requests, self._circumstances())
+            concluded += of_placed
+            unavailable = missing or unavailable
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
         outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
         if unavailable is not None:
@@ -249,13 +256,14 @@ class SchedulingEngine:
             now = self._clock.time()
             stages.clear()
             written = await unit.write_decisions(decisions, now)
-            for one, decided in zip(scheduled, decisions, strict=True):
-                if one.pending.instance_uuid in written:
-                    stages.append(stamps_of(one.pending, one.claimed, now))
-                    for message in messages_of(
-                        decided, one.pending.request, one.claimed, now, stages[-1], self._selector.config
-                    ):
-                        unit.emit(message)
+            async for part in InParts(zip(scheduled, decisions, strict=True), BUILDS_AT_ONCE):
+                for one, decided in part:
+                    if one.pending.instance_uuid in written:
+                        stages.append(stamps_of(one.pending, one.claimed, now))
+                        for message in messages_of(
+                            decided, one.pending.request, one.claimed, now, stages[-1], self._selector.config
+                        ):
+                            unit.emit(message)
             return written
 
         with metrics.timed_stage("write", self._clock):

@@ -21,7 +21,7 @@ from scheduler_worker.domain.workers import WorkerTable
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
 # Announced hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
 # answer a request for announcements all at once.
-HOSTS_AT_ONCE = 4_000
+HOSTS_AT_ONCE = 2_000
 DOUBT_S = 15.0  # between two requests while more services count as up here than in the cell's digest
 
 
@@ -52,14 +52,15 @@ class HostsListener:
         """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
         now_s = self._clock.monotonic()
         outdated: dict[str, int] = {}
-        hosts = 0
+        # The whole batch has been decoded in this turn.
+        hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, ComputeHosts))
         for received in batch:
             message = received.message
             announced = len(message.hosts) if isinstance(message, ComputeHosts) else 0
-            if hosts + announced > HOSTS_AT_ONCE:
-                hosts = 0
-                await asyncio.sleep(0)
             hosts += announced
+            if hosts > HOSTS_AT_ONCE:
+                hosts = announced
+                await asyncio.sleep(0)
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 is_applied = self._table.apply(message, now_s)
                 if isinstance(message, ComputeHosts) and not is_applied:
@@ -72,6 +73,8 @@ class HostsListener:
                 self._workers.apply(message, self._bus.name, now_s)
         metrics.KNOWN_HOSTS.set(len(self._table))
         await self._announce_outdated(outdated)
+        if hosts > HOSTS_AT_ONCE // 2:
+            await asyncio.sleep(0)  # the next batch may be decoded and taken without another wait
         return [Done()] * len(batch)
 
     async def _announce_outdated(self, received: Mapping[str, int]) -> None:

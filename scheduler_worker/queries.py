@@ -116,7 +116,7 @@ class QueryHandler:
         if isinstance(message, ServicesQuery):
             return Done(reply=self.services(message))
         if isinstance(message, HostsQuery):
-            return Done(reply=hosts_page(message, self._selector, self._objects.fences))
+            return Done(reply=await hosts_page(message, self._selector, self._objects.fences))
         if isinstance(message, HostMetricsQuery):
             return Done(reply=host_metrics_page(message, self._selector))
         try:

@@ -58,6 +58,10 @@ MAX_UNTRIED = 10_000
 # never acknowledged.
 MAX_PASSED_OVER = 8
 
+# The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
+# event loop, a megabyte in 5 to 12 ms.
+MAX_OPENED_BYTES = 512 * 1024
+
 # A batch that takes longer is slow, and another batch is taken beside it, however small.
 SLOW_BATCH_S = 0.05
 
@@ -271,7 +275,11 @@ class Consumer:
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
+        opened_bytes = 0
         while self._deliveries and len(self._items) < self._max_batch and not self._draining:
+            if opened_bytes >= MAX_OPENED_BYTES and self._items:
+                break
+            opened_bytes += len(self._deliveries[0].delivery.body)
             self._open(self._deliveries.popleft())
         count = min(len(self._items), self._max_batch)
         if self._suspects:

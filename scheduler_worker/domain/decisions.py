@@ -89,17 +89,22 @@ def prepare(
     return DecidedBuild(pending=pending, decision=failed, may_hold_claim=not surely_unclaimed)
 
 
+def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
+    """The builds, one in a list, and the members of a gang together: they stand side by side."""
+    grouped = itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid)
+    return [list(members) for _, members in grouped]
+
+
 def conclude_all(
-    placed: Sequence[PlacedBuild], circumstances: Circumstances
+    requests: Sequence[Sequence[PlacedBuild]], circumstances: Circumstances
 ) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
     """The conclusion of each build; and the fault of those that placement has not answered, which have none.
 
-    The members of a gang stand side by side; one member without an answer leaves the whole gang without a conclusion.
+    requests: as `by_request` returns them. One member without an answer leaves the whole gang without a conclusion.
     """
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     unavailable: PlacementUnavailable | None = None
-    for _, grouped in itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid):
-        members = list(grouped)
+    for members in requests:
         missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
         if missing is not None:
             unavailable = missing

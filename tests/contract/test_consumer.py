@@ -593,3 +593,29 @@ async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_que
     assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
     (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
     assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
+
+
+async def test_deliveries_of_many_bytes_are_opened_in_several_batches(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 of a megabyte would be decoded in one turn of the event loop."""
+    bus = await house.bus()
+    sizes: list[int] = []
+
+    async def all_fetched() -> bool:
+        return await bus.transport.depth(REQUESTS) == 0
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        if not sizes:
+            await until(all_fetched)
+        sizes.append(len(batch))
+        return [Done()] * len(batch)
+
+    await bus.declare(REQUESTS)
+    for number in range(6):
+        await bus.publish(boot(number))
+    monkeypatch.setattr(consuming, "MAX_OPENED_BYTES", 1)
+    monkeypatch.setattr(consuming, "SLOW_BATCH_S", PATIENCE_S)
+    await house.consume(bus, REQUESTS, handle, concurrency=1, max_batch=64, prefetch=64)
+    await settled(bus)
+    assert sizes == [1] * 6

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from bus.contracts.base import Message
 from bus.contracts.cell import ComputeHosts, ComputeResult, RescanHosts
 from bus.contracts.placement import InventoryUpdate, ProviderReport
+from compute_sim import reporter as reporting
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import DriverHost, DriverUnavailable, Tree
@@ -92,6 +96,37 @@ async def test_a_report_is_as_old_as_the_beginning_of_the_look() -> None:
     assert isinstance(report, ComputeHosts)
     assert (report.seen_at, world.now) == (1000.0, 1060.0)
     assert [host.running for host in report.hosts] == [None], "a host that the driver did not see proves nothing lost"
+
+
+async def test_item_16_many_hosts_are_put_into_pages_in_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20,000 hosts were one turn of some 50 ms, at every report."""
+    monkeypatch.setattr(reporting, "HOSTS_AT_ONCE", 2)
+    world, turn, read = SlowWorld(), 0, Counter[int]()
+    hosts = [DriverHost(uuid=f"{at:08x}{HOST[8:]}", name="h", enabled=True, disabled_reason="") for at in range(7)]
+
+    async def load_hosts() -> Sequence[DriverHost]:
+        return hosts
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def failed_builds(host: str) -> int:
+        read[turn] += 1
+        return 0
+
+    monkeypatch.setattr(world, "load_hosts", load_hosts)
+    records = Records()
+    monkeypatch.setattr(records, "failed_builds", failed_builds)
+    counting = asyncio.create_task(count())
+    await announced(world, records)
+    counting.cancel()
+    (report,) = world.published
+    assert isinstance(report, ComputeHosts)
+    assert [host.uuid for host in report.hosts] == [host.uuid for host in hosts]
+    assert sum(read.values()) == 7 and max(read.values()) <= 2
 
 
 class Building(SlowWorld):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,16 +14,22 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
+from bus.consuming.outcome import Done
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
 from bus.faults import Fault
+from scheduler_worker import engine as engine_module
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import decision_round
+from scheduler_worker.domain import decision_round, decisions
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, initial_state
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView
+from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
+from tests.kit.sent import Sent
 from tests.unit.scheduler.hosts import Hosts
 from tests.unit.scheduler.test_placing import Cluster
 
@@ -38,13 +45,13 @@ IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilte
 class Turns:
     """Counts calls by the turn of the event loop that they are made in."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *counted: tuple[Any, str]) -> None:
         self.turn = 0
-        self.calls: dict[str, Counter[int]] = {"choose": Counter(), "rank": Counter(), "explain": Counter()}
-        for owner, name in ((DecisionRound, "choose"), (Selector, "rank"), (Selector, "explain")):
-            monkeypatch.setattr(owner, name, self._counted(name, getattr(owner, name)))
+        self.calls: dict[str, Counter[int]] = defaultdict(Counter)
+        for owner, name in counted:
+            monkeypatch.setattr(owner, name, self.counted(name, getattr(owner, name)))
 
-    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **more: Any) -> Any:
             self.calls[name][self.turn] += 1
             return method(*args, **more)
@@ -73,7 +80,7 @@ class Turns:
 
 @pytest.fixture
 def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
-    return Turns(monkeypatch)
+    return Turns(monkeypatch, (DecisionRound, "choose"), (Selector, "rank"), (Selector, "explain"))
 
 
 def cluster_of(amounts: Sequence[dict[str, int]], **more: Any) -> Cluster:
@@ -193,3 +200,29 @@ async def test_a_pass_sees_all_choices_of_the_pass_before_it(turns: Turns) -> No
     both = await asyncio.gather(*(cluster.place(*batch) for batch in batches))
     claimed = [sum(isinstance(one, HostClaimed) for one in placed) for placed in both]
     assert claimed == [BATCH, BATCH // 2]
+
+
+async def test_item_16_the_steps_before_and_after_the_claims_have_so_many_builds_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """512 builds were one turn of some 40 ms after their claims, and another one after they were written."""
+    cluster = cluster_of([WIDE] * 8)
+    steps = Turns(monkeypatch, *((engine_module, name) for name in ("prepare", "stamps_of", "messages_of")))
+    monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
+    store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    engine = SchedulingEngine(
+        store,
+        cluster.port,
+        cluster.hosts.selector,
+        cluster,
+        clock=cluster.clock,
+        rng=random.Random(7),
+        config=cluster.hosts.config,
+    )
+    builds = [replace(cluster.pending(cluster.hosts.request()), position=at) for at in range(BATCH)]
+    async with steps.counting():
+        outcomes = await engine.process(builds, [])
+    assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
+    for name in ("prepare", "conclude", "messages_of"):
+        assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -16,6 +18,7 @@ from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.faults import DatabaseUnavailable
+from scheduler_worker import host_records
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.waiting import WaitingTable
@@ -39,15 +42,15 @@ from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
         (HostsQuery(cell="c1", up=True), []),
     ],
 )
-def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) -> None:
+async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[str]) -> None:
     """The bound counts what was requested for, not what comes before it: c1 is silent, c2 is not."""
     hosts = Hosts([PLENTY] * 5, cells=["c1", "c1", "c1", "c2", "c2"])
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
-    assert [host.name for host in hosts_page(query, hosts.selector, {}).hosts] == names
+    assert [host.name for host in (await hosts_page(query, hosts.selector, {})).hosts] == names
 
 
-def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> None:
+async def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> None:
     fast, rack = aggregate("fast", ssd="true"), aggregate("rack", availability_zone="east")
     members = {fast.uuid: [0, 1], rack.uuid: [0]}
     hosts = Hosts([PLENTY] * 3, members=members, config=SchedulerConfig(aggregates=(fast, rack)))
@@ -55,7 +58,10 @@ def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> 
         reading = HostReading(host_uuid=hosts.uuids[at], at=1_000.0 - 2 * at, values={"power.watts": watts})
         hosts.selector.metrics.apply(HostMetrics(source="test", readings=(reading,)), None, now=1_000.0, now_s=0.0)
     hosts.selector.metrics.advance(hosts.config.metrics.max_age_s - 1.0)  # that of h2 is too old by then
-    found = [(host.zone, host.aggregates, host.metrics) for host in hosts_page(HostsQuery(), hosts.selector, {}).hosts]
+    found = [
+        (host.zone, host.aggregates, host.metrics)
+        for host in (await hosts_page(HostsQuery(), hosts.selector, {})).hosts
+    ]
     assert found == [("east", ("fast", "rack"), {"power.watts": 300.0}), (None, ("fast",), {}), (None, (), {})]
 
 
@@ -91,18 +97,18 @@ def unannounced() -> tuple[Hosts, dict[str, FenceRecord]]:
         (HostsQuery(up=True), ["h0"]),
     ],
 )
-def test_hosts_that_no_service_has_announced_are_listed_and_those_that_only_a_decision_is_about(
+async def test_hosts_that_no_service_has_announced_are_listed_and_those_that_only_a_decision_is_about(
     query: HostsQuery, names: list[str]
 ) -> None:
     """A host that is enabled and that the book has no more has left."""
     hosts, fences = unannounced()
-    assert [host.name for host in hosts_page(query, hosts.selector, fences).hosts] == names
+    assert [host.name for host in (await hosts_page(query, hosts.selector, fences)).hosts] == names
 
 
-def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
+async def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
     """Right after a scheduler's start that is every host; and a fenced one may never be announced again."""
     hosts, fences = unannounced()
-    found = {host.name: host for host in hosts_page(HostsQuery(), hosts.selector, fences).hosts}
+    found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, fences)).hosts}
     assert {name: (host.announced, host.cell) for name, host in found.items()} == {
         "h0": (True, "c1"),
         "h1": (False, None),
@@ -114,16 +120,44 @@ def test_a_host_that_is_not_announced_differs_from_one_that_is_down() -> None:
     assert found["h3"].admin == hosts.table.decision_of(OFF_BOOK)
 
 
-def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_listed_while_it_is_fenced() -> None:
+async def test_a_host_that_its_service_announced_and_that_has_left_the_book_is_listed_while_it_is_fenced() -> None:
     hosts = Hosts([PLENTY] * 2)
     left = hosts.uuids[1]
     hosts.table.adopt_decisions({left: HostAdminState(host_uuid=left, host="h1", state=AdminState.FENCED)})
     hosts.book.load(hosts.states[:1], 1)
-    found = {host.name: host for host in hosts_page(HostsQuery(), hosts.selector, {}).hosts}
+    found = {host.name: host for host in (await hosts_page(HostsQuery(), hosts.selector, {})).hosts}
     assert {name: (host.announced, host.cell, host.up) for name, host in found.items()} == {
         "h0": (True, "c1", True),
         "h1": (True, "c1", True),
     }
+
+
+@pytest.mark.parametrize("leaves_at", [None, 2, 6])
+async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, leaves_at: int | None
+) -> None:
+    """40,000 of them were one turn of 70 to 105 ms. leaves_at: the turn; the sixth is between two parts of records."""
+    monkeypatch.setattr(host_records, "HOSTS_AT_ONCE", 2)
+    hosts = Hosts([PLENTY] * 9, cells=["c1"] * 9)
+    named = Counter[int]()
+    turn, name_of = 0, hosts.book.name_of
+
+    def counted(row: int) -> str:
+        named[turn] += 1
+        return name_of(row)
+
+    monkeypatch.setattr(hosts.book, "name_of", counted)
+    listing = asyncio.create_task(hosts_page(HostsQuery(limit=8), hosts.selector, {}))
+    while not listing.done():
+        await asyncio.sleep(0)
+        turn += 1
+        if turn == leaves_at:
+            hosts.book.load(hosts.states[:6] + hosts.states[7:], 2)
+    page = await listing
+    gone = {None: "", 2: "h6", 6: "h6"}[leaves_at]
+    assert max(named.values()) <= 2 and turn >= 8
+    assert [host.name for host in page.hosts] == [f"h{at}" for at in range(9) if f"h{at}" != gone][: len(page.hosts)]
+    assert len(page.hosts) == {None: 8, 2: 8, 6: 7}[leaves_at]
 
 
 KNOWN, UNKNOWN, PAGE = (f"{number:08x}-0000-4000-8000-000000000000" for number in (1, 2, 3))
