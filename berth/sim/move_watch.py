@@ -14,7 +14,7 @@ from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.store.memory import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
@@ -201,7 +201,7 @@ class MoveWatch:
                 raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
         for request in self.refused:
             kept = self._book.consumers.get(request)
-            if kept is not None and kept.consumer.holding and kept.consumer.consumer_type == MIGRATION_TYPE:
+            if kept is not None and kept.consumer.holding and kept.consumer.consumer_type in MIGRATION_TYPES:
                 raise Breach("refused_is_unchanged", f"the refused request {request} holds {kept.consumer.holding}")
 
     # --- at rest
@@ -217,7 +217,7 @@ class MoveWatch:
         }
         owners = {request: uuid for uuid, requests in self._migrations.items() for request in requests}
         for uuid, kept in self._book.consumers.items():
-            is_migration = kept.consumer.consumer_type == MIGRATION_TYPE and kept.consumer.holding
+            is_migration = kept.consumer.consumer_type in MIGRATION_TYPES and kept.consumer.holding
             if is_migration and uuid not in under_way and not {uuid, owners.get(uuid)} & lost:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
         for cell, table in self._cells.items():

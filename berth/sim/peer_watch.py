@@ -16,7 +16,7 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import INSTANCES
 from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstanceTable
-from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.moves import COUNTED_MIGRATION_TYPE, MIGRATION_TYPE, MIGRATION_TYPES
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
@@ -76,28 +76,31 @@ class PeerWatch:
         self._groups({uuid: host for uuid, where in self._hosts.items() if (host := where[-1][1] if where else None)})
 
     def _reverted(self, changed: Iterable[str], gone: Iterable[str]) -> set[str]:
-        """Projects of which this commit gave a migration's source back to its instance."""
+        """Projects of which this commit gave a migration's source back to its instance, or left the source alone."""
         consumers = self._book.consumers
         ended = [
             before.consumer
             for uuid in (*changed, *gone)
             if (before := self._seen.get(uuid)) is not None
-            and before.consumer.consumer_type == MIGRATION_TYPE
+            and before.consumer.consumer_type in MIGRATION_TYPES
             and (uuid not in consumers or not consumers[uuid].consumer.holding)
         ]
-        sources = [one.holding for one in ended]
         moved = {
             consumers[uuid].consumer.project_id
             for uuid in changed
             if (before := self._seen.get(uuid)) is not None
-            # On its way between cells an instance holds nothing: the source is the migration's alone. So it is after a
-            # claim for the next destination that has released the last one and found no room (seed 1795401028).
-            and (
-                before.consumer.holding or self._plan.moves_across_cells or consumers[uuid].consumer.holding in sources
-            )
+            # On its way between cells an instance holds nothing, and neither it nor its migration counts.
+            and (before.consumer.holding or self._plan.moves_across_cells)
             and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
         }
-        return {one.project_id for one in ended} & moved
+        # After a claim for the next destination that has released the last one and found no room, the source counts at
+        # its own size, which may be larger than the destination's, as it would after a revert (seed 1795401028).
+        left_alone = {
+            consumers[uuid].consumer.project_id
+            for uuid in changed
+            if consumers[uuid].consumer.consumer_type == COUNTED_MIGRATION_TYPE
+        }
+        return {one.project_id for one in ended} & moved | left_alone
 
     def _root(self, uuid: str) -> str | None:
         kept = self._book.consumers.get(uuid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from bus.contracts.placement import Claim, ClaimOption, Migration
-from placement_worker.domain.moves import source_of
+from placement_worker.domain.moves import source_held
 from placement_worker.domain.server_groups import (
     GroupCount,
     counted_by_class,
@@ -128,11 +128,11 @@ class ClaimLedger:
                 joined[migration] = host
                 self._changes.append(migration)
 
-    def source_of(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
-        """The allocations that the source of a move holds once the move has begun."""
+    def source_held(self, migration: Migration, held: Holding, kept: Holding) -> Holding:
+        """The part of a move's source that the instance and its migration still hold."""
         named = (uuid for holding in (migration.source, held, kept) for uuid in holding)
         roots = {uuid: self.providers[uuid].root for uuid in named if uuid in self.providers}
-        return source_of(migration.source, held, kept, roots)
+        return source_held(migration.source, held, kept, roots)
 
     def is_others(self, holding: Holding) -> bool:
         """Whether one of these providers belongs to another cell."""

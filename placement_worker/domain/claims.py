@@ -25,7 +25,14 @@ from bus.contracts.placement import (
 )
 from placement_worker.domain.claim_ledger import ClaimLedger, holding_of
 from placement_worker.domain.claim_verdict import ClaimVerdict, Decision, Lacking
-from placement_worker.domain.moves import MIGRATION_TYPE, amount_of, kept_beside, total_of
+from placement_worker.domain.moves import (
+    COUNTED_MIGRATION_TYPE,
+    MIGRATION_TYPE,
+    amount_of,
+    kept_beside,
+    total_of,
+    whole_source,
+)
 from placement_worker.domain.server_groups import (
     permitted,
     visible_members,
@@ -124,7 +131,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         if flaw is not None:
             return flaw
         kept = holding_of(ledger.consumer(claim.migration.uuid))
-        source = ledger.source_of(claim.migration, held, kept) if claim.release_first else held
+        source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
     others = ledger.others(claim) if claim.server_group is not None else {}
@@ -274,22 +281,21 @@ def _take(
     )
 
 
-def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding) -> None:
-    """Replace the allocations of the migration by `wanted`, the part of the source that it keeps."""
+def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str = MIGRATION_TYPE) -> None:
+    """Replace the allocations of the migration by `wanted`, the part of the source that it keeps. kind: its type."""
     assert claim.migration is not None
     uuid = claim.migration.uuid
     known = ledger.consumer(uuid)
     held = holding_of(known)
-    if held == wanted:
+    if held == wanted and (known is None or known.consumer_type == kind or not held):
         return
-    ledger.join_migration(claim, uuid)
-    ledger.move(held, wanted)
+    if held != wanted:
+        ledger.join_migration(claim, uuid)
+        ledger.move(held, wanted)
     generation = 1 if known is None else known.generation + 1
     ledger.write(
         uuid,
-        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, MIGRATION_TYPE, wanted)
-        if wanted
-        else None,
+        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, kind, wanted) if wanted else None,
     )
 
 
@@ -303,10 +309,10 @@ def _release_only(
     source: Holding,
 ) -> ClaimVerdict:
     """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
-    attempts; this attempt may still be repeated.
+    attempts; this attempt may still be repeated. The migration of a move counts in the instance's place until then.
     """
     if claim.migration is not None:
-        _keep_source(ledger, claim, source)
+        _keep_source(ledger, claim, source, COUNTED_MIGRATION_TYPE)
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
     return ClaimVerdict(
@@ -330,7 +336,7 @@ def _reassign(ledger: ClaimLedger, claim: Claim, known: ConsumerState | None) ->
         return ClaimVerdict(
             outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing of it"
         )
-    _keep_source(ledger, claim, ledger.source_of(claim.migration, held, kept))
+    _keep_source(ledger, claim, ledger.source_held(claim.migration, held, kept))
     ledger.move(held, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt))
     return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of(held))
@@ -424,7 +430,7 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
         return ClaimVerdict(outcome="reverted", consumer_generation=known.generation, holding=held)
     source: Holding = held
     if known.attempt > revert.source_attempt:
-        source = ledger.source_of(revert.migration, held, kept)
+        source = whole_source(revert.migration.source, ledger.source_held(revert.migration, held, kept))
         before = total_of((held, kept))
         outcome = _fits_swap(ledger, source, before, total_of((source,)))
         if outcome is not _CLAIMED:

@@ -15,6 +15,11 @@ from collections.abc import Iterable, Mapping
 from placement_worker.domain.values import Holding
 
 MIGRATION_TYPE = "MIGRATION"
+# The type of a migration whose instance holds nothing, because the claim for its next destination has released the last
+# one and found no room. It counts against the project's quota in the instance's place, so that no other claim takes the
+# instance's share meanwhile.
+COUNTED_MIGRATION_TYPE = "MIGRATION_COUNTED"
+MIGRATION_TYPES = (MIGRATION_TYPE, COUNTED_MIGRATION_TYPE)
 
 _NO_AMOUNTS: Mapping[str, int] = {}
 
@@ -35,8 +40,10 @@ def total_of(holdings: Iterable[Holding]) -> dict[str, dict[str, int]]:
     return total
 
 
-def source_of(requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]) -> dict[str, dict[str, int]]:
-    """Return the allocations that the source of a move holds once the move has begun.
+def source_held(
+    requested: Holding, held: Holding, kept: Holding, roots: Mapping[str, str]
+) -> dict[str, dict[str, int]]:
+    """Return the part of a move's source that the instance and its migration still hold, never more than both hold.
 
     requested: as in the move's claim; held: by the instance; kept: by the migration; roots: of the providers that these
     name, as far as they exist.
@@ -44,22 +51,37 @@ def source_of(requested: Holding, held: Holding, kept: Holding, roots: Mapping[s
     Amounts that source and destination share are in `held` alone. Where inventories have moved within a host, `held`
     and `kept` may name other providers of its tree than `requested`, and not the same ones. So the amounts that are
     missing in `kept` are counted by class and taken from the allocations in the source's trees, first from providers
-    that `requested` names, then from any. Amounts that neither consumer holds were released by another client: these
-    are added again at the providers where the rest of their class is.
+    that `requested` names, then from any.
     """
     trees = {roots[uuid] for uuid in (*requested, *kept) if uuid in roots}
     both = total_of((kept, {uuid: held[uuid] for uuid in sorted(held) if roots.get(uuid) in trees}))
-    missing = _total_by_class(requested)
-    missing.subtract(_total_by_class(kept))
-    source = {uuid: dict(resources) for uuid, resources in kept.items()}
     where_it_was = [(uuid, name, min(amount, amount_of(both, uuid, name))) for uuid, name, amount in _rows(requested)]
-    held_by_neither = [row for row in _rows(requested) if amount_of(both, row[0], row[1])]
-    for uuid, name, most in (*where_it_was, *_rows(both), *held_by_neither):
-        more = min(missing[name], most - amount_of(source, uuid, name))
+    return _with_missing(requested, kept, (*where_it_was, *_rows(both)))
+
+
+def whole_source(requested: Holding, source: Holding) -> dict[str, dict[str, int]]:
+    """Return `source`, as `source_held` returned it, with the amounts that another client has released: they are added
+    again at the providers where the rest of their class is. The caller checks the capacity of these.
+    """
+    return _with_missing(requested, source, [row for row in _rows(requested) if amount_of(source, row[0], row[1])])
+
+
+def _with_missing(
+    requested: Holding, present: Holding, places: Iterable[tuple[str, str, int]]
+) -> dict[str, dict[str, int]]:
+    """`present` with the amounts of `requested` that it lacks by class, in the first places that have room.
+
+    places: (provider, class, the most that the result may hold there).
+    """
+    missing = _total_by_class(requested)
+    missing.subtract(_total_by_class(present))
+    result = {uuid: dict(resources) for uuid, resources in present.items()}
+    for uuid, name, most in places:
+        more = min(missing[name], most - amount_of(result, uuid, name))
         if more > 0:
-            source.setdefault(uuid, {})[name] = amount_of(source, uuid, name) + more
+            result.setdefault(uuid, {})[name] = amount_of(result, uuid, name) + more
             missing[name] -= more
-    return source
+    return result
 
 
 def _rows(holding: Holding) -> list[tuple[str, str, int]]:

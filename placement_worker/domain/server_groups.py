@@ -127,7 +127,8 @@ def held_by_class(holding: Holding) -> dict[str, int]:
 def counted_by_class(consumer: ConsumerState) -> dict[str, int]:
     """Return the amounts of a consumer that count against its project's quota.
 
-    A migration does not count, because its instance does, as in Nova.
+    A migration does not count, because its instance does, as in Nova; one whose instance holds nothing has another
+    type, and counts.
     """
     return {} if consumer.consumer_type == MIGRATION_TYPE else held_by_class(consumer.holding)
 

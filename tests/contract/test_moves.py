@@ -15,6 +15,7 @@ from bus.contracts.placement import (
     Claim,
     ClaimOption,
     ClaimResult,
+    ConsumerAllocations,
     Inventory,
     InventoryUpdate,
     LocateRequest,
@@ -23,8 +24,9 @@ from bus.contracts.placement import (
     Release,
     Revert,
     RevertResult,
+    Swap,
 )
-from placement_worker.domain.moves import kept_beside, source_of, total_of
+from placement_worker.domain.moves import kept_beside, source_held, total_of, whole_source
 from placement_worker.operations import audit
 from placement_worker.store.port import PlacementStore
 from placement_worker.store.postgres import PostgresStore
@@ -313,6 +315,22 @@ async def test_a_quota_counts_the_instance_and_not_its_migration(store: Placemen
     assert larger.outcome == "over_limit"
 
 
+async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store: PlacementStore) -> None:
+    limits = {"VCPU": 4, "INSTANCES": 1}
+    await claimed(store, build(0, 0, limits=limits), replace(build(1, 2, 6), project_id="q"))
+    await claimed(store, move(option(1), source=option(0), limits=limits))
+    again = move(option(2), source=option(0), attempt=3, generation=2, again=True, limits=limits)
+    full, other = await claimed(store, again, build(2, 3, 1, limits=limits))
+    assert (full.outcome, other.outcome) == ("full", "over_limit")
+    (other,) = await claimed(store, build(2, 3, 1, limits=limits))
+    assert other.outcome == "over_limit"
+    await store.apply([Release(consumer=VMS[1])])
+    moved, other = await claimed(store, again, build(2, 3, 1, limits=limits))
+    assert (moved.outcome, other.outcome) == ("claimed", "over_limit")
+    (other,) = await claimed(store, build(2, 3, 1, limits={"VCPU": 5, "INSTANCES": 2}))
+    assert other.outcome == "claimed"
+
+
 async def test_the_group_rule_holds_for_the_destination(store: PlacementStore) -> None:
     await claimed(store, build(0, 0, server_group=APART), build(1, 1, server_group=APART))
     (moved,) = await claimed(store, move(option(1), option(2), source=option(0), server_group=APART))
@@ -393,6 +411,33 @@ async def test_a_revert_finds_room_or_changes_nothing(store: PlacementStore) -> 
     back = await reverted(store, revert(option(0), 3))
     assert back.outcome == "reverted"  # what both held before is enough for it, whatever the capacity is now
     assert await used(store) == at(0, 4)
+
+
+@pytest.mark.parametrize("at_most", [1, 0], ids=["another destination", "none"])
+async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_smaller(
+    store: PlacementStore, at_most: int
+) -> None:
+    """Others have taken the room since. A revert alone restores it, where it fits."""
+    await claimed(store, build(0, 0))
+    (moved,) = await claimed(store, move(option(1), source=option(0)))
+    smaller = ConsumerAllocations(
+        consumer=MOVE, consumer_generation=1, project_id="p", consumer_type="MIGRATION", allocations=at(0, 1)
+    )
+    (swapped, taken) = await store.apply([Swap(consumers=(smaller,)), build(1, 0, 7)])
+    assert (moved.outcome, swapped.outcome, taken.outcome) == ("claimed",) * 3
+    again = move(*[option(2)][:at_most], source=option(0), attempt=3, generation=2, again=True)
+    assert [reply.outcome for reply in await claimed(store, again)] == ["claimed"]
+    assert await used(store) == at(0, 8) | (at(2, 4) if at_most else {})
+    assert (await reverted(store, revert(option(0), 4))).outcome == "full"
+    await store.apply([Release(consumer=VMS[1])])
+    assert (await reverted(store, revert(option(0), 5))).holding == at(0, 4)
+
+
+async def test_a_claim_that_names_a_larger_source_than_was_ever_held_keeps_what_is_held(store: PlacementStore) -> None:
+    await claimed(store, build(0, 0, 1), build(1, 0, 5))
+    (moved,) = await claimed(store, move(option(1, 5), source=option(0, 6), again=True))
+    assert moved.outcome == "claimed"
+    assert await used(store) == at(0, 6) | at(1, 5)
 
 
 async def test_moves_of_two_instances_cross_without_a_deadlock(make: Books) -> None:
@@ -494,7 +539,7 @@ def test_together_they_hold_the_larger_of_each_whatever_is_tried(
     kept: Amounts = {}
     held: Amounts = source
     for taken in tried:
-        base = source if held is source else source_of(source, held, kept, roots)
+        base = source if held is source else source_held(source, held, kept, roots)
         assert base == source
         kept, held = kept_beside(base, taken), taken
         both = total_of((kept, held))
@@ -502,7 +547,7 @@ def test_together_they_hold_the_larger_of_each_whatever_is_tried(
             for name in {*source.get(uuid, {}), *taken.get(uuid, {})}:
                 larger = max(source.get(uuid, {}).get(name, 0), taken.get(uuid, {}).get(name, 0))
                 assert both[uuid][name] == larger
-    assert source_of(source, held, kept, roots) == source
+    assert source_held(source, held, kept, roots) == source == whole_source(source, source)
 
 
 def test_the_book_names_where_the_source_is_now() -> None:
@@ -510,11 +555,11 @@ def test_the_book_names_where_the_source_is_now() -> None:
     # A reshape has moved the VGPU to a child of the host meanwhile.
     kept = {"host": {"VCPU": 4}, "child": {"VGPU": 1}}
     roots = {"host": "host", "child": "host", "elsewhere": "elsewhere"}
-    assert source_of(requested, {"elsewhere": {"VCPU": 4}}, kept, roots) == kept
+    assert source_held(requested, {"elsewhere": {"VCPU": 4}}, kept, roots) == kept
 
 
 def test_what_another_host_holds_is_none_of_the_source() -> None:
     """Another client took the migration's VGPU away: what the destination holds does not make up for it."""
     requested, kept = {"host": {"VCPU": 4, "VGPU": 1}}, {"host": {"VCPU": 4}}
     roots = {"host": "host", "elsewhere": "elsewhere"}
-    assert source_of(requested, {"elsewhere": {"VCPU": 4, "VGPU": 1}}, kept, roots) == kept
+    assert source_held(requested, {"elsewhere": {"VCPU": 4, "VGPU": 1}}, kept, roots) == kept

@@ -125,6 +125,33 @@ def test_a_build_in_which_a_process_stood_still_may_end_after_its_name_has_destr
 
 
 @pytest.mark.parametrize(
+    ("runs", "breaks"),
+    [
+        pytest.param(False, False, id="switched off"),  # seed 1795417062
+        pytest.param(True, True, id="built again"),
+    ],
+)
+def test_what_the_former_service_of_a_host_destroyed_may_be_switched_off_there(*, runs: bool, breaks: bool) -> None:
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        service = world.plan.services[0][1]
+        fleet = world.fleets[service]
+        host = next(iter(fleet.hosts)).plan.uuid
+        guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
+        Process(f"compute-{service}").context.run(fleet.put, host, guest)
+        result = ComputeResult(
+            instance_uuid=INSTANCE, attempt=1, host_uuid=host, service="s99", outcome=ComputeOutcome.DESTROYED
+        )
+        Process("compute-s99").context.run(world.machines.result, result)
+        found: list[Breach] = []
+        fleet.fail = found.append
+        Process("mover").context.run(fleet.put, host, replace(guest, runs=runs))
+        assert [one.name for one in found] == (["fenced_for_good"] if breaks else [])
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+@pytest.mark.parametrize(
     ("stranded", "used", "breaks"),
     [
         pytest.param(False, 0, True, id="still reported"),

@@ -56,11 +56,16 @@ class PeerWorld:
         order = Order(at=0.0, action=Action.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
         self.watch.requested(order)
 
-    def hold(self, vm: int, host: int | None) -> None:
+    def hold(self, vm: int, host: int | None, vcpus: int = 1) -> None:
         self.clock.now += 1.0
-        holding = {} if host is None else {HOSTS[host]: {"VCPU": 1}}
+        holding = {} if host is None else {HOSTS[host]: {"VCPU": vcpus}}
         self.book.consumers[VMS[vm]] = ConsumerRow(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None, 0.0)
         self.watch()
+
+    def migrate(self, consumer_type: str, vcpus: int) -> None:
+        """A migration holds its source on the first host, with the next commit."""
+        migration = ConsumerState(1, 2, "red", "u", consumer_type, {HOSTS[0]: {"VCPU": vcpus}})
+        self.book.consumers["migration"] = ConsumerRow(migration, None, 0.0)
 
     def send(self, vm: int, *hosts: int) -> None:
         selections = tuple(
@@ -112,22 +117,33 @@ def test_who_holds_nothing_any_more_is_in_nobodys_way() -> None:
         peers.hold(0, 1)
 
 
-@pytest.mark.parametrize(("host", "breaks"), [(0, False), (2, True)])
-def test_a_revert_is_not_held_to_a_quota_after_a_claim_without_room(host: int, *, breaks: bool) -> None:
-    """Seeds 1795401028 and 1795401065: the claim for the next destination had released the last one, and found no room.
-    The instance held nothing, and then its source again.
-    """
+@pytest.mark.parametrize(("consumer_type", "breaks"), [("MIGRATION", False), ("MIGRATION_COUNTED", True)])
+def test_a_migration_counts_in_place_of_an_instance_that_holds_nothing(consumer_type: str, *, breaks: bool) -> None:
+    """Seed 1795416199: the claim for the next destination had released the last one, and found no room."""
     peers = PeerWorld({"INSTANCES": 1})
     for vm in range(2):
         peers.ask(vm)
-    migration = ConsumerState(1, 2, "red", "u", "MIGRATION", {HOSTS[0]: {"VCPU": 1}})
-    peers.book.consumers["migration"] = ConsumerRow(migration, None, 0.0)
     peers.hold(0, 1)  # at the destination
+    peers.migrate(consumer_type, 1)
     peers.hold(0, None)
-    peers.hold(1, 1)
+    with pytest.raises(Breach, match="quota: red holds 2 INSTANCES of 1") if breaks else nullcontext():
+        peers.hold(1, 1)
+
+
+@pytest.mark.parametrize("reverted", [True, False])
+def test_the_source_of_a_resize_exceeds_a_quota_by_its_own_size_alone(*, reverted: bool) -> None:
+    """Seed 1795401028: a resize to a smaller size, whose claim for the next destination found no room."""
+    peers = PeerWorld({"VCPU": 3})
+    for vm in range(2):
+        peers.ask(vm)
+    peers.migrate("MIGRATION", 2)
+    peers.hold(0, 1)
+    peers.hold(1, 1, 2)
+    peers.migrate("MIGRATION_COUNTED", 2)
+    peers.hold(0, None)
     del peers.book.consumers["migration"]
-    with pytest.raises(Breach, match="quota") if breaks else nullcontext():
-        peers.hold(0, host)
+    with nullcontext() if reverted else pytest.raises(Breach, match="quota: red holds 5 VCPU of 3"):
+        peers.hold(0, 0, 2 if reverted else 3)
 
 
 def test_hints_are_about_where_others_have_been_all_the_time() -> None:
