@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -33,6 +33,7 @@ class MemorySafety:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            await transaction.lock(_rows((machine.host_uuid, machine.uuid) for machine in machines))
             made: dict[MachineKey, UnexplainedRecord] = {}
             for machine in machines:
                 record = UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
@@ -56,18 +57,19 @@ class MemorySafety:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            await transaction.lock(_rows(places))
             transaction.will(partial(_drop, self._table.unexplained, places))
 
     async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            table = self._table.unexplained
+            await transaction.lock(_rows(place for place in table if place[1] == uuid and host in (None, place[0])))
             decided = {
                 place: replace(record, verdict=verdict, decided_by=by, decided_at=now)
-                for place, record in self._table.unexplained.items()
-                if record.machine.uuid == uuid
-                and record.machine.kind is UnexplainedKind.QUARANTINED
-                and host in (None, record.machine.host_uuid)
+                for place, record in table.items()
+                if ("unexplained", *place) in transaction.held and record.machine.kind is UnexplainedKind.QUARANTINED
             }
             transaction.will(partial(self._table.unexplained.update, decided))
             return len(decided)
@@ -88,18 +90,25 @@ class MemorySafety:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            await transaction.lock([("breakers", breaker.service)])
             transaction.will(partial(self._table.breakers.update, {breaker.service: breaker}))
 
     async def reset(self, service: str, by: str, now: float) -> bool:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
+            await transaction.lock([("breakers", service)])
             breaker = self._table.breakers.get(service)
             if breaker is None or not breaker.is_open:
                 return False
             made = replace(breaker, reset_at=now, reset_by=by)
             transaction.will(partial(self._table.breakers.update, {service: made}))
             return True
+
+
+def _rows(places: Iterable[MachineKey]) -> list[tuple[str, str, str]]:
+    """The keys of their locks, in the order in which PostgreSQL's statements take them."""
+    return [("unexplained", *place) for place in sorted(set(places))]
 
 
 def _drop(rows: dict[MachineKey, UnexplainedRecord], places: Sequence[MachineKey]) -> None:

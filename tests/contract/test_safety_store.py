@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from msgspec.structs import replace
 
@@ -44,6 +46,18 @@ async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(saf
     assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
     (newer,) = await safety.record("s", [replace(OURS, attempt=4)], 4.0)
     assert newer.verdict == ""
+
+
+async def test_an_operators_word_is_kept_while_reports_record_the_machine_again(safety: Safety) -> None:
+    await safety.record("s", [OURS], 1.0)
+    for number in range(20):
+        verdict = DESTROY if number % 2 else KEEP
+        async with asyncio.TaskGroup() as group:
+            group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
+            decided = group.create_task(safety.decide(A, verdict, "op", 2.0))
+            group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
+        assert decided.result() == 1
+        assert {one.machine.uuid: one.verdict for one in await safety.records()} == {A: verdict, B: ""}
 
 
 async def test_a_word_about_one_host_is_not_for_the_others(safety: Safety) -> None:
