@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
@@ -18,6 +19,8 @@ from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
+from bus.faults import Fault
+from bus.port import BusError
 
 # Hosts are read anew at most so often, however many pages show them.
 HOSTS_AGE_S = 2.0
@@ -25,6 +28,10 @@ HOSTS_AGE_S = 2.0
 # answer is 0.4 MB and takes 6 ms of the scheduler, the services' counts next to nothing.
 COUNTED_AGE_S = 10.0
 WORKERS_AGE_S = 5.0
+# A page waits so long for schedulers. After a request that none has answered the pages say so for so long, instead of
+# waiting one after the other.
+PAGE_TIMEOUT_S = 5.0
+FAILED_AGE_S = 5.0
 MAX_SERVICES = 100_000
 # A host's page looks through so many of the newest changes of the book for those of its tree, and shows so many.
 CHANGES_LOOKED_AT = 2_000
@@ -114,12 +121,15 @@ class FleetReader:
         self._counts: dict[tuple[str, str], tuple[bool, int, int, int]] | None = None
         self._counted_at = float("-inf")
         self._reading = asyncio.Lock()
+        self._failed: tuple[float, Fault | BusError] | None = None  # when the last reading of hosts failed, and how
         self._workers: tuple[WorkerRecord, ...] = ()
         self._workers_at = float("-inf")
 
     async def hosts(self, *, fresh: bool = False) -> tuple[HostRecord, ...]:
-        """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it."""
-        async with self._reading:
+        """All hosts, at most HOSTS_AGE_S old. One request fetches them, the others wait for it. Raises Fault, BusError:
+        also for FAILED_AGE_S after a request that nothing answered, unless fresh.
+        """
+        async with self._reading_hosts(fresh=fresh):
             if fresh or self._clock.monotonic() - self._hosts_at > HOSTS_AGE_S:
                 await self._read_hosts()
         return self._hosts
@@ -127,19 +137,33 @@ class FleetReader:
     async def hosts_to_count(self) -> tuple[HostRecord, ...]:
         """All hosts, for a page that shows how many of each cell are up or disabled: that is at most HOSTS_AGE_S old.
         The rest of a record, how many are not announced, and what changed and changed back: at most COUNTED_AGE_S.
+        Raises as `hosts` does.
         """
-        async with self._reading:
+        async with self._reading_hosts():
             now = self._clock.monotonic()
             if now - max(self._counted_at, self._hosts_at) > HOSTS_AGE_S:
-                services = await self.services(ServicesQuery(limit=MAX_SERVICES))
-                counts = {(one.cell, one.name): (one.up, one.hosts, one.enabled, one.in_book) for one in services}
+                query = ServicesQuery(limit=MAX_SERVICES)
+                page = await self._bus.request(query, ServicesPage, timeout_s=PAGE_TIMEOUT_S)
+                counts = {(one.cell, one.name): (one.up, one.hosts, one.enabled, one.in_book) for one in page.services}
                 if counts != self._counts or now - self._hosts_at > COUNTED_AGE_S:
                     await self._read_hosts()
                 self._counts, self._counted_at = counts, self._clock.monotonic()
         return self._hosts
 
+    @asynccontextmanager
+    async def _reading_hosts(self, *, fresh: bool = False) -> AsyncIterator[None]:
+        async with self._reading:
+            if not fresh and self._failed is not None and self._clock.monotonic() - self._failed[0] < FAILED_AGE_S:
+                raise self._failed[1].with_traceback(None)
+            try:
+                yield
+            except (Fault, BusError) as fault:
+                self._failed = self._clock.monotonic(), fault
+                raise
+            self._failed = None
+
     async def _read_hosts(self) -> None:
-        page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=ASK_TIMEOUT_S)
+        page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=PAGE_TIMEOUT_S)
         self._hosts, self._hosts_at = page.hosts, self._clock.monotonic()
 
     async def host(self, ident: str, *, fresh: bool = False) -> HostRecord:
@@ -186,7 +210,12 @@ class FleetReader:
         """All workers, at most WORKERS_AGE_S old."""
         if self._clock.monotonic() - self._workers_at > WORKERS_AGE_S:
             self._workers_at = self._clock.monotonic()  # before the query: another page does not query as well
-            self._workers = (await self.workers(WorkersQuery(limit=MAX_SERVICES))).workers
+            query = WorkersQuery(limit=MAX_SERVICES)
+            try:
+                self._workers = (await self._bus.request(query, WorkersPage, timeout_s=PAGE_TIMEOUT_S)).workers
+            except (Fault, BusError):
+                self._workers_at = self._clock.monotonic()
+                raise
         return self._workers
 
     async def cells(self) -> tuple[CellView, ...]:

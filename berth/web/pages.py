@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -166,15 +167,14 @@ class Pages:
         return stream_response(states())
 
     async def _state(self) -> Now:
+        # Together: what does not answer holds up the page once.
+        hosts, workers = await asyncio.gather(self._hosts_or_fault(), self._workers())
         troubles: list[Trouble] = []
-        hosts: tuple[HostRecord, ...] = ()
-        try:
-            hosts = await self._fleet.hosts_to_count()
-        except (Fault, BusError) as fault:
-            troubles.append(Trouble("No scheduler answers", f"{fault.code}: {fault}"))
+        if isinstance(hosts, (Fault, BusError)):
+            troubles.append(Trouble("No scheduler answers", f"{hosts.code}: {hosts}"))
+            hosts = ()
         cells, of_hosts = troubles_of_hosts(hosts)
         troubles += of_hosts
-        workers = await self._workers()
         troubles += _troubles_of(workers)
         depths = await self._queues.depths(
             sorted({(host.cell, host.service) for host in hosts if host.cell and host.service})
@@ -204,6 +204,12 @@ class Pages:
             troubles=tuple(troubles),
             seconds=tuple(history),
         )
+
+    async def _hosts_or_fault(self) -> tuple[HostRecord, ...] | Fault | BusError:
+        try:
+            return await self._fleet.hosts_to_count()
+        except (Fault, BusError) as fault:
+            return fault
 
     async def _workers(self) -> tuple[WorkerRecord, ...]:
         try:

@@ -20,7 +20,7 @@ log = structlog.get_logger("web")
 # Depths are read anew at most so often, however many pages show them: it is a request a queue, 40 with four cells. A
 # broker that does not answer holds up no page.
 AGE_S = 5.0
-READ_TIMEOUT_S = 5.0
+READ_TIMEOUT_S = 3.0
 
 
 class QueueDepth(Struct, frozen=True):
@@ -64,22 +64,28 @@ class QueueReader:
             await transport.close()
 
     async def _read(self, services: Sequence[tuple[str, str]]) -> Depths:
-        found: list[QueueDepth] = []
-        dead, silent = 0, []
-        for bus in (API, *self._env.cells):
-            here = Where.API if bus == API else Where.CELL
-            names = [row.name for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
-            names += [f"compute.{service}" for cell, service in services if cell == bus]
-            try:
-                async with asyncio.timeout(READ_TIMEOUT_S):
-                    transport = await self._transport(bus)
-                    found += [QueueDepth(bus, name, await _depth(transport, name)) for name in names]
-                    dead += await _depth(transport, DEAD_LETTERS)
-            except (TimeoutError, BusError, Fault) as error:
-                log.info("web.depths_unread", bus=bus, error=type(error).__name__)
-                silent.append(bus)
-        waiting = sorted((one for one in found if one.waiting), key=lambda one: (-one.waiting, one.bus, one.queue))
-        return Depths(tuple(waiting), dead, tuple(silent))
+        buses = (API, *self._env.cells)
+        every = await asyncio.gather(*(self._read_bus(bus, services) for bus in buses))
+        found = [one for depths in every if depths is not None for one in depths[0] if one.waiting]
+        return Depths(
+            tuple(sorted(found, key=lambda one: (-one.waiting, one.bus, one.queue))),
+            sum(depths[1] for depths in every if depths is not None),
+            tuple(bus for bus, depths in zip(buses, every, strict=True) if depths is None),
+        )
+
+    async def _read_bus(self, bus: str, services: Sequence[tuple[str, str]]) -> tuple[Sequence[QueueDepth], int] | None:
+        """The depth of each queue of a bus and its dead letters; None: its broker does not answer."""
+        here = Where.API if bus == API else Where.CELL
+        names = [row.name for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
+        names += [f"compute.{service}" for cell, service in services if cell == bus]
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                transport = await self._transport(bus)
+                found = [QueueDepth(bus, name, await _depth(transport, name)) for name in names]
+                return found, await _depth(transport, DEAD_LETTERS)
+        except (TimeoutError, BusError, Fault) as error:
+            log.info("web.depths_unread", bus=bus, error=type(error).__name__)
+            return None
 
     async def _transport(self, bus: str) -> Transport:
         transport = self._transports.get(bus)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from berth.web.fleet import COUNTED_AGE_S, FleetReader
+from berth.web.fleet import COUNTED_AGE_S, FAILED_AGE_S, FleetReader
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
@@ -98,6 +98,7 @@ async def test_a_change_is_not_forgotten_when_no_scheduler_answers(
     with pytest.raises(RequestTimeout):
         await fleet.hosts_to_count()
     scheduler.failing = None
+    clock.now += FAILED_AGE_S
     assert [host.up for host in await fleet.hosts_to_count()] == [False]
 
 
@@ -108,3 +109,20 @@ async def test_what_no_count_of_a_service_shows_is_read_now_and_then(
     clock.now += COUNTED_AGE_S + 1.0
     await fleet.hosts_to_count()
     assert scheduler.requests["HostsQuery"] == 2
+
+
+async def test_pages_do_not_wait_one_after_the_other_for_schedulers_that_do_not_answer(
+    fleet: FleetReader, scheduler: Scheduler, clock: MovedClock
+) -> None:
+    scheduler.failing = HostsQuery
+    with pytest.raises(RequestTimeout):
+        await fleet.hosts()
+    for page in (fleet.hosts(), fleet.hosts_to_count(), fleet.hosts()):
+        with pytest.raises(RequestTimeout):
+            await page
+    assert scheduler.requests == {"HostsQuery": 1}
+    with pytest.raises(RequestTimeout):
+        await fleet.hosts(fresh=True)  # an action is decided by what is true now
+    scheduler.failing = None
+    clock.now += FAILED_AGE_S
+    assert await fleet.hosts() and scheduler.requests["HostsQuery"] == 3
