@@ -28,7 +28,7 @@ HOSTS_AGE_S = 2.0
 # answer is 0.4 MB and takes 6 ms of the scheduler, the services' counts next to nothing.
 COUNTED_AGE_S = 10.0
 WORKERS_AGE_S = 5.0
-# A page waits so long for schedulers. After a request that none has answered the pages say so for so long, instead of
+# A page waits so long for schedulers. After a request that none has answered pages show that for so long, instead of
 # waiting one after the other.
 PAGE_TIMEOUT_S = 5.0
 FAILED_AGE_S = 5.0
