@@ -22,6 +22,7 @@ from bus.clock import Clock
 from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
+from bus.turns import InParts
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, claim_gangs
@@ -54,6 +55,7 @@ from scheduler_worker.domain.step import probed, step, with_probe
 log = structlog.get_logger(__name__)
 
 FIRST_JITTER_S = 0.002  # the longest wait before the second round of claims; the mean is half of it
+ANSWERS_AT_ONCE = 64  # placement's answers that are carried out in one turn of the event loop
 
 
 class ReplicaFollower(Protocol):
@@ -197,12 +199,13 @@ class Placer:
         states = [*singles, *itertools.chain.from_iterable(gangs)]
         now, lost = self._clock.time(), 0
         after: list[PlacementState] = []
-        for state, answer in zip(states, answers, strict=True):
-            metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
-            lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
-            stepped = step(state, answer, self._selector, now=now)
-            self._carry_out(stepped)
-            after.append(stepped.state)
+        async for part in InParts(zip(states, answers, strict=True), ANSWERS_AT_ONCE):
+            for state, answer in part:
+                metrics.count_claim(answer, retried=state.choice is not None and is_lost(answer))
+                lost += isinstance(answer, ClaimResult) and answer.outcome in (ClaimOutcome.FULL, ClaimOutcome.RACED)
+                stepped = step(state, answer, self._selector, now=now)
+                self._carry_out(stepped)
+                after.append(stepped.state)
         self._spread = self._spread.after(len(states), lost)
         return after
 

@@ -19,6 +19,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
 from bus.faults import Fault
 from scheduler_worker import engine as engine_module
+from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round, decisions
 from scheduler_worker.domain.builds import Gang
@@ -27,6 +28,7 @@ from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, ini
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.placing import ANSWERS_AT_ONCE
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -202,13 +204,14 @@ async def test_a_pass_sees_all_choices_of_the_pass_before_it(turns: Turns) -> No
     assert claimed == [BATCH, BATCH // 2]
 
 
-async def test_item_16_the_steps_before_and_after_the_claims_have_so_many_builds_a_turn(
+async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """512 builds were one turn of some 40 ms after their claims, and another one after they were written."""
     cluster = cluster_of([WIDE] * 8)
     steps = Turns(monkeypatch, *((engine_module, name) for name in ("prepare", "stamps_of", "messages_of")))
     monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
+    monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
     engine = SchedulingEngine(
@@ -226,3 +229,4 @@ async def test_item_16_the_steps_before_and_after_the_claims_have_so_many_builds
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
     for name in ("prepare", "conclude", "messages_of"):
         assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name
+    assert steps.total("step") >= BATCH and steps.most("step") <= ANSWERS_AT_ONCE
