@@ -26,11 +26,12 @@ MIGRATIONS = "ironic_sync.store.migrations"
 _report = msgspec.json.Decoder(ProviderReport)
 
 _LOCK = "SELECT pg_try_advisory_xact_lock(hashtextextended('berth.ironic_sync.' || current_schema(), 0))"
-# A writer that is stopped keeps its connection, and with it the lock: the server ends it after this silence.
+# A writer that is stopped keeps its connections: one has the lock, another perhaps the epoch's row, in a transaction of
+# its own. The server ends them after this silence.
 SILENCE_MS = 3_500
-_SILENCE = f"SET LOCAL idle_in_transaction_session_timeout = {SILENCE_MS}"
+_SILENCE = f"set_config('idle_in_transaction_session_timeout', '{SILENCE_MS}', true)"
 _RAISE_EPOCH = "UPDATE leadership SET epoch = epoch + 1, since = now() RETURNING epoch"
-_EPOCH = "SELECT epoch FROM leadership FOR SHARE"
+_EPOCH = f"SELECT epoch, {_SILENCE} FROM leadership FOR SHARE"
 _LOAD = "SELECT node, version, published, report, problem, state, updated_at, read_at, due_at FROM positions"
 _SAVE = """
 INSERT INTO positions AS p (node, version, report, digest, problem, state, updated_at, read_at, due_at)
@@ -73,7 +74,7 @@ class PostgresPositions:
         async with self._database.raw() as holding:
             if not await holding.fetchval(_LOCK):
                 raise NotLeader("another process is the writer")
-            await holding.execute(_SILENCE)
+            await holding.execute(f"SELECT {_SILENCE}")
             async with self._database.raw() as connection:
                 epoch = await connection.fetchval(_RAISE_EPOCH)
             yield PostgresTerm(self._database, holding, epoch)

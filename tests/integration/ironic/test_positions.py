@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 
 import pytest
 from msgspec.structs import replace
@@ -131,22 +132,26 @@ class _lead_soon:  # noqa: N801  (reads as a context manager)
         await self._lead.__aexit__(*error)  # type: ignore[arg-type]
 
 
-async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str) -> None:
-    """Its connection kept the lock for the server's 60 s: the next one was not the writer after 45."""
+@pytest.mark.parametrize("inside", [False, True], ids=["between transactions", "in one"])
+async def test_a_writer_that_is_stopped_is_replaced_in_seconds(postgres_url: str, *, inside: bool) -> None:
+    """Its connections kept the lock, or the epoch's row, for the server's 60 s: another was not the writer after 45."""
     stopped, standing_by = (Database(postgres_url, "ironic_sync") for _ in range(2))
     await stopped.open(MIGRATIONS)
     await standing_by.open(MIGRATIONS)
     replaced = False
     with pytest.raises(Transient):  # the server has ended its connection
         async with PostgresPositions(stopped).become_leader() as old:  # does nothing from now on, as under SIGSTOP
-            async with asyncio.timeout(LEADER_LIMIT_S):
-                while not replaced:
-                    try:
-                        async with PostgresPositions(standing_by).become_leader() as new:
-                            await new.save([POSITION])
-                            replaced = True
-                    except NotLeader:
-                        await asyncio.sleep(0.1)
+            async with old._fenced() if inside else nullcontext():
+                async with asyncio.timeout(LEADER_LIMIT_S):
+                    while not replaced:
+                        try:
+                            async with PostgresPositions(standing_by).become_leader() as new:
+                                await new.save([POSITION])
+                                replaced = True
+                        except NotLeader:
+                            await asyncio.sleep(0.1)
+                if inside:
+                    await old.check()
             with pytest.raises(NotLeader):
                 await old.save([replace(POSITION, version=99)])
             await old.check()
