@@ -45,17 +45,22 @@ WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
 """
 LEASES = "SELECT service, epoch, interval_s, state, since, reason FROM leases ORDER BY service"
-# The keeper's row is locked: no newer term begins while this one writes.
-_MINE = "SELECT 1 FROM lease_keeper WHERE term = $1 FOR SHARE"
-RECORD = """
-INSERT INTO leases (service, epoch, interval_s, state, since, reason)
-SELECT * FROM unnest($1::text[], $2::bigint[], $3::float8[], $4::text[], $5::float8[], $6::text[])
-ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s, state = excluded.state,
-    since = excluded.since, reason = excluded.reason
+# The keeper's row is locked: no newer term begins while this one writes. One statement is one transaction: a keeper
+# that is paused holds no lock, and the next one does not wait for it.
+_MINE = "mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHARE)"
+RECORD = f"""
+WITH {_MINE}, recorded AS (
+    INSERT INTO leases (service, epoch, interval_s, state, since, reason)
+    SELECT n.* FROM unnest($2::text[], $3::bigint[], $4::float8[], $5::text[], $6::float8[], $7::text[]) AS n
+    WHERE EXISTS (SELECT FROM mine)
+    ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s,
+        state = excluded.state, since = excluded.since, reason = excluded.reason)
+SELECT EXISTS (SELECT FROM mine)
 """
-PURGE = """
-DELETE FROM leases WHERE service IN (
-    SELECT service FROM leases WHERE state <> 'up' AND since < $1 ORDER BY since LIMIT $2) RETURNING service
+PURGE = f"""
+WITH {_MINE}
+DELETE FROM leases WHERE EXISTS (SELECT FROM mine) AND service IN (
+    SELECT service FROM leases WHERE state <> 'up' AND since < $2 ORDER BY since LIMIT $3) RETURNING service
 """
 FORGET = "DELETE FROM leases WHERE service = $1 RETURNING 1"
 
@@ -84,13 +89,12 @@ class PostgresLeases:
         ]
 
     async def record(self, term: int, leases: Sequence[Lease]) -> bool:
-        """One transaction."""
+        """One statement."""
         ordered = sorted(leases, key=lambda lease: lease.service)
-        async with self._database.raw() as connection:
-            if await connection.fetchval(_MINE, term) is None:
-                return False
-            await connection.execute(
+        async with self._database.single() as connection:
+            recorded: bool = await connection.fetchval(
                 RECORD,
+                term,
                 [lease.service for lease in ordered],
                 [lease.epoch for lease in ordered],
                 [lease.interval_s for lease in ordered],
@@ -98,14 +102,12 @@ class PostgresLeases:
                 [lease.since for lease in ordered],
                 [lease.reason for lease in ordered],
             )
-        return True
+        return recorded
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
-        """One transaction."""
-        async with self._database.raw() as connection:
-            if await connection.fetchval(_MINE, term) is None:
-                return []
-            return sorted(row[0] for row in await connection.fetch(PURGE, before, limit))
+        """One statement."""
+        async with self._database.single() as connection:
+            return sorted(row[0] for row in await connection.fetch(PURGE, term, before, limit))
 
     async def forget(self, service: str) -> bool:
         """One statement."""
