@@ -96,9 +96,11 @@ def _remember(instance: Instance, event: DeleteRequested, context: StepContext) 
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
+    if not event.code.startswith(rules.DESTROY_CODES):
+        return rules.destroy_leftover(instance, event, context)
     why = (event.code, steps.cut(event.reason))
-    is_refusal = event.code.startswith(rules.DESTROY_CODES) and event.attempt == instance.attempt
-    if not is_refusal or event.host_uuid != instance.here.host_uuid or why == (instance.code, instance.reason):
+    is_current = steps.is_current(instance, event.attempt, event.host_uuid)
+    if not is_current or why == (instance.code, instance.reason):
         return Step(instance)
     code, reason = why
     held = replace(instance, code=code, reason=reason)

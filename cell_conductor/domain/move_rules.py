@@ -340,7 +340,7 @@ def give_up_in_place(instance: Instance, event: TimedOut, context: StepContext) 
 def fail_destination(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The destination could not: its remains are destroyed, and the next one is tried, or the move is undone."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
-        return Step(instance)
+        return rules.destroy_leftover(instance, event, context)
     failed = note(instance, "failed", event.at, event.code, event.reason)
     if is_unsure(instance, context):
         return undo_doubted(failed, event.at, context)

@@ -59,6 +59,7 @@ class Rule(Struct, frozen=True):
 
 IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
+DESTROY_LEFTOVER = Rule(rules.destroy_leftover)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
 ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
@@ -78,7 +79,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
     BuildRequested: ACTIVE_AGAIN,
     DeleteRequested: DELETE_MOVING,
     Spawned: DESTROY_ORPHAN,
-    SpawnFailed: IGNORE,
+    SpawnFailed: DESTROY_LEFTOVER,
     TimedOut: None,
     Claimed: IGNORE,
     ClaimRefused: IGNORE,

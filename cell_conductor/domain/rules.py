@@ -134,10 +134,11 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
 
 
 def destroy_leftover(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
-    """A failed attempt of a build that is over has failed once more, and may have left a machine again.
+    """An attempt that is over has failed once more, and may have left a machine again.
 
-    Its order was delivered again after the answer that no machine is left. A host that refuses to destroy is not sent
-    the order again because of its refusal.
+    Its order was delivered again after the answer that no machine is left, perhaps to another process of its service,
+    which has no record of that answer. A host that refuses to destroy is not sent the order again because of its
+    refusal.
     """
     return Step(instance) if event.code.startswith(DESTROY_CODES) else destroy_orphan(instance, event, context)
 
@@ -184,7 +185,7 @@ def repeat_destroy(instance: Instance, event: Spawned | HostRuns, context: StepC
 def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The current attempt failed: clean up there, then claim the next alternate, or give up."""
     if not steps.is_current(instance, event.attempt, event.host_uuid):
-        return Step(instance)
+        return destroy_leftover(instance, event, context)
     failed = _with_attempt(instance, "failed", at=event.at, code=event.code, reason=event.reason)
     failed = replace(failed, stamps=_stamped(instance, event))
     if event.final:

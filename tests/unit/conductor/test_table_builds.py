@@ -245,3 +245,36 @@ def test_an_attempt_that_fails_once_more_after_its_build_is_destroyed_once_more(
     assert (order.attempt, order.host_uuid, order.service) == (1, host(1), "compute-1")
     refused_to = replace(failed(), code="destroy.protected")
     assert step(over.instance, refused_to, PATIENCE).commands == ()  # or each refusal would be the next order
+
+
+@pytest.mark.parametrize(
+    "since",
+    [
+        (),
+        (claimed(),),
+        (claimed(), spawned(attempt=2)),
+        (claimed(), failed(2)),
+        (DELETE,),
+        (claimed(), DELETE),
+        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2))),
+        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2)), RELEASED),
+    ],
+    ids=lambda events: run(queried(), failed(), *events).instance.state.value,
+)
+def test_an_attempt_that_is_over_and_fails_once_more_is_cleaned_up_once_more(since: tuple[e.Event, ...]) -> None:
+    """A second process of the service carried out a spawn that the first, which was killed, had answered: what it left
+    half-built was on no report (seed 1795421151).
+    """
+    before = run(queried(), failed(), *since).instance
+    once_more = run(failed(), start=before)
+    assert (destroys(once_more), once_more.instance) == ([(1, host(1))], before)
+    refused_there = replace(failed(), code="destroy.protected")
+    assert destroys(run(refused_there, start=before)) == [], (
+        "an order that is refused is not sent again because of that"
+    )
+
+
+def test_the_machine_that_is_wanted_outlives_a_late_failure_of_its_attempt() -> None:
+    up = run(queried(), spawned()).instance
+    again = run(failed(), start=up)
+    assert (again.instance, again.commands) == (up, ())

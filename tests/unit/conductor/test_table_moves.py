@@ -172,6 +172,11 @@ def test_a_destination_that_fails_is_followed_by_the_next(code: str) -> None:
     if code == "check":
         made.end(1, 1)
     assert [(spawn.attempt, spawn.host_uuid) for spawn in made.spawns][-1] == (3, host(3))
+    earlier = list(made.destroys)
+    made.apply(e.SpawnFailed(at=215.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))  # its order came again
+    assert made.destroys == [*earlier, (2, host(2))] and made.instance.state is State.FINISHING
+    made.apply(e.SpawnFailed(at=216.0, attempt=1, host_uuid=host(1), code="spawn.no_disk"))
+    assert made.destroys == [*earlier, (2, host(2))], "the source is wanted until the destination is active"
     made.apply(spawned(attempt=3, at=220.0))
     assert (made.instance.state, made.instance.attempt) == (State.RESIZED, 3)
     event = next(m for m in made.commands if isinstance(m, MoveEvent) and m.terminal)
