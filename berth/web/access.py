@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import re
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
@@ -29,6 +30,7 @@ from placement_worker.rest.auth import TOKEN, Auth, Caller
 SESSION_COOKIE = "berth_session"
 SESSION_S = 12 * 3600.0
 MAX_SESSIONS = 1_000
+MAX_SESSIONS_OF_TOKEN = 20
 MAX_TOKEN_BYTES = 512
 
 
@@ -115,14 +117,21 @@ class Access:
         return None if known is None else caller_by_roles(known)
 
     def log_in(self, token: str) -> str:
-        """A new session with a token: the cookie's value. It ends with the token, if not before."""
+        """A new session with a token: the cookie's value. It ends with the token, if not before; where there are too
+        many, the oldest of this token ends, and of all tokens the oldest of the one that has most.
+        """
         now = self._clock.monotonic()
         self._sessions = {key: one for key, one in self._sessions.items() if one[1] > now}
-        while len(self._sessions) >= MAX_SESSIONS:
-            del self._sessions[next(iter(self._sessions))]
+        for whose, most in ((token, MAX_SESSIONS_OF_TOKEN), (None, MAX_SESSIONS)):
+            while self._count(whose) >= most:
+                crowded = whose or Counter(one for one, _ in self._sessions.values()).most_common(1)[0][0]
+                del self._sessions[next(key for key, one in self._sessions.items() if one[0] == crowded)]
         session = secrets.token_urlsafe(32)
         self._sessions[session] = (token, now + SESSION_S)
         return session
+
+    def _count(self, token: str | None) -> int:
+        return sum(token in (None, one) for one, _ in self._sessions.values())
 
     def log_out(self, session: str) -> None:
         """End a session."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import math
 import random
@@ -46,6 +47,7 @@ API_ROOT = "/api/v1"
 # A build request as JSON; the largest that is valid is smaller.
 MAX_BODY_BYTES = 256 * 1024
 ASK_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 30.0
 # A comment is sent after so long a silence, so that proxies keep the stream open.
 KEEP_ALIVE_S = 15.0
 MAX_PAGE = 1_000
@@ -210,25 +212,25 @@ class WebApi:
         if until not in ("end", "deleted"):
             raise Problem(400, "request.invalid", "until is end or deleted")
         ends = _GONE if until == "deleted" else _ENDS
-        return self._stream(lambda event: event.instance_uuid == uuid, uuid=uuid, caller=caller, ends=ends)
+        return self._stream(lambda event: event.instance_uuid == uuid, caller, uuid=uuid, ends=ends)
 
     async def follow_all(self, request: Request) -> Response:
         """Server-sent events of all builds that the caller sees."""
         only(request)
-        sees = caller_of(request).sees
-        return self._stream(lambda event: sees in (None, event.project_id))
+        caller = caller_of(request)
+        return self._stream(lambda event: caller.sees in (None, event.project_id), caller)
 
     def _stream(
         self,
         wanted: Callable[[BuildEvent], bool],
+        caller: WebCaller,
         *,
         uuid: str = "",
-        caller: WebCaller | None = None,
         ends: frozenset[BuildState] = frozenset(),
     ) -> Response:
         async def events() -> AsyncIterator[bytes]:
-            with self._live.follow(wanted) as follower:
-                if caller is not None:
+            with self._live.follow(wanted, project=caller.sees) as follower:
+                if uuid:
                     # Read after the follower listens, so no event falls in between.
                     record = await self.build(uuid, caller)
                     yield sse("build", record)
@@ -306,12 +308,16 @@ def sse(name: str, data: object) -> bytes:
 
 
 async def body_of(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body. Raises Problem 413 as soon as it is too long."""
+    """The whole body. Raises Problem 413 as soon as it is too long, 408 when it has not come in time."""
     received = bytearray()
-    async for piece in request.stream():
-        received += piece
-        if len(received) > most:
-            raise Problem(413, "request.too_large", f"at most {most} bytes")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for piece in request.stream():
+                received += piece
+                if len(received) > most:
+                    raise Problem(413, "request.too_large", f"at most {most} bytes")
+    except TimeoutError:
+        raise Problem(408, "request.timeout", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     return bytes(received)
 
 

@@ -92,8 +92,16 @@ class SiteGuard:
             return
         site = request.headers.get("sec-fetch-site", "none")
         origin = request.headers.get("origin")
-        if site not in ("same-origin", "none") or (origin and urlsplit(origin).netloc != request.headers.get("host")):
+        if site not in ("same-origin", "none") or (origin and _host_of(origin) != request.headers.get("host")):
             raise Problem(403, "origin.forbidden", "another site's page may not ask this")
+
+
+def _host_of(origin: str) -> str | None:
+    """Name and port of an origin; None: it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _name_of(host: str) -> str:

@@ -17,6 +17,9 @@ from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 # Events that one follower may fall behind by; then it gets an event to read anew.
 MAX_BEHIND = 1_000
 MAX_FOLLOWERS = 200
+# Of these, those of one project's callers, and of all projects' callers: the others are for readers and operators.
+MAX_FOLLOWERS_OF_PROJECT = 20
+MAX_FOLLOWERS_OF_PROJECTS = 150
 # Builds that are in flight and remembered; of more than these the oldest are no longer counted.
 MAX_IN_FLIGHT = 200_000
 # ... and of one that has not ended after so long, its end was missed: the connection was unavailable.
@@ -32,7 +35,7 @@ MAX_FAILURES = 20
 
 
 class TooManyEventFollowers(Exception):
-    """MAX_FOLLOWERS follow already."""
+    """As many follow already as may at once."""
 
 
 class Second(Struct):
@@ -97,7 +100,7 @@ class Live:
         self._bus = bus
         self._clock = clock
         self._process = process
-        self._followers: set[EventFollower] = set()
+        self._followers: dict[EventFollower, str | None] = {}  # with the project whose caller it is
         self._closing = False
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
@@ -135,18 +138,25 @@ class Live:
         await self._consumer.drain(1.0)
 
     @contextmanager
-    def follow(self, wanted: Callable[[BuildEvent], bool]) -> Iterator[EventFollower]:
-        """A follower for as long as the block runs. Raises TooManyEventFollowers."""
+    def follow(self, wanted: Callable[[BuildEvent], bool], *, project: str | None = None) -> Iterator[EventFollower]:
+        """A follower for as long as the block runs. project: whose caller it is; None: of no project.
+
+        Raises TooManyEventFollowers.
+        """
         if len(self._followers) >= MAX_FOLLOWERS:
             raise TooManyEventFollowers
+        if project is not None:
+            of_projects = Counter(one for one in self._followers.values() if one is not None)
+            if of_projects[project] >= MAX_FOLLOWERS_OF_PROJECT or of_projects.total() >= MAX_FOLLOWERS_OF_PROJECTS:
+                raise TooManyEventFollowers
         follower = EventFollower(wanted)
-        self._followers.add(follower)
+        self._followers[follower] = project
         if self._closing:
             follower.close()
         try:
             yield follower
         finally:
-            self._followers.discard(follower)
+            self._followers.pop(follower, None)
 
     @property
     def in_flight(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Generator
 
 import structlog
 import uvicorn
+from prometheus_client import Counter
 
 from berth.settings import Settings
 from berth.site import Site, process_name
@@ -23,6 +24,7 @@ from bus.faults import Fault
 from bus.local import LocalTransport
 from bus.port import BusUnavailable
 from bus.service.environment import Environment
+from bus.service.http_protocol import WRITE_TIMEOUT_S, protocol
 
 log = structlog.get_logger("web")
 
@@ -31,6 +33,9 @@ BACKLOG = 1024
 MAX_CONNECTIONS = 1_000
 KEEP_ALIVE_S = 15
 STOP_GRACE_S = 3
+DISCONNECTED = Counter(
+    "berth_web_disconnected", "Clients that were disconnected, by the step that they were too slow at.", ["at"]
+)
 
 
 class WebCannotListen(Fault):
@@ -120,6 +125,7 @@ class WebServer:
         )
         config = uvicorn.Config(
             served,
+            http=protocol(WRITE_TIMEOUT_S, DISCONNECTED),
             ws="none",
             loop="none",
             lifespan="off",

@@ -49,7 +49,11 @@ def configure_logging(
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Processor] = (
-        [_escape, structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        # Without the values of local variables, which the default prints: a request's have tokens and cookies.
+        [
+            _escape,
+            structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback),
+        ]
         if pretty
         else [structlog.processors.format_exc_info, _cut, structlog.processors.JSONRenderer(serializer=_dumps)]
     )

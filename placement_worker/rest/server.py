@@ -14,7 +14,9 @@ import uvicorn
 from bus.clock import Clock
 from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import Health
+from bus.service.http_protocol import protocol
 from bus.service.settings import SettingsError
+from placement_worker.rest import metrics
 from placement_worker.rest.application import App
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.candidates import warm_up
@@ -23,7 +25,6 @@ from placement_worker.rest.health import with_health
 from placement_worker.rest.in_process import application_over
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
-from placement_worker.rest.protocol import protocol
 from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.rest")
@@ -130,7 +131,7 @@ class RestServer:
     def _uvicorn(self) -> uvicorn.Config:
         return uvicorn.Config(
             self._served,
-            http=protocol(self.config.write_timeout_s),
+            http=protocol(self.config.write_timeout_s, metrics.LET_GO),
             ws="none",
             loop="none",
             lifespan="off",

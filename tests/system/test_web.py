@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 
 from berth.settings import Settings
 from berth.site import Site
-from berth.web.access import MAX_SESSIONS, Access, WebRole, check_listen, read_tokens
+from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
 from bus.clock import SystemClock
@@ -307,6 +309,7 @@ def test_a_session_behind_a_proxy_with_tls_is_sent_over_tls_alone(web: Web) -> N
         {"sec-fetch-site": "cross-site"},
         {"sec-fetch-site": "same-site"},
         {"origin": "null"},
+        {"origin": "http://["},
     ],
 )
 def test_another_sites_page_changes_nothing(web: Web, headers: dict[str, str]) -> None:
@@ -354,10 +357,35 @@ async def test_sessions_are_bounded(tmp_path: Path) -> None:
     access = Access(read_tokens(token_file(tmp_path)), SystemClock())
     first = access.log_in("op")
     assert (await access.caller({}, {"berth_session": first})).role is WebRole.OPERATOR
-    for _ in range(MAX_SESSIONS):
+    for _ in range(MAX_SESSIONS_OF_TOKEN):
         access.log_in("op")
     with pytest.raises(Exception, match="token"):
         await access.caller({}, {"berth_session": first})
+
+
+async def test_no_other_tokens_sessions_end_an_operators(tmp_path: Path) -> None:
+    access = Access(read_tokens(token_file(tmp_path)), SystemClock())
+    operators = access.log_in("op")
+    for number in range(MAX_SESSIONS + 1):
+        access.log_in("bob")
+        access.log_in(f"of another {number // 3}")
+    assert (await access.caller({}, {"berth_session": operators})).role is WebRole.OPERATOR
+
+
+def test_what_is_sent_without_an_end_or_ahead_is_refused(web: Web) -> None:
+    """Without a token: headers of 100 MB, and 20 MB of requests whose answers are not read, were kept whole."""
+    host, port = web.tokens_url.removeprefix("http://").split(":")
+    for sent in (
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 400_000,
+        b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 4_000,
+    ):
+        with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
+            answered = bytearray()
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(sent)
+                while piece := connection.recv(65_536):
+                    answered += piece
+            assert answered.count(b"HTTP/1.1 200") < 1_000  # the connection has ended before all were answered
 
 
 async def test_a_taken_address_is_a_sentence(web: Web) -> None:

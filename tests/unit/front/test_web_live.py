@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 
+import pytest
 from msgspec import structs
 
 from berth.web import live
@@ -32,6 +34,28 @@ async def test_a_follower_that_falls_behind_is_notified() -> None:
     assert not follower.lagged
     follower.put(event(0, BuildState.ACTIVE))
     assert follower.lagged and len(await follower.next(1.0)) == live.MAX_BEHIND
+
+
+async def test_one_projects_followers_leave_room_for_others() -> None:
+    clock = SystemClock()
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    stream = Live(bus, clock=clock, process="p")
+    with contextlib.ExitStack() as held:
+
+        def follow(project: str | None) -> None:
+            held.enter_context(stream.follow(lambda _: True, project=project))
+
+        for number in range(live.MAX_FOLLOWERS_OF_PROJECTS):
+            follow(f"p{number // live.MAX_FOLLOWERS_OF_PROJECT}")
+        for project in ("p0", "another"):
+            with pytest.raises(live.TooManyEventFollowers):
+                follow(project)
+        for _ in range(live.MAX_FOLLOWERS - live.MAX_FOLLOWERS_OF_PROJECTS):
+            follow(None)
+        with pytest.raises(live.TooManyEventFollowers):
+            follow(None)
+    with stream.follow(lambda _: True, project="p0"):
+        pass
 
 
 async def test_followers_read_anew_after_a_lost_connection_and_end_with_the_server() -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import structlog
@@ -33,6 +34,19 @@ def test_a_value_forges_no_line_of_a_persons_log() -> None:
     line = stream.getvalue()
     assert line.count("\n") == 1 and r"\n2026" in line
     assert line.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("style", ["pretty", "json"])
+def test_the_log_of_an_exception_has_no_values_of_variables(style: Literal["pretty", "json"]) -> None:
+    """A request's headers were among them: tokens and cookies."""
+    stream = io.StringIO()
+    configure_logging(process="p", role="r", style=style, stream=stream)
+    headers = {"authorization": "Bearer " + "operator's".upper()}
+    try:
+        headers["missing"]
+    except KeyError:
+        structlog.get_logger().exception("web.crashed")
+    assert "KeyError" in stream.getvalue() and "OPERATOR'S" not in stream.getvalue()
 
 
 def test_a_full_disk_costs_lines_and_ends_nothing(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 
+from prometheus_client import Counter
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from placement_worker.rest import metrics
 
 HEAD_TIMEOUT_S = 30.0
 WRITE_TIMEOUT_S = 30.0
@@ -23,6 +22,14 @@ MAX_UNSENT_BYTES = 256 * 2**20
 # The bytes of an incomplete head that a client may send: the longest query string, and room for headers. Without a
 # bound the parser would gather them for ever, more slowly with every turn of the loop.
 MAX_IDLE_BYTES = 128 * 2**10
+
+
+# Requests that a client may send before the answer to its first one is complete; each is kept whole.
+MAX_PIPELINED = 32
+
+
+class TooManyPipelined(Exception):
+    """More than MAX_PIPELINED requests wait on one connection."""
 
 
 class Unsent:
@@ -45,12 +52,13 @@ class Unsent:
 
 
 class Protocol(HttpToolsProtocol):
-    """Closes a connection when the request line and headers do not arrive in time, or when the client does not read the
-    answer in time.
+    """Closes a connection when the request line and headers do not arrive in time, when the client does not read the
+    answer in time, or when it sends too much ahead.
     """
 
     write_timeout_s = WRITE_TIMEOUT_S
     unsent: Unsent
+    disconnected: Counter
 
     # The time since which a head is awaited. One timer checks it periodically, because a timer for each request would
     # cost 5 µs.
@@ -71,6 +79,7 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         self._is_read()
+        self.pipeline.clear()
         super().connection_lost(exc)
 
     # --- input of the client
@@ -82,7 +91,7 @@ class Protocol(HttpToolsProtocol):
         self._idle_bytes += len(data)
         super().data_received(data)
         if self._idle_bytes > MAX_IDLE_BYTES and not self.transport.is_closing():
-            metrics.LET_GO.labels("size").inc()
+            self.disconnected.labels("size").inc()
             self.send_400_response(f"More than {MAX_IDLE_BYTES} bytes of request line and headers.")
 
     def on_body(self, body: bytes) -> None:
@@ -96,10 +105,14 @@ class Protocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Handle a complete head. The body has a time limit of its own."""
+        """Handle a complete head. The body has a time limit of its own. Raises TooManyPipelined."""
         self._head_since = None
         self._idle_bytes = 0
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_PIPELINED:
+            self.disconnected.labels("pipeline").inc()
+            self.pipeline.clear()
+            raise TooManyPipelined  # the parser stops, and the connection is closed after a 400
 
     def _check_head(self) -> None:
         left = HEAD_TIMEOUT_S
@@ -169,12 +182,15 @@ class Protocol(HttpToolsProtocol):
 
     def let_go(self, at: str) -> None:
         """Abort the connection. at: the step at which the client was too slow."""
-        metrics.LET_GO.labels(at).inc()
+        self.disconnected.labels(at).inc()
         self._is_read()
         # abort() and not close(), which would wait for the client to read.
         self.transport.abort()
 
 
-def protocol(write_timeout_s: float) -> type[Protocol]:
-    """Return the protocol class for one server. write_timeout_s: the time limit for reading, in seconds."""
-    return type("Protocol", (Protocol,), {"write_timeout_s": write_timeout_s, "unsent": Unsent()})
+def protocol(write_timeout_s: float, disconnected: Counter) -> type[Protocol]:
+    """Return the protocol class for one server. write_timeout_s: the time limit for reading, in seconds. disconnected:
+    counts the clients that were disconnected, by the step `at`.
+    """
+    fields = {"write_timeout_s": write_timeout_s, "unsent": Unsent(), "disconnected": disconnected}
+    return type("Protocol", (Protocol,), fields)
