@@ -7,8 +7,10 @@ import difflib
 import math
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -50,6 +52,7 @@ ASK_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 30.0
 # A comment is sent after so long a silence, so that proxies keep the stream open.
 KEEP_ALIVE_S = 15.0
+CHECK_AGAIN_S = 10.0
 MAX_PAGE = 1_000
 MAX_HOSTS = 100_000
 
@@ -206,28 +209,30 @@ class WebApi:
     async def follow_build(self, request: Request) -> Response:
         """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
         only(request, "until")
-        uuid, caller = uuid_of(request), caller_of(request)
-        await self.build(uuid, caller)  # 404 before the stream begins
+        uuid = uuid_of(request)
+        await self.build(uuid, caller_of(request))  # 404 before the stream begins
         until = request.query_params.get("until", "end")
         if until not in ("end", "deleted"):
             raise Problem(400, "request.invalid", "until is end or deleted")
         ends = _GONE if until == "deleted" else _ENDS
-        return self._stream(lambda event: event.instance_uuid == uuid, caller, uuid=uuid, ends=ends)
+        return self._stream(request, lambda event: event.instance_uuid == uuid, uuid=uuid, ends=ends)
 
     async def follow_all(self, request: Request) -> Response:
         """Server-sent events of all builds that the caller sees."""
         only(request)
-        caller = caller_of(request)
-        return self._stream(lambda event: caller.sees in (None, event.project_id), caller)
+        sees = caller_of(request).sees
+        return self._stream(request, lambda event: sees in (None, event.project_id))
 
     def _stream(
         self,
+        request: Request,
         wanted: Callable[[BuildEvent], bool],
-        caller: WebCaller,
         *,
         uuid: str = "",
         ends: frozenset[BuildState] = frozenset(),
     ) -> Response:
+        caller = caller_of(request)
+
         async def events() -> AsyncIterator[bytes]:
             with self._live.follow(wanted, project=caller.sees) as follower:
                 if uuid:
@@ -248,7 +253,7 @@ class WebApi:
                     if not events_received:
                         yield b": nothing happened\n\n"
 
-        return stream_response(events())
+        return stream_response(events(), partial(check_again, request))
 
 
 def as_seen(build: BuildRecord, caller: WebCaller) -> BuildRecord:
@@ -286,12 +291,30 @@ def json_response(data: object, status: int = 200, headers: dict[str, str] | Non
     return Response(msgspec.json.encode(data), status, headers, JSON)
 
 
-def stream_response(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """A stream of server-sent events. It ends with `lagged` when too many follow, or a scheduler does not answer."""
+async def check_again(request: Request) -> None:
+    """Raises Problem 401 or 403 when the caller may not any more what it might when the request came."""
+    try:
+        found = await request.state.find_caller()
+    except Problem as problem:
+        if problem.status in (401, 403):
+            raise
+        return  # Keystone does not answer now
+    if found != caller_of(request):
+        raise Problem(401, "auth.required", "the token has other permissions now")
+
+
+def stream_response(events: AsyncIterator[bytes], check: Callable[[], Awaitable[None]]) -> StreamingResponse:
+    """A stream of server-sent events. It ends with `lagged` when too many follow, a scheduler does not answer, or the
+    check, which is made every CHECK_AGAIN_S at most, raises Problem.
+    """
 
     async def guarded() -> AsyncIterator[bytes]:
+        checked_at = time.monotonic()
         try:
             async for event in events:
+                if time.monotonic() - checked_at >= CHECK_AGAIN_S:
+                    await check()
+                    checked_at = time.monotonic()
                 yield event
         except TooManyEventFollowers:
             yield sse("lagged", {"code": "stream.too_many"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import resources
 from typing import Any
 from urllib.parse import urlsplit
@@ -76,7 +77,8 @@ class SiteGuard:
         try:
             self._check_site(request)
             if not request.url.path.startswith(OPEN_PATHS):
-                request.state.caller = await self._access.caller(request.headers, request.cookies)
+                request.state.find_caller = partial(self._access.caller, request.headers, request.cookies)
+                request.state.caller = await request.state.find_caller()
         except Problem as problem:
             wants_page = problem.status == 401 and not request.url.path.startswith(API_ROOT)
             response = RedirectResponse("/login", 303) if wants_page else problem_response(problem)

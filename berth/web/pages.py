@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -21,6 +22,7 @@ from berth.web.api import (
     WebApi,
     body_of,
     caller_of,
+    check_again,
     json_response,
     moment_of,
     need,
@@ -164,7 +166,7 @@ class Pages:
                         yield sse("failure", event)
                     yield sse("now", await self._state())
 
-        return stream_response(states())
+        return stream_response(states(), partial(check_again, request))
 
     async def _state(self) -> Now:
         # Together: what does not answer holds up the page once.

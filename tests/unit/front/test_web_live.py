@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec import structs
 
-from berth.web import live
+from berth.web import api, live
 from berth.web.api import stream_response
 from berth.web.live import EventFollower, Live
+from berth.web.problems import Problem
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildState
@@ -87,8 +88,32 @@ async def test_a_stream_whose_scheduler_does_not_answer_ends_with_a_code() -> No
         yield b"first"
         raise RequestTimeout("no reply")
 
-    parts = [part async for part in stream_response(events()).body_iterator]
+    parts = [part async for part in stream_response(events(), allowed).body_iterator]
     assert parts == [b"first", b'event: lagged\ndata: {"code":"request.timeout"}\n\n']
+
+
+async def allowed() -> None:
+    """Its caller may still follow."""
+
+
+async def test_a_stream_ends_when_its_caller_may_not_follow_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a log-out it went on for as long as it was open."""
+    monkeypatch.setattr(api, "CHECK_AGAIN_S", 0.0)
+    logged_out = False
+
+    async def check() -> None:
+        if logged_out:
+            raise Problem(401, "auth.required", "show a token")
+
+    async def events() -> AsyncIterator[bytes]:
+        yield b"first"
+        yield b"of another project"
+
+    parts = []
+    async for part in stream_response(events(), check).body_iterator:
+        parts.append(part)
+        logged_out = True
+    assert parts == [b"first", b'event: lagged\ndata: {"code":"auth.required"}\n\n']
 
 
 async def test_builds_whose_end_was_missed_are_not_in_flight_for_ever() -> None:
