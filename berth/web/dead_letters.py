@@ -128,7 +128,7 @@ class LetterBox:
     async def _open(self, bus: str) -> AsyncIterator[Transport]:
         if bus not in self.buses:
             raise Problem(404, "bus.unknown", f"there is no bus {bus[:64]!r}; there are {', '.join(self.buses)}")
-        async with self._looking:
+        async with self._one_at_a_time():
             transport = self._env.transport(bus)
             try:
                 async with asyncio.timeout(OPEN_TIMEOUT_S):
@@ -141,6 +141,18 @@ class LetterBox:
                 raise Problem(404, "queue.unknown", f"bus {bus} has no such queue: {fault}") from None
             finally:
                 await transport.close()
+
+    @asynccontextmanager
+    async def _one_at_a_time(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await self._looking.acquire()
+        except TimeoutError:
+            raise Problem(503, "bus.unavailable", "others wait for an answer about dead letters: try again") from None
+        try:
+            yield
+        finally:
+            self._looking.release()
 
 
 class WebDeadLetters:
