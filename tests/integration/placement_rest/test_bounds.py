@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import socket
 import threading
@@ -12,6 +13,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from bus.service.http_protocol import MAX_PIPELINED
 from placement_worker.rest import candidates, metrics
 from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving, until
 
@@ -149,20 +151,20 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(p
         before = metrics.LET_GO.labels("read")._value.get()
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
         loop = asyncio.get_running_loop()
-        lazy = [socket.socket() for _ in range(4)]
-        for each in lazy:
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            each.setblocking(False)
-            await loop.sock_connect(each, (host, int(port)))
-            line = (
-                f"GET {big} HTTP/1.1\r\nHost: x\r\nX-Auth-Token: admin\r\nOpenStack-API-Version: placement 1.39\r\n\r\n"
-            )
-            await loop.sock_sendall(each, line.encode() * 40)  # more than the system's own buffers take
-        await placement.call("GET", big, status=200)
-        await until(lambda: metrics.LET_GO.labels("read")._value.get() == before + 4)
-        await until(lambda: all(is_cut_off(each) for each in lazy))
-        for each in lazy:
-            each.close()
+        request = (
+            f"GET {big} HTTP/1.1\r\nHost: x\r\nX-Auth-Token: admin\r\nOpenStack-API-Version: placement 1.39\r\n\r\n"
+        )
+        with contextlib.ExitStack() as sockets:
+            lazy = [sockets.enter_context(socket.socket()) for _ in range(4)]
+            for each in lazy:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                each.setblocking(False)
+                await loop.sock_connect(each, (host, int(port)))
+                # together more than the system's own buffers take
+                await loop.sock_sendall(each, request.encode() * MAX_PIPELINED)
+            await placement.call("GET", big, status=200)
+            await until(lambda: metrics.LET_GO.labels("read")._value.get() == before + 4)
+            await until(lambda: all(is_cut_off(each) for each in lazy))
         await placement.call("GET", big, status=200)
 
 
