@@ -182,6 +182,11 @@ async def claimed_in_time(site: Site, url: str) -> Facts:
     return await gather(site)
 
 
+def comes_or_runs(facts: Facts) -> bool:
+    """Whether a machine runs, or a build may still come up: a doubted one waits for its cell's services."""
+    return bool(running(facts)) or any(one.state in ("building", "active") for one in facts.instances)
+
+
 async def destroyed(site: Site, client: BuildClient) -> None:
     """Wait until nothing runs: a destruction that was decided comes with its host's next report.
 
@@ -189,7 +194,7 @@ async def destroyed(site: Site, client: BuildClient) -> None:
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
-            while running(facts := await gather(site)):
+            while comes_or_runs(facts := await gather(site)):
                 await decide(site, facts)
                 late = sorted(one.instance_uuid for one in facts.instances if one.state == "active")
                 await request_again(client, [uuid for uuid in late if uuid not in facts.requests])
@@ -210,7 +215,8 @@ async def deleted_by_all(site: Site, client: BuildClient, url: str, facts: Facts
     broken = ["not judged yet"]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PATIENCE_S):
-            while broken := await breaches(site):
+            while (broken := await breaches(site)) or comes_or_runs(await gather(site)):
+                await destroyed(site, client)
                 await decide(site, await gather(site))
                 await repaired(site)
     assert broken == []
