@@ -151,9 +151,8 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(p
         before = metrics.LET_GO.labels("read")._value.get()
         host, _, port = placement.base_url.removeprefix("http://").rpartition(":")
         loop = asyncio.get_running_loop()
-        request = (
-            f"GET {big} HTTP/1.1\r\nHost: x\r\nX-Auth-Token: admin\r\nOpenStack-API-Version: placement 1.39\r\n\r\n"
-        )
+        headers = "Host: x\r\nX-Auth-Token: admin\r\nOpenStack-API-Version: placement 1.39"
+        request = f"GET {big} HTTP/1.1\r\n{headers}\r\n\r\n".encode()
         with contextlib.ExitStack() as sockets:
             lazy = [sockets.enter_context(socket.socket()) for _ in range(4)]
             for each in lazy:
@@ -161,7 +160,7 @@ async def test_a_client_that_does_not_read_is_disconnected_and_delays_no_other(p
                 each.setblocking(False)
                 await loop.sock_connect(each, (host, int(port)))
                 # together more than the system's own buffers take
-                await loop.sock_sendall(each, request.encode() * MAX_PIPELINED)
+                await loop.sock_sendall(each, request * MAX_PIPELINED)
             await placement.call("GET", big, status=200)
             await until(lambda: metrics.LET_GO.labels("read")._value.get() == before + 4)
             await until(lambda: all(is_cut_off(each) for each in lazy))
