@@ -55,6 +55,7 @@ from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.retention import purge_forever
+from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredMoves
@@ -106,17 +107,9 @@ def build(
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     keeper = _add_cells(parts, registry, links)
-    queries = QueryHandler(
-        parts.store,
-        parts.selector,
-        drains,
-        parts.workers,
-        parts.waiting,
-        clock=env.clock,
-        objects=registry,
-        cells=keeper,
-    )
-    _add_requests(parts, queries, engine, moves)
+    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
+    status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
+    _add_requests(parts, queries, status, engine, moves)
     return service
 
 
@@ -413,11 +406,18 @@ async def _count_letters_of_added(links: CellLinks, configured: Collection[str])
             await count_dead_letters(name, bus.transport)
 
 
-def _add_requests(parts: SchedulerParts, queries: QueryHandler, engine: SchedulingEngine, moves: MoveEngine) -> None:
+def _add_requests(
+    parts: SchedulerParts,
+    queries: QueryHandler,
+    status: StatusHandler,
+    engine: SchedulingEngine,
+    moves: MoveEngine,
+) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
     requests = RequestHandler(engine, moves, parts.selector, clock=parts.env.clock, config=config)
-    service.add_consumer(bus.consumer("scheduler.queries", queries, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(bus.consumer("scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
+    service.add_consumer(bus.consumer("scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(
         bus.consumer(
             "scheduler.requests",

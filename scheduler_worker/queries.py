@@ -1,46 +1,35 @@
-"""Queue `scheduler.queries`: builds with their timeline, hosts, compute services, and operators' objects."""
+"""Queue `scheduler.records`: builds with their timeline, moves, drains, and operators' objects."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message, Refusal
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, HostsQuery, TimelineEntry
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, TimelineEntry
 from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
-from bus.contracts.host_metrics import HostMetricsQuery
 from bus.contracts.moves import MovePage, MoveQuery
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
-from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.workers import WorkersQuery
 from bus.faults import DatabaseUnavailable, Transient
 from scheduler_worker.cells import CellKeeper
 from scheduler_worker.domain.builds import is_search
-from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
-from scheduler_worker.host_metrics import host_metrics_page
-from scheduler_worker.host_records import hosts_page
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 
 
 class QueryHandler:
-    """Handles queue `scheduler.queries`."""
+    """Handles queue `scheduler.records`."""
 
     def __init__(
         self,
         store: SchedulerStore,
-        selector: Selector,
         drains: DrainKeeper,
-        workers: WorkerTable,
         waiting: WaitingTable,
         *,
         clock: Clock,
@@ -50,9 +39,7 @@ class QueryHandler:
         self._store = store
         self._objects = objects
         self._cells = cells
-        self._selector = selector
         self._drains = drains
-        self._workers = workers
         self._waiting = waiting
         self._clock = clock
 
@@ -111,14 +98,6 @@ class QueryHandler:
                 return Refuse(fault.code, fault.reason)
         if isinstance(message, DrainQuery | DrainsQuery):
             return await self._drain(message)
-        if isinstance(message, WorkersQuery):
-            return Done(reply=self._workers.page(message, self._clock.monotonic()))
-        if isinstance(message, ServicesQuery):
-            return Done(reply=self.services(message))
-        if isinstance(message, HostsQuery):
-            return Done(reply=await hosts_page(message, self._selector, self._objects.fences))
-        if isinstance(message, HostMetricsQuery):
-            return Done(reply=host_metrics_page(message, self._selector))
         try:
             if isinstance(message, ObjectsQuery):
                 return Done(reply=await self._objects.page(message))
@@ -135,54 +114,6 @@ class QueryHandler:
         except Transient as fault:
             return Refuse(fault.code, fault.reason)
         return Refuse(answer.code, answer.reason) if isinstance(answer, Refusal) else Done(reply=answer)
-
-    def services(self, query: ServicesQuery) -> ServicesPage:
-        """The compute services that have announced themselves, or that their cells list as down, by cell and name."""
-        table, now_s = self._selector.table, self._clock.monotonic()
-        known = len(table)
-        usable = table.enabled[:known] & (table.admin[:known] == 0)
-        # One index more at the front: hosts without a service (NO_SERVICE is -1).
-        managed = np.bincount(table.service[:known] + 1, minlength=len(table.services) + 1)
-        enabled = np.bincount(table.service[:known] + 1, weights=usable, minlength=len(table.services) + 1)
-        in_book = np.bincount(table.service[self._selector.announced_in_book()] + 1, minlength=len(table.services) + 1)
-        announced = [
-            ServiceRecord(
-                name=one.name,
-                cell=one.cell,
-                up=one.down is None,
-                epoch=one.epoch,
-                code="" if one.down is None else one.down.code,
-                reason="" if one.down is None else one.down.reason,
-                since=0.0 if one.down is None else one.down.since,
-                last_seen_s=max(0.0, now_s - one.last_seen_s),
-                hosts=int(managed[index + 1]),
-                enabled=int(enabled[index + 1]),
-                in_book=int(in_book[index + 1]),
-            )
-            for index, one in enumerate(table.services)
-            if not one.forgotten
-        ]
-        found = sorted((*announced, *_dead_unannounced(table)), key=lambda one: (one.cell, one.name))
-        requested = [one for one in found if query.cell in (None, one.cell) and query.up in (None, one.up)]
-        return ServicesPage(services=tuple(requested[: query.limit]))
-
-
-def _dead_unannounced(table: HostTable) -> list[ServiceRecord]:
-    """Services that have been dead since before this scheduler's start."""
-    found = [(cell, table.down_of(cell, name)) for cell, name in table.dead_unannounced()]
-    return [
-        ServiceRecord(
-            name=down.service,
-            cell=cell,
-            up=False,
-            epoch=down.epoch,
-            code=down.code,
-            reason=down.reason,
-            since=down.since,
-            announced=False,
-        )
-        for cell, down in found
-    ]
 
 
 def _named_by(message: Message) -> str | None:

@@ -125,7 +125,7 @@ async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None
     async with asyncio.timeout(PATIENCE_S):
         await refused.wait()
     handler = Answering(lambda _: Done(Refusal(code="hello")))
-    await house.consume(server, "scheduler.queries", handler)
+    await house.consume(server, "scheduler.records", handler)
     assert (await asking).code == "hello"
 
 

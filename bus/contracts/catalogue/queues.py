@@ -51,21 +51,33 @@ QUEUES: tuple[QueueRow, ...] = (
         retry_s=RETRY_S,
     ),
     QueueRow(
-        name="scheduler.queries",
+        name="scheduler.records",
         where=Where.API,
         kind=QueueKind.EXPIRING,
         consumer="scheduler_worker",
         bindings=(
             (COMMANDS, "build.query"),
-            (COMMANDS, "hosts.query"),
-            (COMMANDS, "hosts.metrics.query"),
-            (COMMANDS, "services.query"),
             (COMMANDS, "objects.query"),
             (COMMANDS, "cells.query"),
             (COMMANDS, "objects.log"),
             (COMMANDS, "instance.query"),
             (COMMANDS, "hosts.drain.query"),
             (COMMANDS, "drains.query"),
+        ),
+        max_length=10_000,
+        ttl_s=30.0,
+    ),
+    # Queries that a scheduler answers from its memory. They have a queue of their own, because a database that does not
+    # answer holds those of `scheduler.records` for as long as a statement may take.
+    QueueRow(
+        name="scheduler.status",
+        where=Where.API,
+        kind=QueueKind.EXPIRING,
+        consumer="scheduler_worker",
+        bindings=(
+            (COMMANDS, "hosts.query"),
+            (COMMANDS, "hosts.metrics.query"),
+            (COMMANDS, "services.query"),
             (COMMANDS, "workers.query"),
         ),
         max_length=10_000,

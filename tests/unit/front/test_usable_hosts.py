@@ -13,9 +13,8 @@ from berth.site import Brokers, Site
 from berth.usable_hosts import WAIT_S, sentence, unusable_hosts
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ServiceDown, ServicesDigest
-from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
-from scheduler_worker.queries import QueryHandler
+from scheduler_worker.status import StatusHandler
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts
 
@@ -34,19 +33,10 @@ class House:
     @asynccontextmanager
     async def scheduler(self) -> AsyncIterator[None]:
         unused = cast("Any", None)
-        handler = QueryHandler(
-            unused,
-            self.hosts.selector,
-            unused,
-            WorkerTable(),
-            WaitingTable(),
-            clock=SystemClock(),
-            objects=unused,
-            cells=unused,
-        )
+        handler = StatusHandler(self.hosts.selector, WorkerTable(), unused, clock=SystemClock())
         bus = self.site.bus("scheduler1")
         await bus.open()
-        consumer = bus.consumer("scheduler.queries", handler)
+        consumer = bus.consumer("scheduler.status", handler)
         await consumer.start()
         try:
             yield

@@ -82,7 +82,8 @@ class ClientWorld:
         await self.scheduler.open()
         self._consumers = [
             self.scheduler.consumer("scheduler.requests", self._requests),
-            self.scheduler.consumer("scheduler.queries", self._queries),
+            self.scheduler.consumer("scheduler.records", self._queries),
+            self.scheduler.consumer("scheduler.status", self._queries),
         ]
         for consumer in self._consumers:
             await consumer.start()

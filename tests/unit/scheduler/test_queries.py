@@ -22,7 +22,6 @@ from scheduler_worker import host_records
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.host_records import hosts_page
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
@@ -179,18 +178,9 @@ class CountingDatabase:
 
 
 async def test_builds_queried_by_name_in_one_batch_are_one_statement() -> None:
-    hosts, database = Hosts([PLENTY]), CountingDatabase()
+    database = CountingDatabase()
     store, nothing = cast("Any", database), cast("Any", None)
-    handler = QueryHandler(
-        store,
-        hosts.selector,
-        nothing,
-        WorkerTable(),
-        WaitingTable(),
-        clock=SystemClock(),
-        objects=nothing,
-        cells=nothing,
-    )
+    handler = QueryHandler(store, nothing, WaitingTable(), clock=SystemClock(), objects=nothing, cells=nothing)
     other = BuildQuery(instance_uuid=PAGE, state=BuildState.FAILED)
     queries = [BuildQuery(instance_uuid=UNKNOWN, limit=1), BuildQuery(instance_uuid=KNOWN), other] * 20
     meta = Meta(id="q", cause="q", sent_at=1.0)
@@ -222,9 +212,7 @@ async def test_a_question_while_the_database_is_unavailable_is_refused_at_once()
     store, clock = cast("Any", UnavailableDatabase()), SystemClock()
     registry = ObjectRegistry(store, hosts.selector, SchedulerConfig(), clock=clock)
     unused = cast("Any", None)
-    handler = QueryHandler(
-        store, hosts.selector, unused, WorkerTable(), WaitingTable(), clock=clock, objects=registry, cells=unused
-    )
+    handler = QueryHandler(store, unused, WaitingTable(), clock=clock, objects=registry, cells=unused)
     for query in (BuildQuery(), BuildQuery(instance_uuid=KNOWN), ObjectsQuery(), ObjectLogQuery()):
         requested = Received(message=query, meta=Meta(id="q", cause="q", sent_at=1.0), bus="api", queue="q")
         assert await handler([requested]) == [Refuse("database.unavailable", "connection refused")]
