@@ -40,5 +40,5 @@ async def test_hosts_services_and_workers_are_answered_while_searches_wait_for_t
         await asyncio.gather(*searches)
     finally:
         await connection.close()
-    assert [one.cell for one in services.services] == ["c1"]
-    assert [one.name for one in hosts.hosts] == ["c1-0"]
+    assert "c1" in {one.cell for one in services.services}
+    assert "c1-0" in {one.name for one in hosts.hosts}
