@@ -398,7 +398,10 @@ def _running(world: World) -> Iterator[RunningFact]:
     # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
     # when it has gone; but none of it may run here, too, unless the process that built it first died unheard.
     elsewhere = {
-        guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests() if guest.complete
+        guest.instance_uuid
+        for service, fleet in world.fleets.items()
+        for _, guest in fleet.guests()
+        if guest.complete and service not in world.dead
     }
     for duplicate in world.duplicates.values():
         for host, guest in duplicate.guests():

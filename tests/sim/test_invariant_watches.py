@@ -768,6 +768,29 @@ def test_what_a_dead_process_of_a_name_built_unreported_is_no_second_machine(
     virtual.run(main, on_unseen=pytest.fail)
 
 
+@pytest.mark.parametrize(("burnt", "machines"), [(True, 0), (False, 2)])
+def test_an_attempt_on_a_burnt_host_does_not_bring_a_second_services_machines_back(
+    *, burnt: bool, machines: int
+) -> None:
+    """Seed 1795422970: the first attempt's service died for good, and the second was built by a second service of a
+    name, whose machines are not seen any more once it has gone.
+    """
+
+    async def main() -> None:
+        plan = next(plan for seed in range(1, 50) if len((plan := replace(plan_of(seed), metal=None)).services) > 1)
+        world = World(plan, EventLog())
+        (_, lost), (_, name) = world.plan.services[:2]
+        world.start_duplicate(name)
+        first, second = (next(iter(world.fleets[service].hosts)).plan.uuid for service in (lost, name))
+        Fleet.put(world.fleets[lost], first, Guest(INSTANCE, 1, {first: {"VCPU": 1}}, deployment="d"))
+        Fleet.put(world.duplicates[name], second, Guest(INSTANCE, 2, {second: {"VCPU": 1}}, deployment="d"))
+        if burnt:
+            world.dead.add(lost)
+        assert len([one for one in _running(world) if one.instance_uuid == INSTANCE]) == machines
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
 @pytest.mark.parametrize(
     ("has_second", "doubted", "quarantined", "attempt", "breaks"),
     [
