@@ -65,8 +65,13 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     A host restarts within this time; after it the machines of the silent service are lost by the other one's report.
     """
     breaker_limit: Annotated[int, Bound(ge=0, le=1_000_000)] = 5
-    """The most machines of one compute service that one report may show as lost, newly quarantined or over. More of
-    them open its breaker: no machine of the service is destroyed or counted as lost until an operator resets it.
+    """The most machines of one compute service that its reports may show as lost, newly quarantined or over within
+    `breaker_window_s`. More of them open its breaker: no machine of the service is destroyed or counted as lost until
+    an operator resets it.
+    """
+    breaker_window_s: Annotated[float, Bound(ge=0, le=86_400)] = 60.0
+    """Seconds within which the reports of a compute service count together. Each conductor of the cell counts those
+    that it applied; the last report counts as a whole, also with 0.
     """
     deleted_retention_s: Seconds = 86_400.0
     """Seconds that a deleted instance stays on record, so that a late message about it is recognised. Longer than

@@ -22,7 +22,7 @@ from bus.contracts.cell import (
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, ScanFindings, assess
+from .domain.breaker import Finding, RecentFindings, ScanFindings, assess
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
 from .domain.proof import is_ordered
@@ -62,6 +62,7 @@ class Guard:
         self._clock = clock
         self._limit = config.breaker_limit
         self._scans: dict[str, ScanFindings] = {}
+        self._recent = RecentFindings(config.breaker_window_s)
         self._known: dict[Unexplained, None] = {}
         self._recorded: dict[MachineKey, str] = {}  # {machine: service} as on record
         self._read_at: float | None = None  # when the database that they were read of was set back; None: not read yet
@@ -112,8 +113,11 @@ class Guard:
             return ()
         service, safety, now = report.service, self._store.safety, self._clock.time()
         breaker = await safety.breaker(service)
-        verdict = assess(service, scan.findings, scan.quarantined, breaker, limit=self._limit, now=now)
+        recent = self._recent.of(service, self._clock.monotonic())
+        verdict = assess(service, scan.findings, scan.quarantined, breaker, limit=self._limit, now=now, recent=recent)
+        self._recent.add(service, verdict.counted, self._clock.monotonic())
         if verdict.tripped is not None:
+            self._recent.clear(service)
             await safety.trip(verdict.tripped)
             metrics.TRIPPED.labels(service).inc()
             log.error(

@@ -13,8 +13,9 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.memory import MemoryInstanceTable
 
-# Losses of one service that are committed within this may be of one report; at most two reports come within it.
-WINDOW_S, REPORTS = 1.0, 2
+# Losses of one service that are committed within this count together (`breaker_window_s`). Each conductor counts for
+# itself, and a cell has at most two.
+WINDOW_S, CONDUCTORS = 1.0, 2
 # A conductor that had judged its report when another one tripped the breaker may commit this much later.
 RACE_S = 5.0
 LOST = "instance.lost"
@@ -70,5 +71,5 @@ class BreakerWatch:
             raise Breach("breaker_holds", f"{machine} is lost; the breaker of {service} is open since {opened:.1f}")
         recent = [at for at in self._losses.get(service, []) if now - at <= WINDOW_S]
         self._losses[service] = [*recent, now]
-        if len(recent) + 1 > REPORTS * self._limit:
+        if len(recent) + 1 > CONDUCTORS * self._limit:
             raise Breach("breaker_holds", f"{len(recent) + 1} machines of {service} are lost at once, without a word")

@@ -1,10 +1,13 @@
-"""The breaker of one compute service: too many machines that are lost, unexplained or over in one report stop
+"""The breaker of one compute service: too many machines that are lost, unexplained or over within a short time stop
 destruction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import StrEnum
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -31,8 +34,20 @@ class Finding(Struct, frozen=True):
         return f"{self.uuid}@{getattr(self.event, 'host_uuid', '')}"
 
 
+class FindingKind(StrEnum):
+    """Why a machine counts for the breaker."""
+
+    LOST = "lost"
+    QUARANTINED = "quarantined"
+    OVER = "over"
+
+
+NONE_COUNTED: Mapping[str, FindingKind] = MappingProxyType({})
+
+
 class Breaker(Struct, frozen=True, kw_only=True):
-    """The record of one service's breaker. machines: the keys of those that opened it.
+    """The record of one service's breaker. lost, quarantined, over: how many machines were, in the report that opened
+    it and in earlier ones of the window. machines: the keys of those of the report.
 
     reset_at, reset_by: when and by whom an operator reset it, for these machines and no others (0, "": not yet).
     """
@@ -53,11 +68,14 @@ class Breaker(Struct, frozen=True, kw_only=True):
 
 
 class BreakerVerdict(Struct, frozen=True):
-    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now."""
+    """The findings of one report that take effect. tripped: the breaker to put on record, if it opens now. counted:
+    the machines that take effect and count for the reports that follow within the window.
+    """
 
     go: tuple[Finding, ...] = ()
     held: int = 0
     tripped: Breaker | None = None
+    counted: Mapping[str, FindingKind] = {}
 
 
 def assess(
@@ -68,31 +86,73 @@ def assess(
     *,
     limit: int,
     now: float,
+    recent: Mapping[str, FindingKind] = NONE_COUNTED,
 ) -> BreakerVerdict:
     """Which findings of one report take effect. quarantined: machines that were put on record with this report.
+    recent: what earlier reports of the window counted.
 
     All or nothing: up to the limit, losses count as failures; more of them at once suggest a wrong database.
     """
     if breaker is not None and breaker.is_open:
         return BreakerVerdict(held=len(findings))
     passed: Collection[str] = frozenset(breaker.machines) if breaker is not None else ()
-    new = [finding for finding in findings if not finding.ordered and finding.key not in passed]
-    unknown = [f"{one.uuid}@{one.host_uuid}" for one in quarantined]
-    if len(new) + len(unknown) <= limit:
-        return BreakerVerdict(go=tuple(findings))
-    lost = sum(isinstance(finding.event, HostMissing) for finding in new)
+    new = dict(_counted(findings, quarantined, passed))
+    earlier = {key: kind for key, kind in recent.items() if key not in new and key not in passed}
+    if not new or len(new) + len(earlier) <= limit:
+        return BreakerVerdict(go=tuple(findings), counted=new)
+    kinds = Counter([*new.values(), *earlier.values()])
     # Findings that were passed before count, too: one reset is for a whole report, or the next report would need
     # another.
-    machines = sorted({*(finding.key for finding in findings if not finding.ordered), *unknown})[:MAX_NAMED]
+    machines = sorted({*(finding.key for finding in findings if not finding.ordered), *new})[:MAX_NAMED]
     tripped = Breaker(
         service=service,
         tripped_at=now,
-        lost=lost,
-        quarantined=len(unknown),
-        over=len(new) - lost,
+        lost=kinds[FindingKind.LOST],
+        quarantined=kinds[FindingKind.QUARANTINED],
+        over=kinds[FindingKind.OVER],
         machines=tuple(machines),
     )
     return BreakerVerdict(held=len(findings), tripped=tripped)
+
+
+def _counted(
+    findings: Sequence[Finding], quarantined: Sequence[Unexplained], passed: Collection[str]
+) -> Iterator[tuple[str, FindingKind]]:
+    for finding in findings:
+        if not finding.ordered and finding.key not in passed:
+            yield finding.key, FindingKind.LOST if isinstance(finding.event, HostMissing) else FindingKind.OVER
+    for one in quarantined:
+        yield f"{one.uuid}@{one.host_uuid}", FindingKind.QUARANTINED
+
+
+class RecentFindings:
+    """What the reports of each service have counted within the window, in one conductor's memory.
+
+    A service reports a host as soon as it changes: machines that vanish within a minute come in many reports.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._of: dict[str, dict[str, tuple[FindingKind, float]]] = {}  # {service: {machine: (why, when)}}
+
+    def of(self, service: str, now_s: float) -> dict[str, FindingKind]:
+        """The machines that count, by their keys. now_s: monotonic seconds."""
+        since_s = now_s - self._window_s
+        self._of = {
+            name: kept
+            for name, found in self._of.items()
+            if (kept := {key: one for key, one in found.items() if one[1] > since_s})
+        }
+        return {key: kind for key, (kind, _) in self._of.get(service, {}).items()}
+
+    def add(self, service: str, counted: Mapping[str, FindingKind], now_s: float) -> None:
+        """Record what a report has counted."""
+        if counted:
+            self._of.setdefault(service, {}).update({key: (kind, now_s) for key, kind in counted.items()})
+
+    def clear(self, service: str) -> None:
+        """Its breaker has opened: an operator looks at the service, and counting begins anew."""
+        self._of.pop(service, None)
 
 
 class ScanFindings:

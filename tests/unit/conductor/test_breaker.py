@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from cell_conductor.domain.breaker import Breaker, Finding, assess
+from cell_conductor.domain.breaker import Breaker, Finding, FindingKind, RecentFindings, assess
 from cell_conductor.domain.events import HostMissing, HostRuns
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
@@ -64,3 +64,34 @@ def test_a_second_go_is_for_the_first_ones_machines_too() -> None:
     assert second is not None and second.lost == 3, "three of them are new"
     gone = replace(second, reset_at=8.0)
     assert assess("s", found, [], gone, limit=1, now=9.0).go == tuple(found)
+
+
+def test_machines_that_vanish_one_report_after_the_other_trip_it_too() -> None:
+    """Seed 1795422696: a service reported each of its hosts as soon as it had changed, three within 0.3 s."""
+    recent = RecentFindings(window_s=60.0)
+    for number in (1, 2, 3):
+        verdict = assess("s", lost(number), [], None, limit=3, now=7.0, recent=recent.of("s", 100.0 + number))
+        assert verdict.tripped is None
+        recent.add("s", verdict.counted, 100.0 + number)
+    verdict = assess("s", lost(4), unknown(5), None, limit=3, now=7.0, recent=recent.of("s", 104.0))
+    assert verdict.go == () and verdict.tripped is not None
+    assert (verdict.tripped.lost, verdict.tripped.quarantined) == (4, 1)
+    assert verdict.tripped.machines == (f"i4@{HOST}", f"i5@{HOST}")
+    assert recent.of("other", 104.0) == {}
+    assert set(recent.of("s", 161.5)) == {f"i2@{HOST}", f"i3@{HOST}"}
+    recent.clear("s")
+    assert recent.of("s", 104.0) == {}
+
+
+def test_a_machine_that_is_reported_again_counts_once_and_one_that_was_passed_not_at_all() -> None:
+    gone = Breaker(service="s", tripped_at=1.0, machines=(f"i9@{HOST}",), reset_at=2.0, reset_by="op")
+    recent = {f"i1@{HOST}": FindingKind.LOST, f"i9@{HOST}": FindingKind.LOST}
+    assert assess("s", lost(1, 9), [], gone, limit=1, now=7.0, recent=recent).go == tuple(lost(1, 9))
+    assert assess("s", lost(2), [], gone, limit=1, now=7.0, recent=recent).go == ()
+
+
+def test_a_report_without_findings_that_count_does_not_trip_it() -> None:
+    """The limit was lowered at a restart of the conductor."""
+    recent = {f"i{n}@{HOST}": FindingKind.LOST for n in range(3)}
+    ordered = [replace(one, ordered=True) for one in lost(7)]
+    assert assess("s", ordered, [], None, limit=1, now=7.0, recent=recent).go == tuple(ordered)
