@@ -10,7 +10,7 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Selection
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.events import HostMissing
+from cell_conductor.domain.events import Event, HostMissing
 from cell_conductor.domain.instance import Instance, ScanId, State
 from cell_conductor.domain.report import Differences, differences
 from cell_conductor.engine import Engine, Sender
@@ -85,7 +85,7 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
     """A service reports a host as soon as it has changed, so a mass loss comes in many reports."""
     limit = ConductorConfig().breaker_limit
     store, guard = await guarded([active(number) for number in range(MANY)])
-    taken = []
+    taken: list[tuple[str, Event]] = []
     for number in range(MANY):
         missing = HostMissing(at=101.0, host_uuid=HOST, seen_at=100.0, service=SERVICE, scan=ScanId(EPOCH, UP_LOOK + 1))
         report = ComputeHosts(
