@@ -146,16 +146,31 @@ def _require_known(found: list[SchemaRevision]) -> None:
         raise BadBackup("this database holds no schema of berth", code="backup.nothing")
 
 
-async def _copy_tables(connection: asyncpg.Connection, schema: str, directory: Path) -> list[TableCopy]:
+async def columns_of_tables(connection: asyncpg.Connection, schema: str) -> dict[str, list[str]]:
+    """The tables of a schema that a backup holds, in the order of their names, each with its columns."""
     names = [row["relname"] for row in await connection.fetch(_TABLES, quoted(schema))]
+    return {
+        name: [row["attname"] for row in await connection.fetch(_COLUMNS, f"{quoted(schema)}.{quoted(name)}")]
+        for name in names
+        if name not in REVISION_TABLES
+    }
+
+
+async def names_of_sequences(connection: asyncpg.Connection, schema: str) -> list[str]:
+    """The sequences of a schema, in the order of their names."""
+    return [row["relname"] for row in await connection.fetch(_SEQUENCES, quoted(schema))]
+
+
+async def _copy_tables(connection: asyncpg.Connection, schema: str, directory: Path) -> list[TableCopy]:
+    tables = await columns_of_tables(connection, schema)
     edges = [(row["child"], row["parent"]) for row in await connection.fetch(_REFERENCES, quoted(schema))]
-    ordered = parents_first([name for name in names if name not in REVISION_TABLES], edges)
-    return [await _copy_table(connection, schema, table, directory) for table in ordered]
+    ordered = parents_first(list(tables), edges)
+    return [await _copy_table(connection, schema, table, tables[table], directory) for table in ordered]
 
 
-async def _copy_table(connection: asyncpg.Connection, schema: str, table: str, directory: Path) -> TableCopy:
-    place = f"{quoted(schema)}.{quoted(table)}"
-    columns = [row["attname"] for row in await connection.fetch(_COLUMNS, place)]
+async def _copy_table(
+    connection: asyncpg.Connection, schema: str, table: str, columns: list[str], directory: Path
+) -> TableCopy:
     with _Packed(directory / file_of(schema, table)) as packed:
         status = await connection.copy_from_table(
             table, schema_name=schema, columns=columns, output=packed.write, format="text"
@@ -172,8 +187,7 @@ async def _copy_table(connection: asyncpg.Connection, schema: str, table: str, d
 
 async def _sequences(connection: asyncpg.Connection, schema: str) -> list[SequenceValue]:
     found = []
-    for row in await connection.fetch(_SEQUENCES, quoted(schema)):
-        name = row["relname"]
+    for name in await names_of_sequences(connection, schema):
         stands = await connection.fetchrow(f"SELECT last_value, is_called FROM {quoted(schema)}.{quoted(name)}")
         assert stands is not None
         found.append(SequenceValue(sequence=name, value=stands["last_value"], is_called=stands["is_called"]))

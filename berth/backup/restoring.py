@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 from sqlalchemy.pool import NullPool
 
-from berth.backup.copying import connect
+from berth.backup.copying import columns_of_tables, connect, names_of_sequences
 from berth.backup.manifest import (
     READ_BYTES,
     BadBackup,
@@ -112,6 +112,7 @@ async def _restore_schema(
     await driver.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted(schema.schema)}")
     await driver.execute(f"SET LOCAL search_path = {quoted(schema.schema)}")
     await connection.run_sync(migrations.upgrade, package, schema.schema, schema.revision)
+    await _require_complete(driver, schema)
     try:
         if schema.tables:  # migrations leave rows behind: identities, heads
             await driver.execute(f"TRUNCATE {', '.join(quoted(table.table) for table in schema.tables)}")
@@ -125,6 +126,28 @@ async def _restore_schema(
     await connection.run_sync(migrations.upgrade, package, schema.schema)
     await driver.execute("ANALYZE " + ", ".join(quoted(table.table) for table in schema.tables))
     await driver.execute("SET LOCAL search_path = DEFAULT")
+
+
+async def _require_complete(driver: asyncpg.Connection, schema: SchemaCopy) -> None:
+    """Raises BadBackup when the backup lacks a table, a column or a sequence of its revision: what was in it would be
+    lost without a sentence.
+    """
+    copied = {table.table: table.columns for table in schema.tables}
+    missing = [
+        *(
+            f"{table}.{column}" if table in copied else table
+            for table, columns in (await columns_of_tables(driver, schema.schema)).items()
+            for column in (columns if table in copied else columns[:1])
+            if column not in copied.get(table, ())
+        ),
+        *(set(await names_of_sequences(driver, schema.schema)) - {one.sequence for one in schema.sequences}),
+    ]
+    if missing:
+        raise BadBackup(
+            f"schema {schema.schema} of the backup lacks {', '.join(sorted(missing))}, which revision "
+            f"{schema.revision} has",
+            code="backup.mismatch",
+        )
 
 
 async def _restore_table(driver: asyncpg.Connection, schema: str, table: TableCopy, directory: Path) -> None:

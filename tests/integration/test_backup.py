@@ -154,6 +154,11 @@ def _table(data: dict[str, object], change: dict[str, object], name: str = "trai
     next(table for table in tables if table["table"] == name).update(change)
 
 
+def _drop(data: dict[str, object], kind: str) -> None:
+    schemas = data["schemas"]
+    next(schema[kind] for schema in schemas if schema[kind]).pop()  # type: ignore[attr-defined]
+
+
 def _link(backup: Path) -> None:
     path = backup / "scheduler.identity.copy.gz"
     path.rename(backup / "elsewhere")
@@ -195,6 +200,15 @@ SPOILED: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "a column that the revision lacks": (
         lambda at: _rewrite(at, lambda data: _table(data, {"columns": ["id", "x", "created_at", "updated_at"]})),
+        "backup.mismatch",
+    ),
+    "a column that the copy lacks": (
+        lambda at: _rewrite(at, lambda data: _table(data, {"columns": ["id", "name", "created_at"]})),
+        "backup.mismatch",
+    ),
+    "a table that the manifest lacks": (lambda at: _rewrite(at, lambda data: _drop(data, "tables")), "backup.mismatch"),
+    "a sequence that the manifest lacks": (
+        lambda at: _rewrite(at, lambda data: _drop(data, "sequences")),
         "backup.mismatch",
     ),
     "fewer rows than the manifest names": (
