@@ -24,9 +24,9 @@ ASK_TIMEOUT_S = 30.0
 LOOK_S = 0.25  # between two looks at a drain that is followed
 
 
-async def plan(bus: Bus, query: DrainQuery) -> DrainPlan:
+async def plan(bus: Bus, query: DrainQuery, *, timeout_s: float = PLAN_TIMEOUT_S) -> DrainPlan:
     """How a target could be drained now. Raises RequestTimeout, or RequestRefused (`host.unknown`, ...)."""
-    return await bus.request(query, DrainPlan, timeout_s=PLAN_TIMEOUT_S)
+    return await bus.request(query, DrainPlan, timeout_s=timeout_s)
 
 
 async def start(bus: Bus, command: DrainStart) -> DrainProgress:
@@ -39,9 +39,9 @@ async def command(bus: Bus, requested: DrainCommand) -> DrainProgress:
     return (await bus.request(requested, DrainResult, timeout_s=ASK_TIMEOUT_S, cause=requested.drain)).drain
 
 
-async def drains(bus: Bus, query: DrainsQuery) -> tuple[DrainProgress, ...]:
+async def drains(bus: Bus, query: DrainsQuery, *, timeout_s: float = ASK_TIMEOUT_S) -> tuple[DrainProgress, ...]:
     """One drain with its instances, or all of them. Raises RequestTimeout."""
-    return (await bus.request(query, DrainsPage, timeout_s=ASK_TIMEOUT_S)).drains
+    return (await bus.request(query, DrainsPage, timeout_s=timeout_s)).drains
 
 
 async def follow(

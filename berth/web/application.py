@@ -110,7 +110,8 @@ def _name_of(host: str) -> str:
     return host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() and not host.endswith("]") else host
 
 
-async def _on_problem(request: Request, error: Exception) -> Response:
+async def on_problem(request: Request, error: Exception) -> Response:
+    """The answer to a request that ended with a fault: a page for a browser, else problem+json."""
     problem = problem_of(error)
     if problem is None and isinstance(error, HTTPException):
         code = {404: "path.unknown", 405: "method.unknown"}.get(error.status_code, "request.refused")
@@ -118,7 +119,8 @@ async def _on_problem(request: Request, error: Exception) -> Response:
     if problem is None:
         log.error("web.fault", path=request.url.path, exc_info=error)
         problem = Problem(500, "internal", "a defect of berth; the log has it")
-    if problem.status >= 500 or request.url.path.startswith(API_ROOT) or not _wants_html(request.headers):
+    # A page of a defect could have the same defect.
+    if problem.status == 500 or request.url.path.startswith(API_ROOT) or not _wants_html(request.headers):
         return problem_response(problem)
     return problem_page(request, problem)
 
@@ -169,7 +171,7 @@ def application(
     ]
     # Expected faults are named: after the handler of Exception alone the fault is raised on, into the log of uvicorn.
     expected = (HTTPException, Problem, Fault, BusError)
-    handlers: dict[Any, Any] = {Exception: _on_problem} | dict.fromkeys(expected, _on_problem)
+    handlers: dict[Any, Any] = {Exception: on_problem} | dict.fromkeys(expected, on_problem)
     guard = Middleware(SiteGuard, access=access, hosts=hosts)
     traced = Middleware(TracedRequests, tracer=env.tracer)
     return Starlette(routes=routes, middleware=[guard, traced], exception_handlers=handlers)

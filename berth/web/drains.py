@@ -15,6 +15,7 @@ from berth import client_drains
 from berth.web.access import WebRole
 from berth.web.api import (
     API_ROOT,
+    ASK_TIMEOUT_S,
     MAX_PAGE,
     caller_of,
     converted,
@@ -44,6 +45,9 @@ from bus.contracts.drains import (
     PerMinute,
 )
 from bus.contracts.moves import MoveKind
+
+# A plan simulates a placement for each instance of its target: seconds for thousands. A person waits no longer.
+PLAN_TIMEOUT_S = 20.0
 
 Kind = Literal["live-migrate", "migrate"]
 
@@ -84,7 +88,7 @@ class Drains:
 
     async def plan(self, query: DrainQuery) -> DrainPlan:
         """Where each instance of a target would go now; nothing is begun, and nothing is held."""
-        return await client_drains.plan(self._bus, query)
+        return await client_drains.plan(self._bus, query, timeout_s=PLAN_TIMEOUT_S)
 
     async def start(self, name: str, target: DrainTarget | None, body: DrainBody, by: str) -> DrainProgress:
         """Begin a drain."""
@@ -105,12 +109,12 @@ class Drains:
 
     async def list_all(self, limit: int = 100) -> list[DrainProgress]:
         """The drains there are, the newest first, without their instances."""
-        return list(await client_drains.drains(self._bus, DrainsQuery(limit=limit)))
+        return list(await client_drains.drains(self._bus, DrainsQuery(limit=limit), timeout_s=ASK_TIMEOUT_S))
 
     async def get(self, ident: str) -> DrainProgress:
         """One of them. Raises Problem 404."""
         query = parsed(lambda: msgspec.convert({"drain": ident}, DrainsQuery))
-        found = await client_drains.drains(self._bus, query)
+        found = await client_drains.drains(self._bus, query, timeout_s=ASK_TIMEOUT_S)
         if not found:
             raise Problem(404, "drain.unknown", f"no drain {ident} is on record")
         return found[0]

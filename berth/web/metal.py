@@ -18,7 +18,7 @@ from berth.site import read_runtime
 from berth.web.access import WebRole
 from berth.web.api import caller_of, json_response, need, only
 from berth.web.objects import ObjectApi
-from berth.web.problems import Problem
+from berth.web.problems import Problem, problem_of
 from bus.clock import Clock
 from bus.contracts.objects import Flavor, ObjectKind
 from compute_sim.driver import DriverUnavailable
@@ -45,16 +45,29 @@ class MetalReader:
         self._objects = objects
         self._clock = clock
         self._reading = asyncio.Lock()
-        self._view: MetalView | None = None
+        self._found: MetalView | Problem = Problem(503, "ironic.unavailable", "Ironic has not been read yet")
         self._read_at = float("-inf")
 
     async def view(self) -> MetalView:
-        """Ironic's nodes, at most METAL_AGE_S old. Raises Problem 503."""
+        """Ironic's nodes, at most METAL_AGE_S old. Raises Problem 503 or 504; that is kept as long, so that requests
+        that came meanwhile do not wait for Ironic one after the other.
+        """
         async with self._reading:
-            if self._view is None or self._clock.monotonic() - self._read_at > METAL_AGE_S:
-                self._view = await self._read()
+            if self._clock.monotonic() - self._read_at > METAL_AGE_S:
+                self._found = await self._read_or_fault()
                 self._read_at = self._clock.monotonic()
-        return self._view
+        if isinstance(self._found, Problem):
+            kept = self._found
+            raise Problem(kept.status, kept.code, kept.detail, headers=kept.headers)
+        return self._found
+
+    async def _read_or_fault(self) -> MetalView | Problem:
+        try:
+            return await self._read()
+        except Exception as fault:
+            if (problem := problem_of(fault)) is None:
+                raise
+            return problem
 
     async def _read(self) -> MetalView:
         config = self._settings.compute.ironic

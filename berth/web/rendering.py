@@ -24,7 +24,9 @@ def rendered(request: Request, template: str, status: int = 200, **fields: Any) 
 
 def problem_page(request: Request, problem: Problem) -> Response:
     """An error for a person."""
-    return rendered(request, "problem.html", problem.status, problem=problem)
+    response = rendered(request, "problem.html", problem.status, problem=problem)
+    response.headers.update(problem.headers)
+    return response
 
 
 def compact(value: object) -> str:
