@@ -37,7 +37,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
 
 quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an operator decides about them.")
-breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost in one report.")
+breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
