@@ -20,6 +20,7 @@ from berth.commands.common import (
     AsJson,
     Stop,
     database_of,
+    open_database_in_time,
     out,
     print_json,
     run,
@@ -215,7 +216,7 @@ def move_host(
 async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
     database = here.environment("book").database("placement", pool_size=2)
     store = PostgresStore(database)
-    await store.open()
+    await open_database_in_time(store.open())
     try:
         yield store, database
     finally:
@@ -337,7 +338,7 @@ def uuids_of(path: Path) -> frozenset[str]:
 
 async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> Sequence[Any]:
     database = here.environment("audit").database(schema, pool_size=1)
-    await database.open()
+    await open_database_in_time(database.open())
     try:
         async with database.raw() as connection:
             rows: Sequence[Any] = await connection.fetch(statement, *arguments)

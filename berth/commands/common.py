@@ -250,6 +250,22 @@ def database_of(settings: Settings) -> Site:
     return site
 
 
+async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
+    """Open a database for a command. Workers wait for their server without end; a command ends after OPEN_TIMEOUT_S.
+
+    Raises Stop.
+    """
+    try:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await opening
+    except TimeoutError as error:
+        raise Stop(
+            EXIT_UNAVAILABLE,
+            "database.unavailable",
+            f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
+        ) from error
+
+
 def pairs_of(given: Sequence[str] | None, option: str) -> dict[str, str]:
     """KEY=VALUE, repeated. The first = ends the key."""
     pairs: dict[str, str] = {}

@@ -22,6 +22,7 @@ from berth.commands.common import (
     Stop,
     database_of,
     decided_by,
+    open_database_in_time,
     out,
     parse_uuid,
     print_json,
@@ -220,7 +221,7 @@ def _cells(here: Site, cell: str | None) -> Sequence[str]:
 @asynccontextmanager
 async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
     database = here.environment("operator").database(f"cell_{cell}", pool_size=1)
-    await database.open()
+    await open_database_in_time(database.open())
     try:
         yield PostgresSafety(database)
     except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
