@@ -217,7 +217,7 @@ class PeerWatch:
     # --- at rest
 
     def unsettled(self) -> Iterator[str]:
-        """A refused request holds nothing."""
+        """A refused request holds nothing, unless its scheduler's database was set back to before the refusal."""
         for uuid in self.refused:
-            if self._root(uuid) is not None:
+            if uuid not in self.exempt and self._root(uuid) is not None:
                 yield f"quota_refused: {uuid} was refused and holds something"
