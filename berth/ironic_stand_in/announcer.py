@@ -6,9 +6,10 @@ from typing import Protocol
 
 import aio_pika
 from aio_pika.abc import AbstractExchange, AbstractRobustConnection
+from aio_pika.exceptions import AMQPError
 
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Outgoing, Transport
+from bus.port import BusUnavailable, Outgoing, Transport
 from bus.rabbitmq import parse_bus_url
 
 EXCHANGE = "ironic"
@@ -74,13 +75,17 @@ class AmqpAnnouncer:
         self._exchange: AbstractExchange | None = None
 
     async def open(self) -> None:
-        """Connect and declare the exchange."""
+        """Connect and declare the exchange. Raises BusUnavailable: the broker is out of reach or refuses."""
         broker = parse_bus_url(self._url)
-        self._connection = await aio_pika.connect_robust(
-            broker.url(broker.hosts[0]), timeout=CONNECT_TIMEOUT_S, ssl_context=broker.tls()
-        )
-        channel = await self._connection.channel(publisher_confirms=True)
-        self._exchange = await channel.declare_exchange(self._name, aio_pika.ExchangeType.TOPIC, durable=False)
+        try:
+            self._connection = await aio_pika.connect_robust(
+                broker.url(broker.hosts[0]), timeout=CONNECT_TIMEOUT_S, ssl_context=broker.tls()
+            )
+            channel = await self._connection.channel(publisher_confirms=True)
+            self._exchange = await channel.declare_exchange(self._name, aio_pika.ExchangeType.TOPIC, durable=False)
+        except (AMQPError, OSError, TimeoutError) as error:
+            await self.close()
+            raise BusUnavailable(f"the simulated Ironic cannot announce: {error or type(error).__name__}") from error
 
     async def publish(self, routing_key: str, body: bytes) -> None:
         """Publish one notification with the AMQP properties of the recorded ones."""
