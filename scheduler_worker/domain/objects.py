@@ -47,6 +47,7 @@ from scheduler_worker.domain.drains import drain_of
 from scheduler_worker.domain.object_rules import broken_rule
 
 INVALID = "object.invalid"
+MAX_ENTRY = 200  # characters of an entry that a refusal names
 UNKNOWN = "object.unknown"
 CONFLICT = "object.conflict"
 IN_USE = "object.in_use"
@@ -220,7 +221,8 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     except RecursionError:
         raise ValueError(f"{where}: its tables are nested too deeply") from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}: {reason_of(error)}") from error
+        entry = _entry_of(kind, body, str(error))
+        raise ValueError(f"{where}: {reason_of(error)}{f' ({entry})' if entry else ''}") from error
     if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
         raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
     if isinstance(parsed, Aggregate):
@@ -238,6 +240,18 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
             raise ValueError(f"{where}: a server group is named PROJECT/NAME")
         _word(where, project, "the project of a server group's name has")
     return parsed
+
+
+def _entry_of(kind: ObjectKind, body: Mapping[str, Any], reason: str) -> str:
+    """The entry of a table that is refused for this reason, as FIELD.KEY: msgspec names the table only. "": none."""
+    tables = ((field, table) for field, table in body.items() if isinstance(table, Mapping))
+    for field, key, value in ((field, key, value) for field, table in tables for key, value in table.items()):
+        try:
+            msgspec.convert({field: {key: value}}, BODIES[kind])
+        except msgspec.ValidationError as error:
+            if str(error) == reason:
+                return f"{field}.{key}"[:MAX_ENTRY]
+    return ""
 
 
 def _check_cell(where: str, name: str, decision: CellDecision) -> None:

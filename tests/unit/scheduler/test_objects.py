@@ -88,6 +88,8 @@ def test_prune_deletes_what_is_not_named_of_these_kinds_only() -> None:
         ([change(F, "small", {}), change(F, "small")], "object.invalid", "named twice"),
         ([change(F, "small", {"vcpu": 2})], "object.invalid", "vcpu"),
         ([change(F, "small", {"vcpus": -1})], "object.invalid", "flavor 'small'"),
+        ([change(ObjectKind.QUOTA, "p", {"limits": {"VCPU": 1, "DISK_GB": -5}})], "object.invalid", "(limits.DISK_GB)"),
+        ([change(ObjectKind.QUOTA, "p", {"limits": {"vcpu x": 1}})], "object.invalid", "(limits.vcpu x)"),
         ([change(F, "a\nb", {})], "object.invalid", "control characters"),
         ([change(F, "big", {"extra_specs": TOO_LARGE})], "object.invalid", str(MAX_BODY_BYTES)),
         ([change(A, "rack", {"uuid": "no", "name": "rack"})], "object.invalid", "no uuid"),
