@@ -202,7 +202,8 @@ class LeaseKeeper:
         now_s = self._clock.monotonic()
         if now_s >= self._keep_at:
             self._keep_at = now_s + KEEP_AGAIN_S
-            term = await self._store.leases.keep(self._process, KEEP_S)
+            held = None if self._keeping is None else self._keeping.term
+            term = await self._store.leases.keep(self._process, KEEP_S, held)
             if term is None:
                 self._keeping = None
             elif self._keeping is None or self._keeping.term != term:

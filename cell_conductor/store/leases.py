@@ -1,8 +1,8 @@
 """The record of the leases of compute services, and of their keeper: a port, and PostgreSQL.
 
 One conductor of a cell is the keeper: it records the state of services, and publishes it. It holds one row for a few
-seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored:
-the digests of a former keeper that has not noticed yet are ignored, and its writes are refused.
+seconds at a time, by the database's clock. Each change of keeper has a higher term, also after a backup was restored or
+commits were lost: the digests of a former keeper that has not noticed yet are ignored, and its writes are refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from cell_conductor.domain.leases import Lease, LeaseState
 class LeaseStore(Protocol):
     """The leases on record, and their keeper."""
 
-    async def keep(self, process: str, for_s: float) -> int | None:
+    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """Become or remain the keeper for this long from now on, if no other is; returns the term,
         or None: another is.
+
+        term: the caller's own (None: it is not the keeper). It remains so only if that is on record and not over: a
+        record of an earlier term is of a former process of this name, or of a database that was set back.
         """
 
     async def leases(self) -> list[Lease]:
@@ -39,7 +42,8 @@ KEEP = """
 INSERT INTO lease_keeper AS k (process, term, until)
 VALUES ($1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint, clock_timestamp() + $2 * interval '1 s')
 ON CONFLICT (one) DO UPDATE SET
-    term = CASE WHEN k.process = $1 THEN k.term ELSE greatest(k.term + 1, excluded.term) END,
+    term = CASE WHEN k.process = $1 AND k.term = $3 AND k.until >= clock_timestamp() THEN k.term
+                ELSE greatest(k.term + 1, $3 + 1, excluded.term) END,
     process = $1, until = excluded.until
 WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
@@ -71,11 +75,11 @@ class PostgresLeases:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def keep(self, process: str, for_s: float) -> int | None:
+    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One statement."""
         async with self._database.single() as connection:
-            term: int | None = await connection.fetchval(KEEP, process, for_s)
-        return term
+            kept: int | None = await connection.fetchval(KEEP, process, for_s, term)
+        return kept
 
     async def leases(self) -> list[Lease]:
         """One statement."""

@@ -40,7 +40,7 @@ class MemoryLeases:
         self._table = table
         self._session = session
 
-    async def keep(self, process: str, for_s: float) -> int | None:
+    async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
@@ -49,9 +49,8 @@ class MemoryLeases:
             held = self._table.lease_keeper.get(ONE)
             if held is not None and held.process != process and held.until >= now:
                 return None
-            term = held.term if held is not None else 0
-            if held is None or held.process != process:
-                term = max(term + 1, int(now * 1000))
+            if term is None or held is None or (held.process, held.term) != (process, term) or held.until < now:
+                term = max(held.term + 1 if held is not None else 0, (term or 0) + 1, int(now * 1000))
             made = Keeper(process, term, now + for_s)
             transaction.will(partial(self._table.lease_keeper.update, {ONE: made}))
             return term

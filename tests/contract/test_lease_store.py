@@ -19,20 +19,35 @@ LONG_S, OVER_S = 60.0, -1.0
 
 async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(instances: InstanceStore) -> None:
     leases = instances.leases
-    term = await leases.keep("one", LONG_S)
-    assert term is not None and await leases.keep("two", LONG_S) is None
-    assert await leases.keep("one", OVER_S) == term, "the same keeper, the same term"
-    newer = await leases.keep("two", LONG_S)
+    term = await leases.keep("one", LONG_S, None)
+    assert term is not None and await leases.keep("two", LONG_S, None) is None
+    assert await leases.keep("one", OVER_S, term) == term, "the same keeper, the same term"
+    newer = await leases.keep("two", LONG_S, None)
     assert newer is not None and newer > term
-    assert await leases.keep("one", LONG_S) is None
+    assert await leases.keep("one", LONG_S, term) is None
+
+
+async def test_a_record_of_another_term_of_the_same_name_begins_a_new_one(instances: InstanceStore) -> None:
+    """What listens has seen digests of that term, or of a later one, and would ignore those that begin at 1 again."""
+    leases = instances.leases
+    first = await leases.keep("one", LONG_S, None)
+    assert first is not None
+    restarted = await leases.keep("one", LONG_S, None)
+    assert restarted is not None and restarted > first, "a former process of this name had the first"
+    ahead = restarted + 3_600_000
+    set_back = await leases.keep("one", LONG_S, ahead)
+    assert set_back is not None and set_back > ahead, "the database was set back to before that term"
+    assert await leases.keep("one", OVER_S, set_back) == set_back
+    late = await leases.keep("one", LONG_S, set_back)
+    assert late is not None and late > set_back, "another may have been the keeper since, and be on record no more"
 
 
 async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore) -> None:
     leases = instances.leases
-    term = await leases.keep("one", OVER_S)
+    term = await leases.keep("one", OVER_S, None)
     assert term is not None and await leases.record(term, [SILENT, UP])
     assert await leases.leases() == [UP, SILENT]
-    newer = await leases.keep("two", LONG_S)
+    newer = await leases.keep("two", LONG_S, None)
     assert newer is not None and await leases.leases() == [UP, SILENT], "the next keeper starts from these"
     assert not await leases.record(term, [LEFT]) and await leases.purge(term, 100.0, 10) == []
     back = replace(UP, service="b")
@@ -41,7 +56,7 @@ async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore)
 
 
 async def test_only_services_that_are_down_for_long_are_purged(instances: InstanceStore) -> None:
-    term = await instances.leases.keep("one", LONG_S)
+    term = await instances.leases.keep("one", LONG_S, None)
     assert term is not None
     await instances.leases.record(term, [UP, SILENT, LEFT])
     assert await instances.leases.purge(term, 4.0, 10) == []
@@ -79,7 +94,7 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
 
 
 async def test_a_lease_is_deleted_though_another_is_the_keeper(instances: InstanceStore) -> None:
-    term = await instances.leases.keep("one", LONG_S)
+    term = await instances.leases.keep("one", LONG_S, None)
     assert term is not None
     await instances.leases.record(term, [UP, SILENT])
     assert await instances.leases.forget("b")

@@ -151,7 +151,7 @@ class Published:
 async def test_it_is_forgotten_once_it_is_down_and_has_no_instance() -> None:
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
-    term = await store.leases.keep("p", 60.0)
+    term = await store.leases.keep("p", 60.0, None)
     assert term is not None and await store.leases.record(term, [DOWN])
     bus: Any = Published()
     up: tuple[str, ...] | None = None
