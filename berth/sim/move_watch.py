@@ -47,7 +47,7 @@ class MoveWatch:
         self.moved: dict[str, None] = {}  # instances of which a move was ever recorded
         self._migrations: dict[str, dict[str, None]] = {}  # {instance: its requests, as consumers of the book}
         self.evacuated: set[tuple[str, str, int]] = set()  # (host, instance, attempt) of a fenced host
-        self.refused: set[str] = set()  # requests
+        self.refused: dict[str, str] = {}  # requests, with their instances
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
         self.gone: set[str] = set()  # fenced hosts that have burnt down: their fence stays
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
@@ -119,9 +119,9 @@ class MoveWatch:
         """A request that was refused is under way nowhere, and has changed nothing. Raises Breach."""
         known = () if before is None else before.ended
         new = [one for one in instance.ended if one not in known]
-        self.refused.update(one.request_id for one in new if one.state is MoveState.REFUSED)
+        self.refused.update({one.request_id: instance.uuid for one in new if one.state is MoveState.REFUSED})
         move = instance.move
-        if move is not None and (under_way := {move.request_id, move.by} & self.refused):
+        if move is not None and (under_way := {move.request_id, move.by} & self.refused.keys()):
             raise Breach("refused_is_unchanged", f"{instance.uuid}: {under_way} was refused, and is {instance.state}")
         only_refused = bool(new) and all(one.state is MoveState.REFUSED for one in new)
         if before is None or not only_refused or not (before.state is instance.state and instance.state in AT_REST):
@@ -199,8 +199,9 @@ class MoveWatch:
         for host, guest in self._running():
             if guest.instance_uuid not in self.exempt and not self._is_claimed(guest.instance_uuid, host):
                 raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
-        for request in self.refused:
-            kept = self._book.consumers.get(request)
+        for request, uuid in self.refused.items():
+            # A cell that was set back to before the refusal carries out a copy of the request that comes late.
+            kept = None if uuid in self.exempt else self._book.consumers.get(request)
             if kept is not None and kept.consumer.holding and kept.consumer.consumer_type in MIGRATION_TYPES:
                 raise Breach("refused_is_unchanged", f"the refused request {request} holds {kept.consumer.holding}")
 

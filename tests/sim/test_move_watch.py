@@ -122,6 +122,9 @@ async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     deployment.hold(REQUEST, 1, MIGRATION_TYPE)
     with pytest.raises(Breach, match="refused_is_unchanged"):
         deployment.watch.book()
+    deployment.watch.exempt = {UUID: None}  # seed 1795424381: its cell was set back to before the refusal
+    deployment.watch.book()
+    deployment.watch.exempt = {}
     stopped = replace(refused, power=Power.STOPPED, ended=(ended, replace(ended, request_id=OTHER)))
     deployment.watch.instances({UUID: refused})
     with pytest.raises(Breach, match="refused_is_unchanged"):
