@@ -21,6 +21,8 @@ from berth.web.objects import ObjectApi
 from berth.web.problems import Problem, problem_of
 from bus.clock import Clock
 from bus.contracts.objects import Flavor, ObjectKind
+from bus.faults import Fault
+from bus.port import BusError
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi
 
@@ -64,9 +66,9 @@ class MetalReader:
     async def _read_or_fault(self) -> MetalView | Problem:
         try:
             return await self._read()
-        except Exception as fault:
-            if (problem := problem_of(fault)) is None:
-                raise
+        except (Problem, Fault, BusError) as fault:
+            problem = problem_of(fault)
+            assert problem is not None, fault
             return problem
 
     async def _read(self) -> MetalView:

@@ -34,7 +34,7 @@ class Finding(Struct, frozen=True):
         return f"{self.uuid}@{getattr(self.event, 'host_uuid', '')}"
 
 
-class FindingKind(StrEnum):
+class CountedAs(StrEnum):
     """Why a machine counts for the breaker."""
 
     LOST = "lost"
@@ -42,7 +42,7 @@ class FindingKind(StrEnum):
     OVER = "over"
 
 
-NONE_COUNTED: Mapping[str, FindingKind] = MappingProxyType({})
+NONE_COUNTED: Mapping[str, CountedAs] = MappingProxyType({})
 
 
 class Breaker(Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ class BreakerVerdict(Struct, frozen=True):
     go: tuple[Finding, ...] = ()
     held: int = 0
     tripped: Breaker | None = None
-    counted: Mapping[str, FindingKind] = {}
+    counted: Mapping[str, CountedAs] = {}
 
 
 def assess(
@@ -86,7 +86,7 @@ def assess(
     *,
     limit: int,
     now: float,
-    recent: Mapping[str, FindingKind] = NONE_COUNTED,
+    recent: Mapping[str, CountedAs] = NONE_COUNTED,
 ) -> BreakerVerdict:
     """Which findings of one report take effect. quarantined: machines that were put on record with this report.
     recent: what earlier reports of the window counted.
@@ -107,9 +107,9 @@ def assess(
     tripped = Breaker(
         service=service,
         tripped_at=now,
-        lost=kinds[FindingKind.LOST],
-        quarantined=kinds[FindingKind.QUARANTINED],
-        over=kinds[FindingKind.OVER],
+        lost=kinds[CountedAs.LOST],
+        quarantined=kinds[CountedAs.QUARANTINED],
+        over=kinds[CountedAs.OVER],
         machines=tuple(machines),
     )
     return BreakerVerdict(held=len(findings), tripped=tripped)
@@ -117,25 +117,25 @@ def assess(
 
 def _counted(
     findings: Sequence[Finding], quarantined: Sequence[Unexplained], passed: Collection[str]
-) -> Iterator[tuple[str, FindingKind]]:
+) -> Iterator[tuple[str, CountedAs]]:
     for finding in findings:
         if not finding.ordered and finding.key not in passed:
-            yield finding.key, FindingKind.LOST if isinstance(finding.event, HostMissing) else FindingKind.OVER
+            yield finding.key, CountedAs.LOST if isinstance(finding.event, HostMissing) else CountedAs.OVER
     for one in quarantined:
-        yield f"{one.uuid}@{one.host_uuid}", FindingKind.QUARANTINED
+        yield f"{one.uuid}@{one.host_uuid}", CountedAs.QUARANTINED
 
 
 class RecentFindings:
-    """What the reports of each service have counted within the window, in one conductor's memory.
+    """The machines that the reports of each service have counted within the window, in one conductor's memory.
 
     A service reports a host as soon as it changes: machines that vanish within a minute come in many reports.
     """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._of: dict[str, dict[str, tuple[FindingKind, float]]] = {}  # {service: {machine: (why, when)}}
+        self._of: dict[str, dict[str, tuple[CountedAs, float]]] = {}  # {service: {machine: (why, when)}}
 
-    def of(self, service: str, now_s: float) -> dict[str, FindingKind]:
+    def of(self, service: str, now_s: float) -> dict[str, CountedAs]:
         """The machines that count, by their keys. now_s: monotonic seconds."""
         since_s = now_s - self._window_s
         self._of = {
@@ -145,7 +145,7 @@ class RecentFindings:
         }
         return {key: kind for key, (kind, _) in self._of.get(service, {}).items()}
 
-    def add(self, service: str, counted: Mapping[str, FindingKind], now_s: float) -> None:
+    def add(self, service: str, counted: Mapping[str, CountedAs], now_s: float) -> None:
         """Record what a report has counted."""
         if counted:
             self._of.setdefault(service, {}).update({key: (kind, now_s) for key, kind in counted.items()})

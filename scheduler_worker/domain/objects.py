@@ -221,7 +221,7 @@ def body_of(kind: ObjectKind, name: str, body: Mapping[str, Any]) -> Body:
     except RecursionError:
         raise ValueError(f"{where}: its tables are nested too deeply") from None
     except msgspec.ValidationError as error:
-        entry = _entry_of(kind, body, str(error))
+        entry = _entry_of(kind, body, reason_of(error))
         raise ValueError(f"{where}: {reason_of(error)}{f' ({entry})' if entry else ''}") from error
     if kind is ObjectKind.SCHEDULING and name != SCHEDULING:
         raise ValueError(f"{where}: the scheduling rules are one object, of the name {SCHEDULING!r}")
@@ -249,7 +249,7 @@ def _entry_of(kind: ObjectKind, body: Mapping[str, Any], reason: str) -> str:
         try:
             msgspec.convert({field: {key: value}}, BODIES[kind])
         except msgspec.ValidationError as error:
-            if str(error) == reason:
+            if reason_of(error) == reason:
                 return f"{field}.{key}"[:MAX_ENTRY]
     return ""
 

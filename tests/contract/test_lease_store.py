@@ -28,7 +28,7 @@ async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(insta
 
 
 async def test_a_record_of_another_term_of_the_same_name_begins_a_new_one(instances: InstanceStore) -> None:
-    """What listens has seen digests of that term, or of a later one, and would ignore those that begin at 1 again."""
+    """Schedulers have had digests of that term, or of a later one, and would ignore those that begin at 1 again."""
     leases = instances.leases
     first = await leases.keep("one", LONG_S, None)
     assert first is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from cell_conductor.domain.breaker import Breaker, Finding, FindingKind, RecentFindings, assess
+from cell_conductor.domain.breaker import Breaker, CountedAs, Finding, RecentFindings, assess
 from cell_conductor.domain.events import HostMissing, HostRuns
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
@@ -85,13 +85,13 @@ def test_machines_that_vanish_one_report_after_the_other_trip_it_too() -> None:
 
 def test_a_machine_that_is_reported_again_counts_once_and_one_that_was_passed_not_at_all() -> None:
     gone = Breaker(service="s", tripped_at=1.0, machines=(f"i9@{HOST}",), reset_at=2.0, reset_by="op")
-    recent = {f"i1@{HOST}": FindingKind.LOST, f"i9@{HOST}": FindingKind.LOST}
+    recent = {f"i1@{HOST}": CountedAs.LOST, f"i9@{HOST}": CountedAs.LOST}
     assert assess("s", lost(1, 9), [], gone, limit=1, now=7.0, recent=recent).go == tuple(lost(1, 9))
     assert assess("s", lost(2), [], gone, limit=1, now=7.0, recent=recent).go == ()
 
 
 def test_a_report_without_findings_that_count_does_not_trip_it() -> None:
     """The limit was lowered at a restart of the conductor."""
-    recent = {f"i{n}@{HOST}": FindingKind.LOST for n in range(3)}
+    recent = {f"i{n}@{HOST}": CountedAs.LOST for n in range(3)}
     ordered = [replace(one, ordered=True) for one in lost(7)]
     assert assess("s", ordered, [], None, limit=1, now=7.0, recent=recent).go == tuple(ordered)

@@ -40,11 +40,11 @@ async def test_a_browser_gets_a_page_and_a_program_problem_json(
 
 async def test_those_that_wait_for_an_ironic_out_of_reach_do_not_wait_one_after_the_other() -> None:
     """The second page of metal came after 20 s, the third after 30 s."""
-    asked, ends = 0, asyncio.Event()
+    reads, ends = 0, asyncio.Event()
 
     async def stored(_: object) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal reads
+        reads += 1
         await ends.wait()
         raise RequestTimeout("no reply")
 
@@ -55,8 +55,8 @@ async def test_those_that_wait_for_an_ironic_out_of_reach_do_not_wait_one_after_
     ends.set()
     faults = await asyncio.gather(*waiting, return_exceptions=True)
     assert [(type(one), getattr(one, "status", 0)) for one in faults] == [(Problem, 504)] * 5
-    assert asked == 1
+    assert reads == 1
     clock.now += METAL_AGE_S + 1.0
     with pytest.raises(Problem):
         await reader.view()
-    assert asked == 2
+    assert reads == 2
