@@ -17,7 +17,7 @@ from cell_conductor import engine
 # A departure below the numbers that schedulers had had was ignored, and the instance was in no cell.
 NUMBERED_BELOW = 11
 # A next cell gives an instance back that runs on a destination which its record does not have.
-GIVEN_BACK_BESIDE = 37
+GIVEN_BACK_BESIDE = 162
 # `--only transfers-restored`. A backup had a machine in quarantine that had been taken off the list since: it stayed.
 TAKEN_OFF_SINCE = 71008
 
