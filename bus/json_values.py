@@ -1,6 +1,12 @@
-"""Counts the values of a text of JSON before it is decoded, which is one call in C."""
+"""Looks at a text of JSON without decoding it, which is one call in C: how many values, and which characters."""
 
 from __future__ import annotations
+
+import re
+
+NUL_REASON = "a text holds the character U+0000, which no database stores"
+# Escaped, and not an escaped backslash before "u0000".
+_NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def has_more_values(body: bytes, most: int) -> bool:
@@ -16,3 +22,10 @@ def has_more_values(body: bytes, most: int) -> bool:
 
 def _separators(body: bytes) -> int:
     return 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
+
+
+def has_nul(body: bytes) -> bool:
+    """Whether a text of JSON holds U+0000. PostgreSQL refuses it in JSON: no statement can read a record with it, nor
+    the records beside it.
+    """
+    return rb"\u0000" in body and _NUL.search(body) is not None

@@ -31,7 +31,7 @@ from bus.contracts.catalogue import (
     routing_key,
 )
 from bus.contracts.patterns import reason_of
-from bus.json_values import has_more_values
+from bus.json_values import NUL_REASON, has_more_values, has_nul
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN, delayed_it
 
@@ -269,7 +269,8 @@ class Codec:
     def _read_batch(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
         try:
             items = self._batch.decode(delivery.body)
-            if len(items) <= MAX_BATCH_ITEMS and all(_is_sound(item.meta, item.body, key) for item in items):
+            are_sound = all(_is_sound(item.meta, item.body, key) for item in items)
+            if len(items) <= MAX_BATCH_ITEMS and are_sound and not (self._is_theirs and has_nul(delivery.body)):
                 return [Read(item.body, item.meta) for item in items]
         except (msgspec.DecodeError, UnicodeDecodeError):
             return self._read_apart(delivery, new_id, key)
@@ -314,6 +315,8 @@ class Codec:
             if decoder is None:
                 return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta, key)
             message = self._decoded(decoder, body)
+            if self._is_theirs and has_nul(body):
+                return self._malformed(body, INVALID, NUL_REASON, meta, key)
             if key and not may_come_under(message, key):
                 reason = f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"
                 return self._malformed(body, WRONG_KEY, reason, meta, key)

@@ -19,7 +19,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, RETURN, project_of
 from bus.contracts.placement import NEWER_FIELDS, Inventory, InventoryUpdate, ProviderReport
-from bus.json_values import has_more_values
+from bus.json_values import NUL_REASON, has_more_values
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
@@ -474,3 +474,23 @@ def test_workers_name_each_field_that_a_report_has_gained_since_the_first_releas
     }
     gained = {name for kind, names in first.items() for name in {*kind.__struct_fields__} - {*names.split()}}
     assert gained == {*NEWER_FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [("a\x00b", True), ("\\\x00", True), ("\x00", True), ("\\u0000", False), ("\\\\u0000", False), ("u0000", False)],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_clients_text_with_a_nul_is_refused_and_its_neighbours_are_read(
+    text: str, *, refused: bool, batched: bool
+) -> None:
+    """A build with one was carried out, and no report of its host could be compared with the records any more."""
+    request = BuildRequest(instance_uuid=UUID, project_id="p", flavor="f", image=text)
+    packed = [wire.pack(message, Meta(id=f"m{number}")) for number, message in enumerate((request, delete()))]
+    sent = [wire.batch(packed, "", "q")] if batched else [wire.single(one, "", "q") for one in packed]
+    first, second = (found for one in sent for found in read(Arrived(one, exchange="", routing_key="q")))
+    assert isinstance(second, wire.Read)
+    if refused:
+        assert isinstance(first, wire.Malformed) and (first.code, first.reason) == (wire.INVALID, NUL_REASON)
+    else:
+        assert isinstance(first, wire.Read) and first.message == request
