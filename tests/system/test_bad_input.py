@@ -191,7 +191,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("a name beyond its bound", {"name": "x" * 300}, "message.invalid"),
     ("declared to be a batch", {}, "message.malformed"),
     ("an unknown flavor", {"flavor": "m9.colossal"}, "flavor.unknown"),
-    ("a flavor with a NUL", {"flavor": "m1\u0000"}, "flavor.unknown"),
+    ("a flavor with a NUL", {"flavor": "m1\u0000"}, "message.invalid"),
+    ("a name with a NUL", {"name": "a\u0000b"}, "message.invalid"),
 ]
 
 
@@ -223,7 +224,7 @@ async def test_what_no_host_can_do_fails_with_an_explanation(client: Client, fie
     assert next(iter(fields.values())) in event["reason"] and event["funnel"]
 
 
-@pytest.mark.parametrize("name", ["a\u0000b", "\u202e\x1b[31m", "'; DROP TABLE build_requests; --", "ü" * 255])
+@pytest.mark.parametrize("name", ["\u202e\x1b[31m", "'; DROP TABLE build_requests; --", "ü" * 255])
 async def test_an_odd_name_is_only_a_name(client: Client, name: str) -> None:
     instance = str(uuid.uuid4())
     await client.publish(request(instance, name=name))
