@@ -10,6 +10,7 @@ from bus.contracts.base import Message
 from bus.contracts.cell import Spawn
 from bus.contracts.moves import ChangeKind, ChangeMachine
 
+from .evacuations import relied_on
 from .events import Event, HostFenced
 from .fences import Loss, fenced_hosts, losses_of
 from .instance import Instance, State
@@ -49,6 +50,7 @@ class FenceSteps:
             if after is was:
                 break
         if after is not before:
+            self.hosts.update(dict.fromkeys(relied_on(before, after, context.fences)))
             for host in sorted(fenced):
                 self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))

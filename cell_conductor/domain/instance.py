@@ -141,7 +141,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     to placement was under way. source_gone, here_gone, instance_released: of an instance that is being deleted, or
     whose release is under way. here_seen, source_seen, and source_gone as well: the answers of the hosts of a move in
     doubt. kept: its former cell keeps its stopped machine, to which it goes back if it is not active here.
-    to_cell: that it leaves for, with its machine kept here.
+    to_cell: that it leaves for, with its machine kept here. fenced, force: as in the request, of an evacuation.
     """
 
     request_id: str
@@ -179,6 +179,8 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     instance_released: bool = False
     kept: KeptMachine | None = None
     to_cell: str | None = None
+    fenced: bool = False
+    force: bool = False
 
 
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -20,6 +20,7 @@ from bus.contracts.moves import (
 from . import rules, steps
 from .adopt_rules import is_held
 from .arrival_doubts import confirm_seen, is_unsure, may_end
+from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
     Claimed,
@@ -244,6 +245,10 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
+    if move.kind is MoveKind.EVACUATE:
+        unproved = why_not_evacuated(instance, context, fenced=move.fenced, force=move.force)
+        if unproved is not None:
+            return undo(instance, event.at, context, unproved.code, unproved.reason)
     if move.source is None or move.kind is MoveKind.EVACUATE or move.handed_over:
         return finish(instance, event.at, context)
     earlier = replace(instance, move=replace(move, handed_over=True))

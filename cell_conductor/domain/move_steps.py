@@ -20,6 +20,7 @@ from bus.contracts.placement import ClaimOutcome
 
 from . import steps
 from .departure_steps import order_epoch
+from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -27,7 +28,6 @@ from .events import (
     MoveRequested,
 )
 from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
-from .leases import LeaseState
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext
@@ -88,20 +88,9 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
             instance, event, context, "instance.not_running", "only a running instance can be live-migrated"
         )
     if request.kind is MoveKind.EVACUATE:
-        # A fence on this cell's own record is the proof; without one, the request's statement and a silent service are.
-        # A service that was stopped on purpose is no proof: its machines go on.
-        if here.host_uuid not in context.fences:
-            if not request.fenced:
-                return refuse_request(instance, event, context, "evacuate.not_fenced", "its host may run it")
-            lease = context.down.get(here.service)
-            if lease is None:
-                return refuse_request(instance, event, context, "evacuate.service_up", "the service of its host is up")
-            if lease.state is LeaseState.STOPPED:
-                why = "the service of its host was stopped, and its machines may run"
-                return refuse_request(instance, event, context, "evacuate.not_fenced", why)
-        if not request.force and context.still_running.get(here.host_uuid, {}).get(instance.uuid) == instance.attempt:
-            why = "its host has reported that it runs since the host was fenced"
-            return refuse_request(instance, event, context, "evacuate.still_running", why)
+        unproved = why_not_evacuated(instance, context, fenced=request.fenced, force=request.force)
+        if unproved is not None:
+            return refuse_request(instance, event, context, unproved.code, unproved.reason)
     hosts = request.selections
     if request.kind in LEAVES:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)
@@ -153,6 +142,8 @@ def adopt(
         step_timeout_s=request.step_timeout_s,
         offload=request.offload,
         rescue_password=request.rescue_password,
+        fenced=request.fenced,
+        force=request.force,
         began=event.at,
     )
     # The owner of the instance never changes.

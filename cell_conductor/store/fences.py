@@ -27,7 +27,9 @@ class FenceStore(Protocol):
         """Delete these losses: the hosts have destroyed them, and all attempts below them."""
 
     async def lift(self, host_uuid: str, version: int) -> bool:
-        """Lift a fence that is to be lifted by this decision, once its host has no losses. False: it stays."""
+        """Lift a fence that is to be lifted by this decision, once its host has no losses and no evacuation from it has
+        commanded a destination. False: it stays.
+        """
 
     async def lift_unknown(self, fence: Fence) -> None:
         """Record this decision as lifted, where no fence and no newer decision is on record."""
@@ -66,6 +68,11 @@ WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 """
 _TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
+# As `domain.evacuations.is_evacuated_from`.
+_EVACUATED = """
+SELECT 1 FROM instances WHERE source_host_uuid = $1 AND state = 'finishing'
+    AND record #>> '{move,kind}' = 'evacuate' LIMIT 1
+"""
 _DELETE = "DELETE FROM fences WHERE host_uuid = $1"
 _FENCED = "SELECT 1 FROM fences WHERE host_uuid = $1"
 LIFTED = """
@@ -150,6 +157,8 @@ class PostgresFences:
             if await connection.fetchval(_TO_LIFT, host_uuid, version) is None:
                 return False
             if await connection.fetchval(_LEFT, host_uuid) is not None:
+                return False
+            if await connection.fetchval(_EVACUATED, host_uuid) is not None:
                 return False
             await connection.execute(_DELETE, host_uuid)
             await connection.execute(LIFTED, host_uuid, version)

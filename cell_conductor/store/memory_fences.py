@@ -7,6 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, State
 
@@ -71,6 +72,8 @@ class MemoryFences:
             if known is None or not known.lifting or known.version != version:
                 return False
             if any(place[0] == host_uuid for place in self._table.fence_losses):
+                return False
+            if any(is_evacuated_from(one, host_uuid) for one in self._table.instances.values()):
                 return False
             transaction.will(partial(_lift, self._table, host_uuid, version))
             return True

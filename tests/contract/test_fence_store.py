@@ -6,9 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import MoveKind
 from bus.persistence.conflict import Conflict
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.store.port import InstanceStore
 
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
@@ -68,6 +69,32 @@ async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(ins
     assert await instances.fences.lift(HOST, 4)
     assert await instances.fences.fences() == []
     assert not await instances.fences.lift(HOST, 4)
+
+
+async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere(instances: InstanceStore) -> None:
+    """It is the proof that the machine does not run twice. Other moves need no such proof."""
+
+    def moved(uuid: str, kind: MoveKind, source: str = HOST) -> Instance:
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        there, here = (
+            Selection(host_uuid=one, host="h", service="s", allocations={one: {"VCPU": 1}}) for one in (source, OTHER)
+        )
+        move = Move(request_id=uuid, kind=kind, source=there, source_attempt=1, spec=spec)
+        selections = (there, here)
+        return Instance(
+            uuid=uuid, state=State.FINISHING, spec=spec, selections=selections, position=1, attempt=2, move=move
+        )
+
+    evacuated = moved(A, MoveKind.EVACUATE)
+    others = [moved(B, MoveKind.EVACUATE, C), moved(C, MoveKind.MIGRATE)]
+    async with instances.transaction() as transaction:
+        await transaction.insert([evacuated, *others])
+    await instances.fences.put(replace(FENCE, lifting=True))
+    assert not await instances.fences.lift(HOST, 3)
+    async with instances.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([replace(evacuated, state=State.REVERTING)])
+    assert await instances.fences.lift(HOST, 3)
 
 
 async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:

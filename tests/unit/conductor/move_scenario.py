@@ -34,8 +34,7 @@ def request(
         instance_uuid=UUID,
         project_id="p",
         kind=kind,
-        selections=tuple(selection(n) for n in hosts),
-        **fields,  # type: ignore[arg-type]
+        **{"selections": tuple(selection(n) for n in hosts), **fields},  # type: ignore[arg-type]
     )
     return e.MoveRequested(at=200.0, request=message, cause=request_id)
 

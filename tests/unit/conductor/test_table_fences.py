@@ -12,11 +12,23 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
+from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import FENCED, Fence, losses_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import OTHER, Scenario, active, begun, claimed, request, selection, to_resized
+from tests.unit.conductor.move_scenario import (
+    OTHER,
+    SERVICE_DOWN,
+    Scenario,
+    active,
+    begun,
+    claimed,
+    ended,
+    request,
+    selection,
+    to_resized,
+)
 from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, destroys, host, queried, run, spawned
 
 
@@ -127,6 +139,50 @@ def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
     assert made.instance.state is State.RELEASING_SOURCE
     assert made.destroys == [(1, host(1))]  # for when it comes back
     assert lost(before, made.instance, 1) == [(host(1), 1)]
+
+
+def test_an_evacuation_whose_fence_is_lifted_before_a_destination_is_commanded_is_undone() -> None:
+    """Its host may run it again."""
+    made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
+    made.apply(request(MoveKind.EVACUATE, 2, 3), claimed())
+    made.context = PATIENCE
+    made.end(2, 2)
+    assert made.instance.state is State.REVERTING
+    assert not made.spawns
+    assert made.terminals == []
+    made.apply(e.Reverted(at=203.0, attempt=3, consumer_generation=10))
+    assert made.instance.state is State.ACTIVE
+    assert made.instance.host_uuid == host(1)
+    assert made.terminals == [(MoveKind.EVACUATE, MoveState.FAILED, "evacuate.not_fenced")]
+
+
+def test_an_evacuation_on_a_clients_statement_is_undone_when_the_service_is_back() -> None:
+    there = replace(selection(2), service="s2")
+    made = Scenario(active(), SERVICE_DOWN)
+    made.apply(request(MoveKind.EVACUATE, fenced=True, selections=(there,)), claimed())
+    down = made.instance
+    made.context = PATIENCE
+    made.end(2, 2)
+    assert made.instance.move is not None
+    assert made.instance.move.lost_code == "evacuate.service_up"
+    assert not made.spawns
+    still = Scenario(down, SERVICE_DOWN)
+    still.end(2, 2)
+    assert still.instance.state is State.FINISHING
+
+
+def test_the_step_that_commands_the_destination_of_an_evacuation_holds_the_fence() -> None:
+    """Another conductor may be lifting it."""
+    context = replace(PATIENCE, fences=fenced(1))
+    made = Scenario(active(), context)
+    made.apply(request(MoveKind.EVACUATE, 2), claimed())
+    steps, event = FenceSteps(), ended(made.instance, 2, 2)
+    followed = steps.follow(made.instance, step(made.instance, event, context), event, context)
+    assert followed.instance.state is State.FINISHING
+    assert list(steps.hosts) == [host(1)]
+    assert not steps.losses
+    assert is_evacuated_from(followed.instance, host(1))
+    assert not is_evacuated_from(followed.instance, host(2))
 
 
 @pytest.mark.parametrize("is_last", [False, True])

@@ -1,0 +1,68 @@
+"""The proof that an evacuation needs: the instance's host is off, so no machine of the instance runs there.
+
+A fence on this cell's own record is the proof. Without one, the request's statement and a silent service are. The proof
+is required when the evacuation begins, and once more when a destination is commanded to build: the fence may have been
+lifted, or the service come back, meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from bus.contracts.moves import MoveKind
+
+from .fences import Fence
+from .instance import Instance, State
+from .leases import LeaseState
+from .move_events import move_of
+from .steps import StepContext
+
+
+class NotProved(Struct, frozen=True):
+    """Why the host counts as one that may run the instance: a stable code, and a sentence."""
+
+    code: str
+    reason: str
+
+
+def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool, force: bool) -> NotProved | None:
+    """Why this instance is not evacuated from its host, or the source of its move; None: the host is proved to be off.
+
+    fenced: the client states that the host is off. force: also if the host has reported the machine since its fence.
+    """
+    move = instance.move
+    is_moved = move is not None and move.source is not None and instance.source_host_uuid is not None
+    where, attempt = instance.here, instance.attempt
+    if is_moved and move is not None and move.source is not None:
+        where, attempt = move.source, move.source_attempt
+    if where.host_uuid not in context.fences:
+        if not fenced:
+            return NotProved("evacuate.not_fenced", "its host may run it")
+        lease = context.down.get(where.service)
+        if lease is None:
+            return NotProved("evacuate.service_up", "the service of its host is up")
+        if lease.state is LeaseState.STOPPED:
+            # A service that was stopped on purpose is no proof: its machines go on.
+            return NotProved("evacuate.not_fenced", "the service of its host was stopped, and its machines may run")
+    if not force and context.still_running.get(where.host_uuid, {}).get(instance.uuid) == attempt:
+        return NotProved("evacuate.still_running", "its host has reported that it runs since the host was fenced")
+    return None
+
+
+def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
+    """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
+    stays until the record gives up the source.
+    """
+    move = instance.move
+    is_going = move is not None and move.kind is MoveKind.EVACUATE and instance.state is State.FINISHING
+    return is_going and instance.source_host_uuid == host_uuid
+
+
+def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
+    """The fenced hosts whose fence this step relies on: the source of an evacuation that commands a destination."""
+    if before.state is State.FINISHING or after.state is not State.FINISHING:
+        return ()
+    source = after.source_host_uuid
+    return (source,) if move_of(after).kind is MoveKind.EVACUATE and source in fences and source is not None else ()
