@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from berth.sim.watch import Breach
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
@@ -223,6 +224,8 @@ class MoveWatch:
                 yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
         for cell, table in self._cells.items():
             for host in table.fences.keys() - self.gone:
+                if any(is_evacuated_from(one, host) for one in table.instances.values() if one.uuid in lost):
+                    continue  # its destination has died, and nothing fences that
                 yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"
         for request, instance in self.sent.items():
             if request not in self.ends and instance not in lost:

@@ -12,6 +12,7 @@ from berth.sim.loop import Process
 from berth.sim.network import SimTransport
 from berth.sim.peer_watch import resources_of_flavor
 from berth.sim.plan import Order
+from berth.sim.widening import FORGETFUL, Widening
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
@@ -37,6 +38,16 @@ SEEN_S = 20.0  # after this a silent service is suspected, and its instances are
 DECISION_S = 3.0  # an answer to a decision is waited for so long
 MAX_DECISION_TRIES = 20  # of a decision about a host that schedulers may not know
 SIZES = ("m1.tiny", "m1.small", "m1.medium")
+
+
+def _starts_again(instance: Instance | None, host: str, attempt: int) -> bool:
+    """Whether this machine was not stopped before its host was: it is active there, or was to be evacuated."""
+    if instance is None or instance.state is State.ACTIVE:
+        is_here = instance is not None and (instance.host_uuid, instance.attempt) == (host, attempt)
+        return is_here and instance is not None and instance.power is Power.RUNNING
+    move = instance.move
+    is_evacuated = move is not None and move.kind is MoveKind.EVACUATE and move.power is Power.RUNNING
+    return is_evacuated and move is not None and (instance.source_host_uuid, move.source_attempt) == (host, attempt)
 
 
 class Mover:
@@ -330,6 +341,26 @@ class Mover:
             fenced.pop(host, None)
             await self._decide(host, cell, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
+        await self._resume_guests(order.service, cell, set(decided))
+
+    async def _resume_guests(self, service: str, cell: str, hosts: set[str]) -> None:
+        """Once its fence is lifted, a host starts the machines that it still has, as hypervisors do after a restart:
+        those that its cell has given up are gone by then.
+        """
+        world, table = self._world, self._world.cells[cell]
+        if FORGETFUL & {Widening(one) for one in world.plan.widenings}:
+            return  # a record from before may have a machine here that has left since
+        while waits := hosts & table.fences.keys():
+            evacuated = [one for one in table.instances.values() if one.source_host_uuid in waits]
+            if service in world.hosts_off | world.dead or any(one.here.service in world.dead for one in evacuated):
+                return
+            await asyncio.sleep(RETRY_S)
+        fleet = world.fleets[service]
+        for host, guest in list(fleet.guests()):
+            instance = table.instances.get(guest.instance_uuid)
+            if host in hosts and guest.complete and not guest.runs and _starts_again(instance, host, guest.attempt):
+                world.event_log.record("order", f"{guest.instance_uuid} starts again on {host}")
+                fleet.put(host, replace(guest, runs=True))
 
     async def _decide(self, host: str, cell: str, state: AdminState, tries: int | None) -> HostAdminState | None:
         """An operator decides, who knows that the host is off. tries: at most; None: until it is decided.
