@@ -323,16 +323,20 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     """Give back all that a consumer holds. Idempotent: releasing nothing is `absent`, and fine.
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
-    one of this project: a client may make up a uuid under which another client holds something.
+    one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
+    of a migration: an instance may have been built under the uuid of a move's request.
     """
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
     project_id: Word | None = None
+    of_migration: bool = False
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
-    """outcome: released | absent | consumer_changed (a newer attempt or another project holds it)."""
+    """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds
+    it).
+    """
 
     outcome: str
     sequence: int = 0

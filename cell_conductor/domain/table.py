@@ -349,7 +349,7 @@ def question_of(instance: Instance) -> Claim | Release | Revert | None:
     if instance.state in RELEASES_MIGRATION or (instance.state in AWAITS_RELEASE and is_instance_over):
         assert move is not None
         assert instance.spec is not None
-        return Release(consumer=move.request_id, project_id=instance.spec.project_id)
+        return Release(consumer=move.request_id, project_id=instance.spec.project_id, of_migration=True)
     if instance.state in AWAITS_RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
         # placement worker that waits for its database), and must be refused by the fence.

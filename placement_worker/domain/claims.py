@@ -29,6 +29,7 @@ from placement_worker.domain.moves import (
     COUNTED_MIGRATION_TYPE,
     MIGRATION_TYPE,
     amount_of,
+    is_migration,
     kept_beside,
     total_of,
     whole_source,
@@ -242,7 +243,8 @@ def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVe
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=uuid, reason=OF_ANOTHER_CELL)
     if claim.release_first:
         # This is the claim of an alternate: the migration already holds the source of the same instance, or nothing.
-        taken = kept and migration is not None and migration.project_id != claim.project_id
+        is_ours = is_migration(migration) and migration.project_id == claim.project_id
+        taken = kept and not is_ours
     elif not held:
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing")
     else:
@@ -398,7 +400,9 @@ def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
         return ClaimVerdict(outcome="absent")
     if ledger.is_others(known.holding):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
-    if (attempt is not None and known.attempt > attempt) or release.project_id not in (None, known.project_id):
+    is_another = release.of_migration and not is_migration(known)
+    is_another |= release.project_id not in (None, known.project_id)
+    if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
@@ -417,6 +421,8 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     if revert.consumer == revert.migration.uuid:
         return ClaimVerdict(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
+    if not is_migration(migration):
+        migration = None  # an instance that was built under the request's uuid: its allocation is its own
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)

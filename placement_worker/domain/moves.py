@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from typing import TypeGuard
 
-from placement_worker.domain.values import Holding
+from placement_worker.domain.values import ConsumerState, Holding
 
 MIGRATION_TYPE = "MIGRATION"
 # The type of a migration whose instance holds nothing, because the claim for its next destination has released the last
@@ -22,6 +23,11 @@ COUNTED_MIGRATION_TYPE = "MIGRATION_COUNTED"
 MIGRATION_TYPES = (MIGRATION_TYPE, COUNTED_MIGRATION_TYPE)
 
 _NO_AMOUNTS: Mapping[str, int] = {}
+
+
+def is_migration(consumer: ConsumerState | None) -> TypeGuard[ConsumerState]:
+    """Whether this is a migration. A client may have an instance built under the uuid of a move's request."""
+    return consumer is not None and consumer.consumer_type in MIGRATION_TYPES
 
 
 def amount_of(holding: Holding, provider: str, resource_class: str) -> int:
