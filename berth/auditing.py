@@ -26,8 +26,11 @@ _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE req
 # Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
 # changes there, no scheduler can refuse.
 _ZONES = "SELECT body FROM objects WHERE kind = 'aggregate' AND body LIKE '%\"availability_zone\"%' ORDER BY name"
-_ZONED = """
-SELECT instance_uuid::text, request::json ->> 'availability_zone' FROM build_requests
+# Requests of before U+0000 was refused may hold it, which PostgreSQL does not read as JSON.
+_ZONED = r"""
+SELECT instance_uuid::text, (CASE WHEN strpos(request, '\u0000') > 0
+    THEN regexp_replace(request, '(\\\\)|\\u0000', '\1', 'g') ELSE request END)::json ->> 'availability_zone'
+FROM build_requests
 WHERE state = 'active' AND request LIKE '%"availability_zone":"%' ORDER BY instance_uuid
 """
 _MEMBERS = """

@@ -99,6 +99,12 @@ _OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
 _WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
+# Requests of programs that are not berth's. Their texts come into records; placement checks every name by itself.
+_ASKED = frozenset(
+    row.message
+    for row in MESSAGES
+    if row.owner == "scheduler_worker" and not {"client", "operator"}.isdisjoint(row.publishers)
+)
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
 _decode_meta = msgspec.json.Decoder(Meta).decode
@@ -270,7 +276,7 @@ class Codec:
         try:
             items = self._batch.decode(delivery.body)
             are_sound = all(_is_sound(item.meta, item.body, key) for item in items)
-            if len(items) <= MAX_BATCH_ITEMS and are_sound and not (self._is_theirs and has_nul(delivery.body)):
+            if len(items) <= MAX_BATCH_ITEMS and are_sound and not has_nul(delivery.body):
                 return [Read(item.body, item.meta) for item in items]
         except (msgspec.DecodeError, UnicodeDecodeError):
             return self._read_apart(delivery, new_id, key)
@@ -315,7 +321,7 @@ class Codec:
             if decoder is None:
                 return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta, key)
             message = self._decoded(decoder, body)
-            if self._is_theirs and has_nul(body):
+            if type(message) in _ASKED and has_nul(body):
                 return self._malformed(body, INVALID, NUL_REASON, meta, key)
             if key and not may_come_under(message, key):
                 reason = f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"

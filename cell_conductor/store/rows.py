@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -28,12 +29,22 @@ INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} ON CONFLICT (uu
 UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid"
 
 _encode = msgspec.json.Encoder().encode
+_NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000
 decode = msgspec.json.Decoder(Instance).decode
 
 
 def numbered(statement: str) -> str:
     """A statement with `{}` for each of the columns, as it is sent alone."""
     return statement.format(*(f"${number}" for number in range(1, 11)))
+
+
+def encode(instance: Instance) -> str:
+    """The record as JSON, without U+0000: PostgreSQL could not read it, nor the records beside it.
+
+    A compute service's text may hold one; clients' are refused with it.
+    """
+    record = _encode(instance).decode()
+    return _NUL.sub(r"\1", record) if r"\u0000" in record else record
 
 
 def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
@@ -49,5 +60,5 @@ def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
         [instance.source_attempt for instance in ordered],
         [instance.since for instance in ordered],
         [instance.deadline for instance in ordered],
-        [_encode(instance).decode() for instance in ordered],
+        [encode(instance) for instance in ordered],
     )

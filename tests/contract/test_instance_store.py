@@ -81,6 +81,22 @@ async def recorded(store: InstanceStore) -> dict[str, Instance]:
         return await transaction.lock([A, B, C])
 
 
+async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Make) -> None:
+    """PostgreSQL reads no record with U+0000 as JSON, nor those beside it."""
+    store = make()
+    await store.open()
+    failed = AttemptRecord(attempt=1, host="h", outcome="failed", code="x", reason="disk\x00 \\u0000", at=1.0)
+    await insert(store, replace(instance(A), history=(failed,)), instance(B, State.ACTIVE))
+    assert {one.uuid for one in await store.briefs([], [A, B])} == {A, B}
+    await restored(store)
+    async with store.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None
+    assert change.doubted == 1
+    (record,) = (await recorded(store))[A].history
+    assert record.reason.replace("\x00", "") == "disk \\u0000"
+
+
 async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_are_doubted(make: Make) -> None:
     one, other = make(), make()
     await one.open()

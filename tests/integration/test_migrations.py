@@ -7,15 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from berth.backup.copying import save
 from berth.backup.restoring import restore
+from bus.contracts.cell import InstanceSpec, Selection
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
 from bus.persistence.revision import APPLIED, OLDEST, known_revisions
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.fences import LIFTED, LOCK_HOST
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit import servers
@@ -25,7 +28,7 @@ from tests.kit.releases import Migration, not_additive, release, structure
 pytestmark = pytest.mark.postgres
 
 WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "ironic_sync")
-HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "12")
+HOST, OTHER, THIRD = (f"{n}0000000-0000-4000-8000-000000000000" for n in "123")
 THINGS = "CREATE TABLE things (\n    id integer PRIMARY KEY,\n    name text NOT NULL\n);"
 WIDER = THINGS.replace("NOT NULL\n", "NOT NULL,\n    size integer\n")
 FIRST = Migration("0001_initial", THINGS, THINGS)
@@ -276,6 +279,32 @@ async def test_a_backup_of_the_first_revision_is_restored_and_migrated(
         await store.open()
         assert [one.host_uuid for one in await store.fences.fences()] == [HOST] and store.made_at == 0
         await store.close()
+
+
+async def test_a_record_with_a_nul_of_before_it_was_refused_is_cleaned(empty_database: str) -> None:
+    """PostgreSQL reads no such record as JSON: each report of its host was dropped. A text like the escape is kept."""
+    texts = {HOST: "a\x00b", OTHER: "\\u0000 \\\x00", THIRD: "plain"}
+    connection = await first_cell(empty_database)
+    for uuid, image in texts.items():
+        here = Selection(host_uuid=HOST, host="h", service="s", allocations={HOST: {"VCPU": 1}})
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p", image=image)
+        record = Instance(uuid=uuid, state=State.ACTIVE, spec=spec, selections=(here,), attempt=1)
+        text = msgspec.json.encode(record).decode()
+        await connection.execute(
+            "INSERT INTO instances (uuid, state, host_uuid, attempt, since, record)"
+            " VALUES ($1, 'active', $2, 1, 0, $3)",
+            uuid,
+            HOST,
+            text,
+        )
+    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=1))
+    await store.open()
+    assert {one.uuid for one in await store.briefs([HOST], [])} == {*texts}
+    async with store.transaction() as transaction:
+        found = {uuid: one.spec.image for uuid, one in (await transaction.lock([*texts])).items() if one.spec}
+    assert found == {uuid: text.replace("\x00", "") for uuid, text in texts.items()}
+    await store.close()
+    await connection.close()
 
 
 async def test_a_cell_that_no_conductor_has_opened_is_made_by_its_migration(empty_database: str) -> None:

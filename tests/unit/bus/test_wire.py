@@ -18,6 +18,8 @@ from bus import wire
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, RETURN, project_of
+from bus.contracts.drains import DrainStart
+from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import NEWER_FIELDS, Inventory, InventoryUpdate, ProviderReport
 from bus.json_values import NUL_REASON, has_more_values
 from bus.port import Outgoing
@@ -494,3 +496,13 @@ def test_a_clients_text_with_a_nul_is_refused_and_its_neighbours_are_read(
         assert isinstance(first, wire.Malformed) and (first.code, first.reason) == (wire.INVALID, NUL_REASON)
     else:
         assert isinstance(first, wire.Read) and first.message == request
+
+
+def test_an_operators_text_with_a_nul_is_refused() -> None:
+    """Its reason would come into the tables of schedulers and cells, which do not take it."""
+    codec = wire.Codec([SetAdminState, DrainStart], queue="scheduler.changes")
+    command = SetAdminState(host="h1", state=AdminState.FENCED, reason="a\x00b", by="ann")
+    for reason, is_refused in (("a\x00b", True), ("ab", False)):
+        packed = wire.pack(structs.replace(command, reason=reason), Meta(id="m1"))
+        (found,) = codec.read(Arrived(wire.single(packed, "", "q"), exchange="", routing_key="q"), "new")
+        assert isinstance(found, wire.Malformed if is_refused else wire.Read)
