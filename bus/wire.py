@@ -99,12 +99,9 @@ _OF_CLIENTS = frozenset(row.name for row in QUEUES if row.keeps_keys)
 _MAX_VALUES = {row.name: row.max_values for row in QUEUES}
 _MAX_REPLY_VALUES = {tag_of(row.reply): row.max_reply_values for row in MESSAGES if row.reply is not None}
 _WITH_THEIRS = _OF_CLIENTS | {row.name for row in QUEUES if any(key in _OF_CLIENTS for _, key in row.bindings)}
-# Requests of programs that are not berth's. Their texts come into records; placement checks every name by itself.
-_ASKED = frozenset(
-    row.message
-    for row in MESSAGES
-    if row.owner == "scheduler_worker" and not {"client", "operator"}.isdisjoint(row.publishers)
-)
+# The texts of these requests come into records; placement checks every name by itself.
+_OUTSIDE = {"client", "operator"}
+_BY_OTHERS = {row.message for row in MESSAGES if row.owner == "scheduler_worker" and _OUTSIDE & {*row.publishers}}
 _ROWS_BY_TAG = {tag_of(kind): kind for kind in (*(row.message for row in MESSAGES), *REPLIES)}
 _encode_meta = msgspec.json.Encoder().encode
 _decode_meta = msgspec.json.Decoder(Meta).decode
@@ -321,7 +318,7 @@ class Codec:
             if decoder is None:
                 return self._malformed(body, UNKNOWN_TYPE, self._unknown(name), meta, key)
             message = self._decoded(decoder, body)
-            if type(message) in _ASKED and has_nul(body):
+            if type(message) in _BY_OTHERS and has_nul(body):
                 return self._malformed(body, INVALID, NUL_REASON, meta, key)
             if key and not may_come_under(message, key):
                 reason = f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"
