@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 
 from bus.bus import Bus
 from bus.contracts.base import Message
+from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -42,6 +43,9 @@ class ClaimPort(Protocol):
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """Return the hosts of server group members and of named instances, as of now."""
 
+    async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        """Return what these projects hold, as of now: at most MAX_PROJECTS."""
+
 
 class BusClaims:
     """Requests to placement over the API bus. timeout_s: how long an answer is waited for."""
@@ -65,6 +69,11 @@ class BusClaims:
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""
         return await self._request(requests, LocatePage, [request.besides or "" for request in requests])
+
+    async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        """One round trip."""
+        (page,) = await self._request([ProjectUsageQuery(projects=tuple(projects))], ProjectUsagePage, [""])
+        return page
 
     async def _request(
         self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]

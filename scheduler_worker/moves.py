@@ -24,6 +24,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Refuse, Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import MAX_PROJECTS
 from bus.contracts.build import FunnelStep
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import (
@@ -86,11 +87,12 @@ MAX_HELD = 10_000  # choices that count as used at a time
 
 class Chosen(Struct, frozen=True, kw_only=True):
     """The hosts for one request, and their cell (None: the instance's own). failure: why there are none, with the
-    funnel.
+    funnel. room: of a revert, see CellMove.
     """
 
     selections: tuple[Selection, ...] = ()
     failure: Refusal | None = None
+    room: Mapping[str, int] = {}
     funnel: tuple[FunnelStep, ...] = ()
     passed: int = 0
     cell: str | None = None
@@ -156,6 +158,7 @@ class MoveEngine:
             found = known[pending.request.request_id]
             if self.check(pending, found) is None and looks_at_hosts(pending.request, found):
                 choosing.append(pending)
+        room = await self._room(moves)
         pages = await self.locate(choosing, known)
         for pending, page in zip(choosing, pages, strict=True):
             result = await self.choose(pending, known[pending.request.request_id], page)
@@ -163,12 +166,35 @@ class MoveEngine:
                 outcomes[pending.position] = result
             else:
                 chosen[pending.position] = result
+        chosen |= {position: Chosen(room=left) for position, left in room.items()}
         outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
         return outcomes
 
     def check(self, pending: PendingMove, known: MoveContext) -> Outcome | Clash | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
+
+    async def _room(self, moves: Sequence[PendingMove]) -> dict[int, Mapping[str, int]]:
+        """How much more the project of each revert may hold, by position: its instance may have been larger.
+
+        Raises PlacementUnavailable.
+        """
+        quotas = {
+            one.position: (one.request.project_id, self._selector.config.quota_of(one.request.project_id))
+            for one in moves
+            if one.request.kind is MoveKind.REVERT
+        }
+        projects = sorted({project for project, quota in quotas.values() if quota})[:MAX_PROJECTS]
+        if not projects:
+            return {}
+        page = await self._claims.usage(projects)
+        if isinstance(page, Fault):
+            raise unavailable_after(page)
+        return {
+            position: {name: max(0, most - page.usage.get(project, {}).get(name, 0)) for name, most in quota.items()}
+            for position, (project, quota) in quotas.items()
+            if project in projects
+        }
 
     # --- choose
 
@@ -448,14 +474,20 @@ class MoveEngine:
         assert known.build is not None and known.build.cell is not None
         selections = () if chosen is None else chosen.selections
         host = selections[0].host if selections else None
-        command = self._command(request, known, selections)
+        command = self._command(request, known, selections, {} if chosen is None else chosen.room)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
         if chosen is None or chosen.cell in (None, known.build.cell):
             return move, command
         leaving = replace(command, to_cell=chosen.cell)
         return replace(move, command=leaving), for_former_cell(leaving)
 
-    def _command(self, request: MoveRequest, known: MoveContext, selections: tuple[Selection, ...]) -> CellMove:
+    def _command(
+        self,
+        request: MoveRequest,
+        known: MoveContext,
+        selections: tuple[Selection, ...],
+        room: Mapping[str, int],
+    ) -> CellMove:
         built, config = known.build_request, self._selector.config
         assert built is not None
         flavor = request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known)
@@ -481,6 +513,7 @@ class MoveEngine:
             selections=selections,
             server_group=built.server_group,
             limits=config.quota_of(request.project_id) if selections else {},
+            room=dict(room),
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,
@@ -497,7 +530,7 @@ def _detail(move: RecordedMove, chosen: Chosen | None) -> str:
     """The text of a timeline line: the destination, or the reason of a failure."""
     if move.code:
         return f"{move.code}: {move.reason}"
-    if chosen is None:
+    if chosen is None or not chosen.selections:
         return f"to cell {move.cell}"
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell

@@ -287,7 +287,8 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     left its former cell for this one, where it is on record from now on. active_in: the instance is active in that cell
     for good, so the machine that this cell has kept since the request of this id is destroyed; nothing else is done.
     order, sequence: the changes of its machine, and its announcements, are numbered above these: no more than the cell
-    has on record, unless that was set back. The other fields: as in MoveRequest.
+    has on record, unless that was set back. The other fields: as in MoveRequest. room: of a revert: the
+    amounts of each class that the project may hold beside its present ones, by its quota (a class without: no limit).
     """
 
     request_id: Uuid
@@ -299,6 +300,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     selections: Annotated[tuple[Selection, ...], Bound(max_length=9)] = ()
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    room: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
     migration: Uuid | None = None
     auto_confirm_s: Annotated[float, Bound(ge=0, le=30 * 86_400)] | None = None
     offload: bool = False

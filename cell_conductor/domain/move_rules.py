@@ -78,11 +78,13 @@ from .move_steps import (
     try_next,
     undo,
 )
+from .revert_quota import past_quota
 from .steps import Step, StepContext
 
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
+OVER_QUOTA = "quota.exceeded"
 
 
 # --- requests
@@ -156,6 +158,8 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         if not may_end(instance, event):
             return refuse_doubted(instance, event, context)
         instance = replace(instance, doubted=False)
+    if request.kind is MoveKind.REVERT and (past := past_quota(instance, request)):
+        return refuse_request(instance, event, context, OVER_QUOTA, past)
     named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
     if request.kind is MoveKind.CONFIRM:
         return confirm(named, event.at, context)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
+from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -62,6 +63,11 @@ class BookClaims:
         if self.unavailable:
             return [RequestTimeout("unavailable") for _ in requests]
         return list(await self.book.locate(requests))
+
+    async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        if self.unavailable:
+            return RequestTimeout("unavailable")
+        return await self.book.usage(ProjectUsageQuery(projects=tuple(projects)))
 
 
 def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:

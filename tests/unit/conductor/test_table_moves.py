@@ -37,7 +37,7 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
-from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, selection, spawned
 from tests.unit.conductor.scenario import announced as builds
 
 SMALL = replace(SPEC, flavor="m1.small")
@@ -514,3 +514,25 @@ def test_a_move_goes_on_with_the_generation_that_an_audits_claim_has_left() -> N
     other = begun(MoveKind.MIGRATE, 2, 3)
     other.apply(replace(changed, holding={host(1): {"VCPU": 2}}))
     assert other.instance.state is State.REVERTING, "another client holds something else"
+
+
+@pytest.mark.parametrize(
+    ("left", "is_refused"), [({"VCPU": 0}, True), ({"VCPU": 1}, False), ({"DISK_GB": 0}, False), ({}, False)]
+)
+def test_a_clients_revert_to_a_larger_size_needs_room_in_the_quota(left: dict[str, int], is_refused: bool) -> None:
+    """Resize down, build in the room that this left, revert: the project held more than its quota."""
+    smaller = replace(selection(2), allocations={host(2): {"DISK_GB": 1}})
+    made = Scenario(active())  # VCPU 1
+    made.apply(request(MoveKind.RESIZE, selections=(smaller,)), claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    made.apply(spawned(attempt=2, at=210.0))
+    assert made.instance.state is State.RESIZED
+    made.apply(request(MoveKind.REVERT, request_id=OTHER, room=left))
+    if is_refused:
+        assert made.instance.state is State.RESIZED
+        assert made.terminals[-1] == (MoveKind.REVERT, MoveState.REFUSED, "quota.exceeded")
+        made.apply(request(MoveKind.CONFIRM, request_id=OTHER.replace("2", "3")))
+        assert made.instance.state is State.CONFIRMING
+    else:
+        assert made.instance.state is State.UNDOING
