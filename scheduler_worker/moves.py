@@ -472,22 +472,16 @@ class MoveEngine:
             return recorded(pending, state, author, code=why.code, reason=why.reason, funnel=chosen.funnel), None
         request = pending.request
         assert known.build is not None and known.build.cell is not None
-        selections = () if chosen is None else chosen.selections
-        host = selections[0].host if selections else None
-        command = self._command(request, known, selections, {} if chosen is None else chosen.room)
+        chosen = Chosen() if chosen is None else chosen
+        host = chosen.selections[0].host if chosen.selections else None
+        command = self._command(request, known, chosen)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
-        if chosen is None or chosen.cell in (None, known.build.cell):
+        if chosen.cell in (None, known.build.cell):
             return move, command
         leaving = replace(command, to_cell=chosen.cell)
         return replace(move, command=leaving), for_former_cell(leaving)
 
-    def _command(
-        self,
-        request: MoveRequest,
-        known: MoveContext,
-        selections: tuple[Selection, ...],
-        room: Mapping[str, int],
-    ) -> CellMove:
+    def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         built, config = known.build_request, self._selector.config
         assert built is not None
         flavor = request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known)
@@ -510,10 +504,10 @@ class MoveEngine:
             kind=request.kind,
             spec=spec if changes else None,
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
-            selections=selections,
+            selections=chosen.selections,
             server_group=built.server_group,
-            limits=config.quota_of(request.project_id) if selections else {},
-            room=dict(room),
+            limits=config.quota_of(request.project_id) if chosen.selections else {},
+            room=dict(chosen.room),
             migration=request.migration,
             auto_confirm_s=request.auto_confirm_s,
             offload=request.offload,

@@ -155,7 +155,7 @@ class Mover:
             await self._send(cell, request)  # the same once more
 
     def _room(self, project: str) -> dict[str, int]:
-        """What the project's quota has left."""
+        """The amounts of each class that the project's quota has left."""
         held: Counter[str] = Counter()
         for kept in self._world.book.consumers.values():
             one = kept.consumer

@@ -151,7 +151,7 @@ def test_a_delete_while_the_allocation_is_reassigned_awaits_who_holds_it() -> No
     made.apply(reassigned(made.instance), gone(made.instance, 1))
     assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=222.0))
-    assert question_of(made.instance) == Release(consumer=MOVE, project_id="p")
+    assert question_of(made.instance) == Release(consumer=MOVE, project_id="p", of_migration=True)
 
 
 @pytest.mark.parametrize("late", [leaves(), request(MoveKind.STOP, request_id=LATER), e.DeleteRequested(at=300.0)])
@@ -180,7 +180,7 @@ def test_it_is_destroyed_only_when_it_is_active_elsewhere_by_the_request_that_it
     assert (made.instance.state, made.destroys) == (State.CLEARING, [(1, host(1))])
     assert question_of(made.instance) is None
     made.apply(gone(made.instance, 1))
-    assert question_of(made.instance) == Release(consumer=MOVE, project_id="p")
+    assert question_of(made.instance) == Release(consumer=MOVE, project_id="p", of_migration=True)
     made.apply(e.Released(at=230.0, consumer=MOVE))
     assert (made.instance.state, last_event(made).state) == (State.DEPARTED, MoveState.SOURCE_GONE)
 
