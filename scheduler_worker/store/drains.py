@@ -37,7 +37,7 @@ PUT = f"""
 INSERT INTO drain_moves ({", ".join(COLUMNS)})
 SELECT * FROM unnest({", ".join(f"${at}::{kind}[]" for at, kind in enumerate(_TYPES, 1))})
 ON CONFLICT (drain, instance_uuid) DO UPDATE SET
-    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[6:])}
+    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[4:])}
 """
 DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
 NO_LIMIT = 2**31 - 1

@@ -85,6 +85,14 @@ async def test_an_instance_is_written_over_and_dropped_with_its_drain(store: Sch
         assert await unit.drain_moves(OTHER, 10) == [row(3, drain=OTHER)]
 
 
+async def test_an_instance_that_has_come_to_another_host_of_its_drain_has_that_source(store: SchedulerStore) -> None:
+    await put(store, row(1, State.LEFT))
+    after = row(1, source="other", source_uuid=OTHER, due_at=7.0, code="instance.building")
+    await put(store, after)
+    async with store.operation() as unit:
+        assert await unit.drain_moves(DRAIN, 10) == [after]
+
+
 async def test_a_drain_is_held_by_one_transaction_at_a_time(store: SchedulerStore) -> None:
     """The second reads what the first has written."""
     held, begun, order = asyncio.Event(), asyncio.Event(), list[str]()
