@@ -39,6 +39,7 @@ from scheduler_worker.domain.move_events import refused_move
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.drain_holders import DrainHolders
 from scheduler_worker.drain_plan import DrainPlanner
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
@@ -98,7 +99,7 @@ def build(
     registry = ObjectRegistry(
         parts.store, parts.selector, config, clock=env.clock, cells=cells, stall_watch=parts.api.stall_watch
     )
-    drains = _add_drains(parts, registry, moves)
+    drains = _add_drains(parts, registry, moves, follower)
     services = ServiceForgetter(registry, parts.selector, parts.api, lambda: links.buses, clock=env.clock)
     _add_objects(parts, registry, drains, services)
     measured = _add_host_metrics(parts)
@@ -253,13 +254,14 @@ async def _prepare_search(follower: Follower) -> None:
     warm_up_search()
 
 
-def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine) -> DrainKeeper:
+def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api)
     drains = DrainKeeper(
         parts.store,
         registry,
         parts.selector,
-        DrainPlanner(parts.store, parts.selector, moves, clock=parts.env.clock),
+        DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
         clock=parts.env.clock,
         rng=random.Random(f"drains {parts.env.process}"),
         process=parts.process,

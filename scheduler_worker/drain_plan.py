@@ -9,7 +9,7 @@ every step of it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,10 +23,12 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.decisions import RETRIES
+from scheduler_worker.domain.drain_holders import HeldInstance
 from scheduler_worker.domain.drain_targets import DrainedHost, hosts_of
-from scheduler_worker.domain.drains import DRAIN_KINDS
+from scheduler_worker.domain.drains import DRAIN_KINDS, UNCONFIRMED
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, flavor_of
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.drain_holders import DrainHolders
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -54,11 +56,14 @@ class InstanceToMove(Struct, frozen=True):
 
 
 class MadePlan(Struct, frozen=True):
-    """A plan and its input: the hosts, and the instances in the order of the plan's moves."""
+    """A plan and its input: the hosts, the instances in the order of the plan's moves, and those of which a host keeps
+    the source of an unconfirmed move.
+    """
 
     plan: DrainPlan
     hosts: tuple[DrainedHost, ...]
     instances: tuple[InstanceToMove, ...]
+    kept: tuple[HeldInstance, ...] = ()
 
     @property
     def stuck(self) -> int:
@@ -108,10 +113,13 @@ class _Choices:
 class DrainPlanner:
     """Makes plans for one scheduler."""
 
-    def __init__(self, store: SchedulerStore, selector: Selector, moves: MoveEngine, *, clock: Clock) -> None:
+    def __init__(
+        self, store: SchedulerStore, selector: Selector, moves: MoveEngine, holders: DrainHolders, *, clock: Clock
+    ) -> None:
         self._store = store
         self._selector = selector
         self._moves = moves
+        self._holders = holders
         self._clock = clock
 
     def hosts(
@@ -137,16 +145,28 @@ class DrainPlanner:
         for start in range(0, len(instances), SLICE):
             moves += await self._slice(instances[start : start + SLICE], query.kind, drained, choices)
             await asyncio.sleep(0)
+        kept = await self._kept(hosts, {one.uuid for one in instances})
+        kept, more = kept[: query.limit - len(instances)], more or len(instances) + len(kept) > query.limit
         single = hosts[0] if target is DrainTarget.HOST else None
         plan = DrainPlan(
             host=query.host if single is None else single.name,
             host_uuid=None if single is None else single.uuid,
             target=target,
             hosts=len(hosts),
-            moves=tuple(moves),
+            moves=(*moves, *map(_not_planned, kept)),
             more=more,
         )
-        return MadePlan(plan, hosts, tuple(instances))
+        return MadePlan(plan, hosts, tuple(instances), tuple(kept))
+
+    async def _kept(self, hosts: Sequence[DrainedHost], active: Collection[str]) -> list[HeldInstance]:
+        """The instances of which a host keeps the source of an unconfirmed move. A fenced host is not drained."""
+        there = [one for one in hosts if not self._is_fenced(one)]
+        found = {one.instance_uuid: one for one in await self._holders.held_on(there) if one.code == UNCONFIRMED}
+        return [one for uuid, one in sorted(found.items()) if uuid not in active]
+
+    async def held_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        """The instances of which these hosts hold something, or are about to. Raises Transient."""
+        return await self._holders.held_on(hosts)
 
     async def instances_on(
         self, hosts: Sequence[DrainedHost], limit: int, *, after: Mapping[str | None, str] | None = None
@@ -211,13 +231,16 @@ class DrainPlanner:
 
     def _unreachable(self, host: DrainedHost) -> Refusal | None:
         """Why nothing can be moved away from this host; None: it can."""
-        decision = self._selector.table.decision_of(host.uuid)
-        if decision is not None and decision.state is AdminState.FENCED:
+        if self._is_fenced(host):
             return Refusal(code="host.fenced", reason=f"{host.name} is fenced: its instances are evacuated, not moved")
         if self._selector.table.live_service_of(host.uuid) is None:
             reason = f"the compute service of {host.name} is down: fence the host and evacuate, or wait for it"
             return Refusal(code="service.down", reason=reason)
         return None
+
+    def _is_fenced(self, host: DrainedHost) -> bool:
+        decision = self._selector.table.decision_of(host.uuid)
+        return decision is not None and decision.state is AdminState.FENCED
 
 
 def _group_of(one: InstanceToMove) -> str | None:
@@ -241,4 +264,15 @@ def _planned(one: InstanceToMove, chosen: Chosen) -> PlannedMove:
         hosts=tuple(selection.host for selection in chosen.selections),
         code="" if why is None else why.code,
         reason="" if why is None else why.reason,
+    )
+
+
+def _not_planned(one: HeldInstance) -> PlannedMove:
+    return PlannedMove(
+        instance_uuid=one.instance_uuid,
+        project_id=one.project_id,
+        flavor=one.flavor,
+        source=one.source.name,
+        code=one.code,
+        reason=one.reason,
     )

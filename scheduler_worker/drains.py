@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 import structlog
@@ -42,6 +42,7 @@ from bus.contracts.operations import AdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
+from scheduler_worker.domain.drain_holders import HeldInstance, LookedAt, held_row, reviewed
 from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
     DONE,
@@ -53,6 +54,7 @@ from scheduler_worker.domain.drains import (
     drained,
     end_of,
     given_back,
+    is_held,
     retried,
     step,
 )
@@ -231,8 +233,11 @@ class DrainKeeper:
         if done.changed or done.requests:
             return True
         code = end_of(found, now)
-        if code in (DONE, LEFT) and await self._add_late(drain, [host for host, _ in hosts.values()]):
-            return True
+        if code in (DONE, LEFT):
+            if await self._review(drain, hosts, set(hosts), is_last=True):
+                return True
+        elif code is None and found.record.state is DrainState.RUNNING:
+            await self._review(drain, hosts, {row.source_uuid for row in found.open if is_held(row)})
         if code is not None:
             await self._end(drain, code)
         return found.record.state is not DrainState.PAUSED or any(map(found.counts.get, UNDER_WAY))
@@ -249,48 +254,55 @@ class DrainKeeper:
             if decision.state is not AdminState.FENCED
         }
 
-    async def _add_late(self, drain: str, hosts: list[DrainedHost]) -> bool:
-        """Instances that have come since: builds that were dispatched before, and those that the
-        plan's bound left out.
+    async def _review(
+        self,
+        drain: str,
+        hosts: Mapping[str, tuple[DrainedHost, str]],
+        looked_at: Collection[str],
+        *,
+        is_last: bool = False,
+    ) -> bool:
+        """Look at hosts that may still hold something of instances, and at all of them before the drain ends.
+
+        is_last: those that the plan's bound left out count too, by the record. Returns whether the drain has to go on.
         """
-        there = await self._planner.instances_on(hosts, MAX_PLANNED)
+        if not looked_at:
+            return False
+        there = [host for uuid, (host, _) in hosts.items() if uuid in looked_at]
+        held = await self._planner.held_on(there)
+        if is_last:
+            held += [
+                HeldInstance(instance_uuid=one.uuid, project_id=one.project_id, source=one.source)
+                for one in await self._planner.instances_on(there, MAX_PLANNED)
+            ]
+        now = self._clock.time()
         async with self._store.operation() as unit:
-            found = await unit.lock_drain(drain, 0.0, 0)
+            found = await unit.lock_drain(drain, now, 0)
             if found is None or found.record.state is not DrainState.RUNNING:
                 return False
-            known = await unit.drain_moves(drain, NO_LIMIT)
-            names = {one.instance_uuid for one in known}
-            late = [one for one in there if one.uuid not in names]
-            await unit.put_drain_moves(
-                [
-                    DrainMove(
-                        drain=drain,
-                        instance_uuid=one.uuid,
-                        position=len(known) + at,
-                        project_id=one.project_id,
-                        source_uuid=one.source.uuid,
-                        source=one.source.name,
-                        kind=found.record.kind,
-                    )
-                    for at, one in enumerate(late)
-                ]
-            )
-        return bool(late)
+            down = {uuid: code for uuid, (_, code) in hosts.items()}
+            look = LookedAt(drain=drain, kind=found.record.kind, uuids=looked_at, down=down, at=now)
+            changed = reviewed(look, await unit.drain_moves(drain, NO_LIMIT), held)
+            await unit.put_drain_moves(changed)
+        return bool(changed)
 
     async def _end(self, drain: str, code: str) -> None:
         now = self._clock.time()
+        is_first = False
 
         async def make(unit: OperationUnit, present: RecordedObjects) -> Made | Refusal:
+            nonlocal is_first
             author = ChangeAuthor(self._who, code, now)
             found = await unit.lock_drain(drain, now, 0)
             stored = present.objects.get((ObjectKind.DRAIN, drain))
             if found is None or stored is None or end_of(found, now) != code:
                 return (), author  # a command, or another scheduler, was first
-            after = replace(found.record, state=DrainState.ENDED, code=code)
+            after, is_first = replace(found.record, state=DrainState.ENDED, code=code), True
             return [_changed_drain(drain, found.record, after)], author
 
         await self._registry.write(make)
-        log.warning("drain.ended", drain=drain, code=code)
+        if is_first:
+            log.warning("drain.ended", drain=drain, code=code)
 
 
 class _Begun:
@@ -341,22 +353,26 @@ class _Begun:
         return changed, author
 
     def _moves(self) -> list[DrainMove]:
-        """In the order of the plan. The instances of a fenced host are evacuated, and never moved."""
-        return [
+        """In the order of the plan, and then the unconfirmed ones. The instances of a fenced host are evacuated, and
+        never moved.
+        """
+        made, drain, kind = self._made, self._command.drain, self._command.kind
+        rows = [
             DrainMove(
-                drain=self._command.drain,
+                drain=drain,
                 instance_uuid=one.uuid,
                 position=at,
                 project_id=one.project_id,
                 source_uuid=one.source.uuid,
                 source=one.source.name,
-                kind=self._command.kind,
+                kind=kind,
                 state=DrainMoveState.FAILED if planned.code == "host.fenced" else DrainMoveState.WAITING,
                 code=planned.code if planned.code == "host.fenced" else "",
                 reason=planned.reason if planned.code == "host.fenced" else "",
             )
-            for at, (one, planned) in enumerate(zip(self._made.instances, self._made.plan.moves, strict=True))
+            for at, (one, planned) in enumerate(zip(made.instances, made.plan.moves, strict=False))
         ]
+        return rows + [held_row(drain, kind, one, len(rows) + at) for at, one in enumerate(made.kept)]
 
 
 def begun_name(selector: Selector, name: str) -> str:

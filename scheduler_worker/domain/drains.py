@@ -29,6 +29,13 @@ USER = "drain"  # the user_id of these requests
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
+# Codes of instances that wait because a host of the drain holds something of them while they are not active there.
+BUILDING = "instance.building"  # a build on the host is in progress
+ARRIVING = "instance.arriving"  # a request that brings it to the host is under way
+RELEASING = "instance.releasing"  # it is deleted, or has moved away, and its resources are being released
+UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
+MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
+HELD = frozenset({BUILDING, ARRIVING, RELEASING, UNCONFIRMED, MISPLACED})
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
@@ -104,15 +111,15 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
             changed.append(after)
     free_slots = _free_slots(drain, under_way, now)
     for row in drain.open:
-        if row.state is not _begins(drain.record) or row.due_at > now:
+        if row.state is not _begins(drain.record) or row.due_at > now or is_held(row):
             continue
         misfit = _misfit(row, known[row.instance_uuid], hosts)
         if misfit is not None:
             changed.append(misfit)
         elif known[row.instance_uuid].now.under_way is not None:
-            changed.append(_failed(row, BUSY, "another request about it is under way", now))
+            changed.append(failed(row, BUSY, "another request about it is under way", now))
         elif row.state is State.WAITING and hosts[row.source_uuid]:
-            changed.append(_failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
+            changed.append(failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
         elif free_slots > 0:
             free_slots -= 1
             after = _begun(row, now)
@@ -175,11 +182,16 @@ def retried(row: DrainMove, action: DrainAction) -> DrainMove:
     fresh = {"failures": 0, "due_at": 0.0, "code": "", "reason": ""}
     if action is DrainAction.RESUME and row.state is State.FAILED:
         return replace(row, state=State.WAITING, **fresh)
-    if action is DrainAction.UNDO and row.state is State.MOVED:
+    if action is DrainAction.UNDO and (row.state is State.MOVED or _waits_moved(row)):
         return replace(row, state=State.TO_RETURN, **fresh)
     if action is DrainAction.UNDO and row.state is State.WAITING:
         return replace(row, state=State.LEFT, code=UNDONE)
     return row
+
+
+def _waits_moved(row: DrainMove) -> bool:
+    """Whether the drain has moved it, and its former host still held something of it."""
+    return row.host is not None and row.state in (State.WAITING, State.FAILED)
 
 
 def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -> HostDecision:
@@ -255,7 +267,7 @@ def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: floa
     if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
         waits = State.TO_RETURN if row.state is State.RETURNING else State.WAITING
         return _unless_undone(replace(row, state=waits, kind=MoveKind.MIGRATE), record)
-    return _unless_undone(_failed(row, move.code, move.reason, now), record)
+    return _unless_undone(failed(row, move.code, move.reason, now), record)
 
 
 def _arrived(row: DrainMove, move: RecordedMove, record: DrainRecord) -> DrainMove:
@@ -272,8 +284,13 @@ def _unless_undone(row: DrainMove, record: DrainRecord) -> DrainMove:
     return replace(row, state=State.LEFT, code=UNDONE) if is_undone else row
 
 
-def _failed(row: DrainMove, code: str, reason: str, now: float) -> DrainMove:
-    """It waits for its next try, or has failed for good."""
+def is_held(row: DrainMove) -> bool:
+    """Whether its host holds something of it while it is not active there: there is nothing to move yet."""
+    return row.state is State.WAITING and row.code in HELD
+
+
+def failed(row: DrainMove, code: str, reason: str, now: float) -> DrainMove:
+    """The row after a failure. It waits for its next try, or has failed for good."""
     is_back = row.state in (State.TO_RETURN, State.RETURNING)
     failures = row.failures + 1
     if failures >= MAX_FAILURES:
@@ -300,6 +317,8 @@ def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> Dra
             return replace(row, state=State.RETURNED, code="", reason="")
         is_mine = known.build.host == row.host
     else:
+        if row.host is not None and known.build.host == row.host:
+            return replace(row, state=State.MOVED, code="", reason="")
         if row.source_uuid not in hosts:
             return replace(row, state=State.LEFT, code="host.left_drain")
         is_mine = known.build.host == row.source

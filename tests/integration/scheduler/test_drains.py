@@ -35,6 +35,7 @@ from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker import drains
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import drain_holders
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresOperationUnit
@@ -56,6 +57,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drains, "STAGGER_S", 0.01)
     monkeypatch.setattr(drains, "PASS_S", 0.02)
     monkeypatch.setattr(drains, "IDLE_S", 0.05)
+    monkeypatch.setattr(drain_holders, "LOOK_S", 0.02)
     PASSES.clear()
 
     def counted(*arguments: Any) -> DrainStep:
@@ -131,6 +133,8 @@ async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, 
     fields = {"terminal": True, "condition": Condition.ACTIVE, "sequence": 30, **more}
     if state is MoveState.DONE:
         fields.setdefault("host", move.selections[0].host)
+        await world.claim_destination(move)
+        await world.release(move.request_id)
     request = world.move(BuildRequest(instance_uuid=move.instance_uuid, flavor="", project_id="demo"), move.kind)
     request = replace(request, request_id=move.request_id)
     await world.move_announced("c1", request, state, **fields)
@@ -431,6 +435,7 @@ async def test_what_comes_to_a_host_late_is_moved_too_and_what_is_deleted_is_lef
     other = gone if first.instance_uuid == built.instance_uuid else built
     await world.announced("c1", late, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
     await world.delete(other)
+    await world.release(other.instance_uuid)
     await world.announced("c1", other, BuildState.DELETED, 40, terminal=True)
     await world.ended(other.instance_uuid, BuildState.DELETED)
     await ends(world, first)

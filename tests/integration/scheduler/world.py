@@ -7,6 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
@@ -18,10 +20,19 @@ from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
     Inventory,
     InventoryResult,
     InventoryUpdate,
+    Migration,
     ProviderReport,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
     SnapshotPage,
     SnapshotRequest,
 )
@@ -64,6 +75,7 @@ class World:
         self.outdated: list[ServiceOutdated] = []
         self._sequence = 0
         self._version = 0
+        self._attempt = 1
         self._changed = asyncio.Condition()
         self._consumers: list[Consumer] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -326,6 +338,36 @@ class World:
             **more,
         )
         await self.buses[cell].publish(event)
+
+    async def claim_destination(self, move: CellMove) -> None:
+        """As the cell does: the instance's allocation is that of its first host, and the migration keeps the source."""
+        self._attempt += 1
+        claim = Claim(
+            consumer=move.instance_uuid,
+            attempt=self._attempt,
+            consumer_generation=1,
+            options=(ClaimOption(allocations=move.selections[0].allocations),),
+            project_id=move.project_id,
+            migration=Migration(uuid=move.request_id, source=move.selections[0].allocations),
+        )
+        answer = await self.buses[API].request(claim, ClaimResult, timeout_s=PATIENCE_S)
+        if answer.outcome is ClaimOutcome.CONSUMER_CHANGED:
+            again = replace(claim, consumer_generation=answer.consumer_generation)
+            answer = await self.buses[API].request(again, ClaimResult, timeout_s=PATIENCE_S)
+        assert answer.outcome is ClaimOutcome.CLAIMED, answer
+
+    async def revert_claim(self, move: CellMove, host: str) -> None:
+        """The instance holds the source of its migration again, on this host (uuid)."""
+        self._attempt += 1
+        (amounts,) = move.selections[0].allocations.values()
+        migration = Migration(uuid=move.request_id, source={host: amounts})
+        revert = Revert(consumer=move.instance_uuid, migration=migration, source_attempt=1, attempt=self._attempt)
+        answer = await self.buses[API].request(revert, RevertResult, timeout_s=PATIENCE_S)
+        assert answer.outcome == "reverted", answer
+
+    async def release(self, consumer: str) -> None:
+        """The consumer, an instance or a migration, holds nothing any more."""
+        await self.buses[API].request(Release(consumer=consumer), ReleaseResult, timeout_s=PATIENCE_S)
 
     async def show(self, uuid: str) -> BuildRecord | None:
         page = await self.buses[API].request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=PATIENCE_S)

@@ -85,6 +85,8 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
         (ROW, known(), {}, S.LEFT),
         (ROW, known(), {HOST: "service.down"}, S.WAITING),
         (ROW, known(under_way="x"), None, S.WAITING),
+        (replace(ROW, code="instance.building"), known("h9"), None, S.WAITING),
+        (replace(ROW, host="h9"), known("h9"), None, S.MOVED),
         (replace(ROW, state=S.UNDER_WAY, request_id="r"), known("h2", MoveState.DONE), None, S.MOVED),
         (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
         (replace(ROW, state=S.UNDER_WAY, failures=MAX_FAILURES - 1), known(ended=MoveState.FAILED), None, S.FAILED),

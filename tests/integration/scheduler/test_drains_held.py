@@ -1,0 +1,227 @@
+"""Drains of hosts that hold something of an instance that is not active there: they do not end as done."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.drains import DrainAction, DrainProgress, DrainState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
+from tests.integration.scheduler.test_drains import (
+    WARM,
+    active,
+    becomes,
+    begin,
+    code_of,
+    command,
+    commanded,
+    ends,
+    has_begun,
+    passed,
+    plan_of,
+    quick,
+    shown,
+    until,
+)
+from tests.integration.scheduler.world import World
+
+pytestmark = pytest.mark.postgres
+__all__ = ["quick"]  # the fixture
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An instance that has failed is tried again at once."""
+    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+
+
+async def waits(world: World, drain: DrainProgress, instance: str) -> None:
+    """The drain has looked at its hosts, goes on, and names the instance."""
+    found = await becomes(world, drain, lambda one: one.not_begun or one.state is DrainState.ENDED)
+    assert (found.state, found.not_begun) == (DrainState.RUNNING, (instance,))
+    await passed(world)
+    assert (await shown(world, drain)).state is DrainState.RUNNING
+
+
+async def building(world: World, host: str) -> BuildRequest:
+    """A build that is dispatched to the host, and has not ended."""
+    build = world.request(host=host)
+    await world.ask(build)
+    await world.ended(build.instance_uuid, BuildState.SCHEDULED)
+    return build
+
+
+async def moving(world: World, build: BuildRequest, kind: MoveKind = MoveKind.MIGRATE) -> tuple[MoveRequest, CellMove]:
+    """A move of a client, dispatched, of which the cell has announced nothing yet."""
+    move = world.move(build, kind)
+    await world.ask(move)
+    return move, await world.dispatched(move)
+
+
+async def unconfirmed(world: World, build: BuildRequest) -> tuple[MoveRequest, CellMove]:
+    """The instance has been migrated, and its source is kept."""
+    move, sent = await moving(world, build)
+    await world.claim_destination(sent)
+    host = sent.selections[0].host
+    await world.move_announced("c1", move, MoveState.DONE, 30, host=host, terminal=True, condition=Condition.RESIZED)
+    await world.moved(move, MoveState.DONE)
+    return move, sent
+
+
+async def arrives(world: World, build: BuildRequest, sent: CellMove) -> None:
+    """The cell announces the end of a move that needs no confirm."""
+    move = world.move(build, sent.kind, request_id=sent.request_id)
+    done = {"host": sent.selections[0].host, "terminal": True, "condition": Condition.ACTIVE}
+    await world.move_announced("c1", move, MoveState.DONE, 30, **done)
+    await world.moved(move, MoveState.DONE)
+
+
+async def test_a_build_in_progress_is_waited_for_and_moved(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.scheduler("s2", WARM)
+    await world.add_hosts("c1", 2)
+    build = await building(world, "c1-0")
+    assert (await plan_of(world, "c1-0")).moves == ()  # there is nothing to move yet
+    begun = await begin(world, "c1-0")
+    await waits(world, begun, build.instance_uuid)
+    await world.announced("c1", build, BuildState.ACTIVE, 11, host="c1-0", attempt=1, terminal=True)
+    await world.until(partial(has_begun, world, 1))
+    await ends(world, commanded(world)[0])
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
+
+
+async def test_a_build_that_fails_is_waited_for_until_its_resources_are_released(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    build = await building(world, "c1-0")
+    begun = await begin(world, "c1-0")
+    await waits(world, begun, build.instance_uuid)
+    await world.announced("c1", build, BuildState.FAILED, 11, code="build.failed", terminal=True)
+    await world.ended(build.instance_uuid, BuildState.FAILED)
+    await waits(world, begun, build.instance_uuid)
+    await world.release(build.instance_uuid)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts) == ("drain.done", {"left": 1})
+
+
+async def test_a_move_to_the_host_is_waited_for_and_its_instance_moved_on(world: World) -> None:
+    """Before its conductor has claimed anything there, the record of the request alone names the host."""
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    move, sent = await moving(world, build, MoveKind.LIVE_MIGRATE)
+    assert sent.selections[0].host == "c1-1"
+    begun = await begin(world, "c1-1")
+    await waits(world, begun, build.instance_uuid)
+    await ends(world, sent)
+    await world.add_hosts("c1", 1)
+    await world.until(partial(has_begun, world, 2))
+    on = commanded(world)[1]
+    assert (on.instance_uuid, on.request_id != move.request_id) == (build.instance_uuid, True)
+    await ends(world, on, sequence=40)
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def test_the_source_of_an_unconfirmed_move_is_in_the_plan_and_is_what_is_left(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    move, _ = await unconfirmed(world, build)
+    (planned,) = (await plan_of(world, "c1-0")).moves
+    assert (planned.instance_uuid, planned.code, planned.source) == (
+        build.instance_uuid,
+        "instance.unconfirmed",
+        "c1-0",
+    )
+    assert move.request_id in planned.reason and planned.flavor == "m1.small"
+    assert await code_of(world, "c1-0") == "drain.stuck"
+    begun = await begin(world, "c1-0", force=True)
+    assert begun.planned == 1
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
+        "drain.left",
+        [(build.instance_uuid, "instance.unconfirmed")],
+    )
+    await world.release(move.request_id)  # it is confirmed
+    confirmed = {"host": "c1-1", "terminal": True, "condition": Condition.ACTIVE}
+    await world.move_announced("c1", move, MoveState.SOURCE_GONE, 31, **confirmed)
+    await command(world, begun, DrainAction.RESUME)
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -> None:
+    """It was left; the drain is resumed, and looks at it again."""
+    await world.scheduler("s1", WARM)
+    source, _ = await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    _, sent = await unconfirmed(world, build)
+    begun = await begin(world, "c1-0", force=True)
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.left"
+    revert, _ = await moving(world, build, MoveKind.REVERT)
+    await command(world, begun, DrainAction.RESUME)
+    await passed(world)
+    await world.revert_claim(sent, source)
+    back = {"host": "c1-0", "terminal": True, "condition": Condition.ACTIVE}
+    await world.move_announced("c1", revert, MoveState.DONE, 40, **back)
+    await world.until(partial(has_begun, world, 3))
+    await ends(world, commanded(world)[2], sequence=50)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
+
+
+async def test_a_source_that_is_being_released_is_waited_for_and_is_taken_back(world: World) -> None:
+    """The drain's own move has ended; its instance counts as moved all the same."""
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    begun = await begin(world, "c1-0")
+    await world.until(partial(has_begun, world, 1))
+    sent = commanded(world)[0]
+    await world.claim_destination(sent)
+    await arrives(world, build, sent)
+    await waits(world, begun, build.instance_uuid)
+    await world.release(sent.request_id)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
+    await command(world, begun, DrainAction.UNDO)
+    await world.until(partial(has_begun, world, 2))
+    assert commanded(world)[1].selections[0].host == "c1-0"
+
+
+@pytest.mark.parametrize(("action", "code"), [(None, "drain.deadline"), (DrainAction.STOP, "drain.stopped")])
+async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
+    world: World, action: DrainAction | None, code: str
+) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    build = await building(world, "c1-0")
+    begun = await begin(world, "c1-0", deadline_s=0.2 if action is None else None)
+    if action is not None:
+        await waits(world, begun, build.instance_uuid)
+        await command(world, begun, action)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.not_begun) == (code, (build.instance_uuid,))
+
+
+async def test_a_drain_does_not_end_while_the_book_does_not_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    begun = await begin(world, "c1-0")
+    await world.until(partial(has_begun, world, 1))
+    sent = commanded(world)[0]
+    await world.claim_destination(sent)
+    await world.release(sent.request_id)
+    await world.stop("p1")
+    with monkeypatch.context() as patched:
+        patched.setattr("scheduler_worker.drain_holders.ANSWER_S", 0.05)
+        await arrives(world, build, sent)
+        await passed(world)
+        assert (await shown(world, begun)).state is DrainState.RUNNING
+    await world.placement()
+    assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"

@@ -1,0 +1,153 @@
+"""Instances that a drained host still holds something of: which of them wait, fail, are moved, or are done with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.book import TreeHolder
+from bus.contracts.build import BuildState
+from bus.contracts.drains import DrainAction, DrainMoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.drain_holders import (
+    LOOK_S,
+    HeldInstance,
+    LookedAt,
+    arriving,
+    held_as_instance,
+    held_by_migration,
+    reviewed,
+)
+from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.domain.drains import MAX_FAILURES, DrainMove, is_held, retried
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+
+A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")
+HOST = DrainedHost(H1, "h1", "c")
+S = DrainMoveState
+NOW = 1000.0
+HELD = HeldInstance(instance_uuid=A, project_id="p", source=HOST, code="instance.building", reason="its build")
+UNCONFIRMED = replace(HELD, code="instance.unconfirmed")
+ROW = DrainMove(
+    drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=H1, source="h1", kind=MoveKind.LIVE_MIGRATE
+)
+PARKED = replace(ROW, code="instance.building", due_at=NOW)
+
+
+def context(
+    state: BuildState = BuildState.ACTIVE,
+    host: str | None = "h1",
+    condition: Condition = Condition.ACTIVE,
+    under_way: str | None = None,
+    cell: str = "c",
+) -> MoveContext:
+    build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell=cell, host=host)
+    return MoveContext(build=build, instance=InstanceRecord(instance_uuid=A, condition=condition, under_way=under_way))
+
+
+def request(**more: Any) -> RecordedMove:
+    fields = {"kind": MoveKind.MIGRATE, "state": MoveState.DONE, "cell": "c", "host": "h1", **more}
+    return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
+
+
+def look(*uuids: str, **down: str) -> LookedAt:
+    codes = {H1: "", **({H1: down["h1"]} if "h1" in down else {})}
+    return LookedAt(drain=DRAIN, kind=MoveKind.LIVE_MIGRATE, uuids=uuids or (H1,), down=codes, at=NOW)
+
+
+@pytest.mark.parametrize(
+    ("known", "code"),
+    [
+        pytest.param(context(), "", id="it is active there"),
+        pytest.param(context(BuildState.ACCEPTED, None), "instance.building", id="it has been claimed"),
+        pytest.param(context(BuildState.SCHEDULED), "instance.building", id="its build is dispatched"),
+        pytest.param(context(BuildState.BUILDING), "instance.building", id="its build is in progress"),
+        pytest.param(context(BuildState.DELETING), "instance.releasing", id="it is being deleted"),
+        pytest.param(context(BuildState.FAILED), "instance.releasing", id="its build has failed"),
+        pytest.param(context(host="h2", under_way=R), "instance.arriving", id="a move brings it"),
+        pytest.param(context(host="h2"), "instance.misplaced", id="the record has it elsewhere"),
+        pytest.param(context(cell="d"), "instance.misplaced", id="the record has it on a namesake in another cell"),
+    ],
+)
+def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveContext, code: str) -> None:
+    found = held_as_instance(HOST, known)
+    assert found is not None and (found.instance_uuid, found.code, found.source) == (A, code, HOST)
+
+
+def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> None:
+    assert held_as_instance(HOST, MoveContext()) is None
+
+
+@pytest.mark.parametrize(
+    ("move", "known", "found"),
+    [
+        (request(), context(host="h2", condition=Condition.RESIZED), (A, "instance.unconfirmed")),
+        (request(), context(host="h2"), (A, "instance.releasing")),
+        (request(), context(host="h2", condition=Condition.RESIZED, under_way=B), (A, "instance.arriving")),
+        (request(), context(BuildState.DELETED, "h2"), (A, "instance.releasing")),
+        (request(), context(under_way=R), (A, "")),
+        (request(), MoveContext(), (A, "instance.unconfirmed")),
+        (None, None, (R, "instance.unconfirmed")),
+    ],
+)
+def test_an_instance_whose_source_a_migration_keeps_is_named(
+    move: RecordedMove | None, known: MoveContext | None, found: tuple[str, str]
+) -> None:
+    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION")
+    held = held_by_migration(HOST, holder, move, known)
+    assert (held.instance_uuid, held.code) == found
+
+
+def test_a_request_under_way_brings_an_instance_to_the_host_that_it_names_in_its_cell() -> None:
+    named, elsewhere = {"h1": [HOST]}, context(host="h2")
+    going = request(state=MoveState.SCHEDULED)
+    found = arriving(named, going, elsewhere)
+    assert found is not None and (found.code, found.instance_uuid) == ("instance.arriving", A)
+    assert arriving(named, replace(going, host="h3"), elsewhere) is None
+    assert arriving(named, replace(going, cell="d"), elsewhere) is None
+    assert arriving(named, going, context()) is None  # it is there, and is being stopped
+    assert arriving(named, going, MoveContext()) is None
+    command = CellMove(request_id=R, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE, to_cell="c")
+    assert arriving(named, replace(going, cell="d", command=command), elsewhere) is not None
+
+
+def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any_more() -> None:
+    (row,) = reviewed(look(), [], [HELD])
+    assert (row.state, row.code, row.due_at, row.source, is_held(row)) == (
+        S.WAITING, "instance.building", NOW + LOOK_S, "h1", True,
+    )  # fmt: skip
+    (again,) = reviewed(look(), [replace(row, due_at=NOW)], [HELD])
+    assert again == row  # however often: its build ends by itself
+    assert reviewed(look(), [row], [HELD]) == []  # another scheduler has just looked at it
+    for held in ([], [replace(HELD, code="")]):
+        (free,) = reviewed(look(), [PARKED], held)
+        assert (free.state, free.code, free.due_at) == (S.WAITING, "", 0.0) and not is_held(free)
+    assert reviewed(look(H2), [PARKED], []) == []  # its host was not looked at
+
+
+def test_an_unconfirmed_move_and_a_host_that_is_down_fail_after_a_few_looks() -> None:
+    for held, looked in ((UNCONFIRMED, look()), (HELD, look(h1="service.down"))):
+        rows: list[DrainMove] = []
+        for number in range(1, MAX_FAILURES + 1):
+            (row,) = reviewed(looked, [replace(one, due_at=NOW) for one in rows], [held])
+            assert (row.failures, row.code, row.due_at > NOW) == (number, held.code, True)
+            rows = [row]
+        assert rows[0].state is S.FAILED and reviewed(looked, rows, [held]) == []
+
+
+def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:
+    moved = replace(ROW, state=S.MOVED, host="h3")
+    (row,) = reviewed(look(), [moved], [replace(HELD, code="instance.releasing")])
+    assert (row.state, row.code, row.host) == (S.WAITING, "instance.releasing", "h3")
+    assert retried(row, DrainAction.UNDO).state is S.TO_RETURN  # it has been moved all the same
+    other = DrainedHost(H2, "h2", "c")
+    (row,) = reviewed(
+        look(H2), [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(HELD, source=other, code="")]
+    )
+    assert (row.state, row.source, row.source_uuid, row.due_at) == (S.WAITING, "h2", H2, 0.0)
+    for state in (S.UNDER_WAY, S.FAILED, S.WAITING):
+        assert reviewed(look(), [replace(ROW, state=state)], [replace(HELD, code="")]) == []
+    assert len(reviewed(look(), [], [UNCONFIRMED, replace(HELD, code="")])) == 1
