@@ -16,6 +16,7 @@ from msgspec import Struct
 from berth.sim.breaker_watch import BreakerWatch
 from berth.sim.clock import SimClock
 from berth.sim.databases import SimDatabases
+from berth.sim.drain_watch import DrainWatch
 from berth.sim.event_log import EventLog
 from berth.sim.gang_watch import GangWatch
 from berth.sim.harm_watch import HarmWatch
@@ -163,9 +164,11 @@ class World:
         self._book_watch = BookWatch(self.book)
         self._book_watch.rest_frees = plan.has_rest_clients
         self.breaker_watch = BreakerWatch(plan, self.now)
+        drain_watch = DrainWatch(self.book, self.builds, self.now, self.taken_back)
         looks = _all_of(self._book_watch, self.peer_watch, self.gang_watch, self._others_hold, self.move_watch.book)
+        looks = _all_of(looks, drain_watch.book_committed)
         self.book.on_commit.append(partial(self._committed, "placement", looks))
-        self.builds.on_commit.append(partial(self._committed, "scheduler", lambda: None))
+        self.builds.on_commit.append(partial(self._committed, "scheduler", drain_watch.builds_committed))
         for name, cell_table in self.cells.items():
             look = _all_of(
                 partial(self.machines.instances, name, cell_table.instances),

@@ -10,9 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 from berth.sim.run import simulate
+from berth.sim.widening import Widening
 from scheduler_worker import drains
 from tests.sim.mutants import Mutant
 from tests.sim.test_drains import DRAINS, SEED
+
+MOVED = DRAINS | {Widening.MOVES}
+LATE = 31
 
 
 def moves_of_drains_are_not_followed() -> AbstractContextManager[Any]:
@@ -30,7 +34,23 @@ def drains_never_end() -> AbstractContextManager[Any]:
     return patch.object(drains, "end_of", lambda found, now: None)
 
 
+def drains_end_without_a_look_at_their_hosts() -> AbstractContextManager[Any]:
+    """A drain is done as soon as the instances of its plan have been moved."""
+
+    async def unseen(*_arguments: Any, **_named: Any) -> bool:
+        return False
+
+    return patch.object(drains.DrainKeeper, "_review", unseen)
+
+
 @pytest.mark.parametrize("mutant", [drains_never_end, moves_of_drains_are_not_followed])
 def test_a_defect_of_drains_is_found(mutant: Mutant) -> None:
     with mutant():
         assert simulate(SEED, DRAINS).breach == "drains_end"
+
+
+def test_a_drain_that_does_not_look_at_its_hosts_is_found() -> None:
+    """A build or a move has come there, or an unconfirmed move has kept its source there."""
+    assert simulate(LATE, MOVED).breach == ""
+    with drains_end_without_a_look_at_their_hosts():
+        assert simulate(LATE, MOVED).breach == "drained_hosts_hold_nothing"
