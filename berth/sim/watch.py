@@ -109,7 +109,9 @@ class MachineWatch:
         # Of two hosts of one uuid either may have reported that it destroyed an attempt.
         self.has_forgotten: Callable[[], bool] = lambda: False  # whether a cell's database has lost commits
         self.has_a_double: Callable[[str], bool] = lambda _host: False
-        self._builders: dict[tuple[str, str, int], tuple[Fleet, Process | None]] = {}  # who built it last, and in what
+        self._builders: dict[
+            tuple[str, str, int], tuple[WatchedFleet, Process | None]
+        ] = {}  # who built it last, and in what
         self._untold: set[tuple[str, str, int]] = set()
 
     def deployed(self, node: str, instance: str) -> None:
@@ -170,9 +172,11 @@ class MachineWatch:
             self._destroyed[key] = max(result.attempt, self._destroyed.get(key, 0))
             self._destroyers[key] = PROCESS.get()
             built = (*key, result.attempt)
-            _, builder = self._builders.get(built, (None, None))
-            # Answered by the next process of the name, of machines that this attempt is not among.
-            is_unknown = builder is not None and builder.dead and not self._is_on_record(built)
+            fleet, builder = self._builders.get(built, (None, None))
+            # Answered by the next process of the name, of machines that this attempt is not among. The one that built
+            # it has died, or has lost the name with its connection (seed 1795425616).
+            is_cut_off = fleet is not None and builder is not None and (builder.dead or not fleet.has_name(builder))
+            is_unknown = is_cut_off and builder is not PROCESS.get() and not self._is_on_record(built)
             if is_unknown or _share_a_name(self._begun.get(built), PROCESS.get()):
                 self._untold.add(built)
 

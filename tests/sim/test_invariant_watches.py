@@ -687,11 +687,16 @@ def test_what_one_cell_has_lost_may_run_in_another(loser: str, *, breaks: bool) 
         watch.instances(loser, {INSTANCE: lost[loser]})
 
 
-@pytest.mark.parametrize(("first_died", "machines"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("first_died", "has_name", "machines"), [(True, False, 1), (False, False, 1), (False, True, 2)]
+)
 def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain(
-    *, first_died: bool, machines: int
+    *, first_died: bool, has_name: bool, machines: int
 ) -> None:
-    """Seed 35 at daf09d6: the next process of the name answered that nothing is there, and another host built it."""
+    """Seed 35 at daf09d6: the next process of the name answered that nothing is there, and another host built it.
+
+    Seed 1795425616: the first one was alive, and had lost the name with its connection.
+    """
 
     async def main() -> None:
         world = World(replace(plan_of(1), metal=None), EventLog())
@@ -702,6 +707,7 @@ def test_what_a_dead_process_of_a_name_built_unreported_may_be_destroyed_in_vain
         guest = Guest(INSTANCE, 1, {host: {"VCPU": 1}}, deployment="d")
         first.context.run(world.duplicates[service].put, host, guest)
         first.dead = first_died
+        world.duplicates[service].has_name = lambda _process: has_name
         world.machines.result(
             ComputeResult(
                 instance_uuid=INSTANCE,
