@@ -26,6 +26,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import is_searched, is_unsearched
 from .domain.arrival_doubts import is_searched_for
+from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
     Claimed,
@@ -73,6 +74,10 @@ class FenceView(Protocol):
     def still_running(self) -> Mapping[str, Mapping[str, int]]:
         """{fenced host: {instance: attempt}} of machines that run there all the same."""
 
+    @property
+    def is_recent(self) -> bool:
+        """Whether the record was read a moment ago; if it was not, it is read soon."""
+
     def invalidate(self) -> None:
         """Drop these: they are not on record any more."""
 
@@ -85,6 +90,7 @@ class NoFences:
 
     known: Mapping[str, Fence] = {}
     still_running: Mapping[str, Mapping[str, int]] = {}
+    is_recent = True
 
     def invalidate(self) -> None:
         """There are none."""
@@ -308,6 +314,8 @@ class Engine:
             if self._search is not None and is_unsearched(before, instance_event.event, context.set_back_at):
                 raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
+            if misses_proof(before, stepped.instance) and not self._fences.is_recent:
+                raise Transient("the fence may be on record and not read yet", code="fence.unread")
             if context.fences:
                 stepped = ended_by.follow(before, stepped, instance_event.event, context)
             after = now[instance_event.uuid] = _in_its_trace(before, stepped.instance, instance_event)

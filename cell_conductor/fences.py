@@ -33,6 +33,7 @@ from .store.port import InstanceStore
 log = structlog.get_logger(__name__)
 
 CHECK_S = 0.5  # between two looks at the fences that are to be lifted
+RECENT_S = 2.0  # a copy that was read longer ago does not prove that a fence is not on record
 RELOAD_S = 30.0  # the record is read again after this, in case an announcement of another conductor was lost
 ANNOUNCE_S = 60.0  # between two announcements of all fences on record
 NO_UUID = "00000000-0000-0000-0000-000000000000"
@@ -54,6 +55,7 @@ class FenceKeeper:
         self._still_running: dict[str, dict[str, int]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
+        self._read_at = -math.inf
         self._announce_at = clock.monotonic() + ANNOUNCE_S
         self._loading = asyncio.Lock()
 
@@ -72,6 +74,13 @@ class FenceKeeper:
         They prove that the fence did not hold. The allowance for clocks that differ is `report_grace_s`.
         """
         return self._still_running
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether the record was read within RECENT_S; if it was not, it is read soon."""
+        is_recent = self._is_fresh and self._clock.monotonic() < self._read_at + RECENT_S
+        self._is_fresh &= is_recent
+        return is_recent
 
     def invalidate(self) -> None:
         """Drop these, which are not on record any more: none counts until they have been read again."""
@@ -96,6 +105,7 @@ class FenceKeeper:
         Reads are done one after another: an earlier one never replaces the result of a later one.
         """
         async with self._loading:
+            began = self._clock.monotonic()
             self._is_fresh = True  # before the read: an announcement that comes meanwhile makes another read due
             try:
                 fences = {one.host_uuid: one for one in await self._store.fences.fences()}
@@ -103,7 +113,7 @@ class FenceKeeper:
             except BaseException:
                 self._is_fresh = False
                 raise
-            self._fences, self._losses = fences, losses
+            self._fences, self._losses, self._read_at = fences, losses, began
             self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 

@@ -158,7 +158,7 @@ class MoveEngine:
             found = known[pending.request.request_id]
             if self.check(pending, found) is None and looks_at_hosts(pending.request, found):
                 choosing.append(pending)
-        room = await self._room(moves)
+        room = await self._room([one for one in moves if self.check(one, known[one.request.request_id]) is None])
         pages = await self.locate(choosing, known)
         for pending, page in zip(choosing, pages, strict=True):
             result = await self.choose(pending, known[pending.request.request_id], page)

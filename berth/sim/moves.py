@@ -61,6 +61,7 @@ class Mover:
         self._process = Process("mover")
         self._rng = random.Random(f"berth.sim.mover {world.plan.seed}")
         self._buses: dict[str, Bus] = {}
+        self._starting: list[asyncio.Task[None]] = []  # guests of hosts that are no longer fenced
         self._to_enable: dict[str, dict[str, None]] = {}  # {service: its hosts that an operator has fenced}
 
     async def open(self) -> None:
@@ -356,7 +357,8 @@ class Mover:
             fenced.pop(host, None)
             await self._decide(host, cell, AdminState.ENABLED, None)
         world.event_log.record("order", f"fenced hosts of {cell} {order.service} are enabled")
-        await self._resume_guests(order.service, cell, set(decided))
+        starting = self._resume_guests(order.service, cell, set(decided))
+        self._starting.append(self._process.spawn(starting, f"the guests of {order.service} start"))
 
     async def _resume_guests(self, service: str, cell: str, hosts: set[str]) -> None:
         """Once its fence is lifted, a host starts the machines that it still has, as hypervisors do after a restart:

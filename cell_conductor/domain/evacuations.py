@@ -1,8 +1,8 @@
 """The proof that an evacuation needs: the instance's host is off, so no machine of the instance runs there.
 
-A fence on this cell's own record is the proof. Without one, the request's statement and a silent service are. The proof
-is required when the evacuation begins, and once more when a destination is commanded to build: the fence may have been
-lifted, or the service come back, meanwhile.
+A fence on this cell's own record is the proof, until it is to be lifted. Without one, the request's statement and a
+silent service are. The proof is required when the evacuation begins, and once more when a destination is commanded to
+build: the operator may have decided to lift the fence, or the service come back, meanwhile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from .instance import Instance, State
 from .leases import LeaseState
 from .move_events import move_of
 from .steps import StepContext
+
+NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
+_UNPROVED = frozenset({NOT_FENCED, SERVICE_UP})  # for want of a fence
 
 
 class NotProved(Struct, frozen=True):
@@ -37,18 +40,24 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
     where, attempt = instance.here, instance.attempt
     if is_moved and move is not None and move.source is not None:
         where, attempt = move.source, move.source_attempt
-    if where.host_uuid not in context.fences:
+    fence = context.fences.get(where.host_uuid)
+    if fence is None or fence.lifting:  # a host whose fence is being lifted is on, to destroy its losses
         if not fenced:
-            return NotProved("evacuate.not_fenced", "its host may run it")
+            return NotProved(NOT_FENCED, "its host may run it")
         lease = context.down.get(where.service)
         if lease is None:
-            return NotProved("evacuate.service_up", "the service of its host is up")
+            return NotProved(SERVICE_UP, "the service of its host is up")
         if lease.state is LeaseState.STOPPED:
             # A service that was stopped on purpose is no proof: its machines go on.
-            return NotProved("evacuate.not_fenced", "the service of its host was stopped, and its machines may run")
+            return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
     if not force and context.still_running.get(where.host_uuid, {}).get(instance.uuid) == attempt:
-        return NotProved("evacuate.still_running", "its host has reported that it runs since the host was fenced")
+        return NotProved(STILL_RUNNING, "its host has reported that it runs since the host was fenced")
     return None
+
+
+def misses_proof(before: Instance, after: Instance) -> bool:
+    """Whether this step has undone an evacuation because its host is not proved to be off."""
+    return before.state is State.PREPARING and after.move is not None and after.move.lost_code in _UNPROVED
 
 
 def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:

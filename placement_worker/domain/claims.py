@@ -414,6 +414,15 @@ def _trimmed(revert: Revert, migration: ConsumerState) -> ConsumerState:
     return ConsumerState(0, revert.attempt - 1, migration.project_id, migration.user_id, INSTANCE_TYPE)
 
 
+def _keeps_source(revert: Revert, held: Holding, kept: Holding) -> bool:
+    """Whether a consumer that is no migration by its type must be one: it alone has something where the source was.
+
+    Another client may have written it anew, with a type of its own or none.
+    """
+    source = revert.migration.source.keys()
+    return bool(source & kept.keys()) and not source & held.keys()
+
+
 def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     """Give the source's allocations back to the instance. Capacity is compared with the sum that the instance and its
     migration hold before and after, as for a swap.
@@ -421,7 +430,7 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     if revert.consumer == revert.migration.uuid:
         return ClaimVerdict(outcome="consumer_changed", reason="revert.migration: it is the instance itself")
     known, migration = ledger.consumer(revert.consumer), ledger.consumer(revert.migration.uuid)
-    if not is_migration(migration):
+    if not is_migration(migration) and not _keeps_source(revert, holding_of(known), holding_of(migration)):
         migration = None  # an instance that was built under the request's uuid: its allocation is its own
     held, kept = holding_of(known), holding_of(migration)
     if ledger.is_others(held) or ledger.is_others(kept):

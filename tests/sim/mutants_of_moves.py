@@ -16,6 +16,7 @@ from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import (
     change_rules,
     delete_rules,
+    evacuations,
     move_events,
     move_rules,
     move_steps,
@@ -27,7 +28,6 @@ from cell_conductor.domain import (
 )
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Power, State
-from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
 from placement_worker.domain import claims
@@ -285,25 +285,13 @@ def undone_in_place_keeps_the_new_size() -> AbstractContextManager[Any]:
 
 def evacuated_while_its_service_is_up() -> AbstractContextManager[Any]:
     """An instance is built elsewhere though the service of its host is up."""
-    begin = move_steps.begin_claimed
+    why = evacuations.why_not_evacuated
 
-    def begun(instance: Any, event: Any, context: Any) -> Step:
-        everything: Any = _Everything()
-        return begin(instance, event, context if context.down else replace(context, down=everything))
+    def unproved(instance: Any, context: Any, *, fenced: bool, force: bool) -> Any:
+        found = why(instance, context, fenced=fenced, force=force)
+        return None if found is not None and found.code == "evacuate.service_up" else found
 
-    class _Everything(dict[str, Any]):
-        def __contains__(self, service: object) -> bool:
-            return True
-
-        def get(self, service: str, default: Any = None) -> Any:
-            return Lease(service=service, epoch=1, state=LeaseState.SILENT)
-
-    step = move_steps.claim
-
-    def claimed(instance: Any, at: float, context: Any) -> Step:
-        return step(instance, at, replace(context, down={}) if isinstance(context.down, _Everything) else context)
-
-    return _Both(_shared("begin_claimed", begun), patch.object(move_steps, "claim", claimed))
+    return _Both(_shared("why_not_evacuated", unproved), patch.object(move_steps, "why_not_evacuated", unproved))
 
 
 def late_answers_accepted() -> AbstractContextManager[Any]:
