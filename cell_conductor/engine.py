@@ -327,7 +327,7 @@ class Engine:
                 ended.append(stepped.instance)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]
-        if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses):
+        if ended_by.hosts and not await transaction.lose(list(ended_by.hosts), ended_by.losses, list(ended_by.proofs)):
             self._fences.invalidate()
             raise Transient("the fence that this relies on was lifted meanwhile", code="fence.lifted")
         await transaction.insert(created)

@@ -10,6 +10,7 @@ from berth.sim.plan import SIZES, Action, Order
 from berth.sim.rest import unclearable
 from berth.sim.world import World
 from bus.contracts.placement import InventoryUpdate
+from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstances
 
 POLL_S = 1.0
@@ -159,6 +160,14 @@ class Operator:
             await asyncio.sleep(POLL_S)
         return False
 
+    def _moving(self) -> set[str]:
+        return {
+            uuid
+            for table in self._world.cells.values()
+            for uuid, one in table.instances.items()
+            if one.move is not None and one.state is not State.DELETING and not one.doubted
+        } - set(self._world.taken_back)
+
     def _tenants(self, service: str, host: str) -> list[str]:
         """The instances that are on this host, are to be, or hold a part of it."""
         world = self._world
@@ -172,6 +181,6 @@ class Operator:
             if any(world.book.providers[one].root == host for one in kept.consumer.holding):
                 here[uuid] = None
         # Of those that a restored database does not know no client can see the end; of those that can never be cleared
-        # away there is none.
-        gone = unclearable(world)
+        # away there is none. One that moves to a host that burnt down comes back, or is deleted (seed 1795425973).
+        gone = unclearable(world) - self._moving()
         return [uuid for uuid in here if uuid not in gone and world.harm.ours(uuid)]

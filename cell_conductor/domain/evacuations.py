@@ -20,6 +20,7 @@ from .move_events import move_of
 from .steps import StepContext
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
+_COMMANDED = frozenset({State.FINISHING, State.UNDOING})
 _UNPROVED = frozenset({NOT_FENCED, SERVICE_UP})  # for want of a fence
 
 
@@ -62,10 +63,13 @@ def misses_proof(before: Instance, after: Instance) -> bool:
 
 def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     """Whether an evacuation from this host has commanded a destination, which may run the instance by now: the fence
-    stays until the record gives up the source.
+    stays until the record gives up the source, or the destination has answered that nothing of it is left there.
+
+    A doubted record may have forgotten that it did.
     """
     move = instance.move
-    is_going = move is not None and move.kind is MoveKind.EVACUATE and instance.state is State.FINISHING
+    may_run = instance.state in _COMMANDED or (instance.state is State.PREPARING and instance.doubted)
+    is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
     return is_going and instance.source_host_uuid == host_uuid
 
 

@@ -26,11 +26,15 @@ AWAITS_START = frozenset({State.CHANGING, State.RESTARTING})
 
 
 class FenceSteps:
-    """The effects of fences in one transaction: the hosts, and their losses."""
+    """The effects of fences in one transaction: the hosts, and their losses.
+
+    proofs: those of the hosts from which an evacuation commands a destination.
+    """
 
     def __init__(self) -> None:
         self.hosts: dict[str, None] = {}
         self.losses: list[Loss] = []
+        self.proofs: dict[str, None] = {}
 
     def follow(self, before: Instance, stepped: Step, event: Event, context: StepContext) -> Step:
         """The step, and those that the fences of the instance's hosts lead to."""
@@ -50,7 +54,8 @@ class FenceSteps:
             if after is was:
                 break
         if after is not before:
-            self.hosts.update(dict.fromkeys(relied_on(before, after, context.fences)))
+            self.proofs.update(dict.fromkeys(relied_on(before, after, context.fences)))
+            self.hosts.update(self.proofs)
             for host in sorted(fenced):
                 self.losses += losses_of(before, after, host, at)
         self.hosts.update(dict.fromkeys(loss.host_uuid for loss in self.losses))

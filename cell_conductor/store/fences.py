@@ -55,7 +55,10 @@ ON CONFLICT (host_uuid) DO UPDATE SET host = excluded.host, version = excluded.v
     reason = excluded.reason, decided_by = excluded.decided_by, at = excluded.at
 WHERE f.version < excluded.version RETURNING 1
 """
-HOLD = "SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) ORDER BY host_uuid FOR SHARE"
+HOLD = """
+SELECT host_uuid FROM fences WHERE host_uuid = ANY($1::uuid[]) AND NOT (lifting AND host_uuid = ANY($2::uuid[]))
+ORDER BY host_uuid FOR SHARE
+"""
 LOSE = """
 INSERT INTO fence_losses AS l (host_uuid, instance_uuid, attempt, service, at)
 SELECT * FROM unnest($1::uuid[], $2::uuid[], $3::int[], $4::text[], $5::float8[])
@@ -70,8 +73,8 @@ _TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifti
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
 # As `domain.evacuations.is_evacuated_from`.
 _EVACUATED = """
-SELECT 1 FROM instances WHERE source_host_uuid = $1 AND state = 'finishing'
-    AND record #>> '{move,kind}' = 'evacuate' LIMIT 1
+SELECT 1 FROM instances WHERE source_host_uuid = $1 AND record #>> '{move,kind}' = 'evacuate' AND (
+    state IN ('finishing', 'undoing') OR (state = 'preparing' AND record ->> 'doubted' = 'true')) LIMIT 1
 """
 _DELETE = "DELETE FROM fences WHERE host_uuid = $1"
 _FENCED = "SELECT 1 FROM fences WHERE host_uuid = $1"

@@ -136,9 +136,9 @@ class MemoryTransaction:
             await self._transaction.statement()
             self._write(instances)
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await memory_fences.lose(self._table, self._transaction, hosts, losses)
+        return await memory_fences.lose(self._table, self._transaction, hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; the row for the relay."""

@@ -105,12 +105,16 @@ class MemoryFences:
 
 
 async def lose(
-    table: FenceTables, transaction: MemoryDatabaseTransaction, hosts: Sequence[str], losses: Sequence[Loss]
+    table: FenceTables,
+    transaction: MemoryDatabaseTransaction,
+    hosts: Sequence[str],
+    losses: Sequence[Loss],
+    proofs: Sequence[str] = (),
 ) -> bool:
     """As `Transaction.lose`."""
     await transaction.statement()
     await transaction.lock([_key(host) for host in sorted(set(hosts))])
-    if any(host not in table.fences for host in hosts):
+    if any(host not in table.fences for host in hosts) or any(table.fences[host].lifting for host in proofs):
         return False
     transaction.will(partial(_put, table.fence_losses, losses))
     return True

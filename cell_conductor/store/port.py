@@ -97,8 +97,9 @@ class Transaction(Protocol):
     async def update(self, instances: Sequence[Instance]) -> None:
         """Write the new state of locked instances."""
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
-        """Hold the fences of these hosts until the end, and record their losses. False: one is not fenced.
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
+        """Hold the fences of these hosts until the end, and record their losses. False: one is not fenced, or the fence
+        of one of `proofs`, which are among the hosts, is to be lifted.
 
         An optimistic transaction cannot, and raises Conflict.
         """

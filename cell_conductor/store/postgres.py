@@ -201,9 +201,9 @@ class PostgresTransaction:
             self._cache.invalidate([instance.uuid for instance in instances])
             await self._connection.execute(UPDATE, *rows.columns(instances))
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Two statements."""
-        held = await self._connection.fetch(HOLD, sorted(set(hosts)))
+        held = await self._connection.fetch(HOLD, sorted(set(hosts)), list(proofs))
         if len(held) < len(set(hosts)):
             return False
         if losses:

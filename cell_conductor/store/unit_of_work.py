@@ -70,7 +70,7 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         self.writes.updates = list(instances)
         self._after.update((one.uuid, one) for one in instances)
 
-    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss]) -> bool:
+    async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict
 

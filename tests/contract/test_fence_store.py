@@ -91,10 +91,21 @@ async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere
         await transaction.insert([evacuated, *others])
     await instances.fences.put(replace(FENCE, lifting=True))
     assert not await instances.fences.lift(HOST, 3)
+    for state, doubted in ((State.UNDOING, False), (State.PREPARING, True), (State.REVERTING, False)):
+        async with instances.transaction() as transaction:
+            await transaction.lock([A])
+            await transaction.update([replace(evacuated, state=state, doubted=doubted)])
+        assert await instances.fences.lift(HOST, 3) is (state is State.REVERTING), state
+
+
+async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instances: InstanceStore) -> None:
+    await instances.fences.put(FENCE)
     async with instances.transaction() as transaction:
-        await transaction.lock([A])
-        await transaction.update([replace(evacuated, state=State.REVERTING)])
-    assert await instances.fences.lift(HOST, 3)
+        assert await transaction.lose([HOST], [], [HOST])
+    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    async with instances.transaction() as transaction:
+        assert not await transaction.lose([HOST], [], [HOST])
+    assert await lose(instances, loss(A))
 
 
 async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:
