@@ -13,7 +13,7 @@ that the batches of all turns are of the same size.
 
 Spans are exported as a running system exports them: when a batch is full, and every 5 s. A turn is shorter, so the
 second kind of export comes between the pairs, after every 5 s of turns with traces, and is counted by itself: all
-processes export at a signal, and the CPU of an equal time without exports is subtracted.
+processes export at a signal, and the CPU of equal times without exports, before and after, is subtracted.
 
 CPU is the nanoseconds for which the scheduler ran each thread, not time by the clock. Other programs change it all the
 same, by their use of caches and of the other half of a core: on a machine with others at work the two turns of a pair
@@ -138,7 +138,8 @@ class Street:
         for pid in self._workers:
             os.kill(pid, signal.SIGUSR1)
         tracer._full.set()
-        return await self._quiet() - before
+        took = await self._quiet()
+        return took - (before + await self._quiet()) / 2
 
     async def spans(self) -> int:
         """How many spans have been exported so far."""
