@@ -21,6 +21,8 @@ from placement_worker.store.memory import MemoryBookTable
 # In these the source of a move is given up: the destination is on record as active.
 GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
 GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING, State.CLEARING})
+# An evacuation has no destination, or its destination has ended what it built: the source may run again.
+NOT_ELSEWHERE = frozenset({State.CLAIMING, State.PREPARING, State.REVERTING, State.RESTARTING})
 # An evacuated instance is being built elsewhere, or is there.
 EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
@@ -84,6 +86,8 @@ class MoveWatch:
                 self._given_up(instance)
             if move.kind is MoveKind.EVACUATE and source is not None and instance.state in EVACUATED:
                 self.evacuated.add((source.host_uuid, uuid, move.source_attempt))
+            elif move.kind is MoveKind.EVACUATE and source is not None and instance.state in NOT_ELSEWHERE:
+                self.evacuated.discard((source.host_uuid, uuid, move.source_attempt))  # seed 1795482690127
 
     def _owned_once(self, instances: Mapping[str, Instance], instance: Instance) -> None:
         """At most one cell has an instance. Raises Breach."""

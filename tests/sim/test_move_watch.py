@@ -99,14 +99,18 @@ async def test_what_runs_is_claimed(deployment: Deployment) -> None:
     deployment.watch.book()
 
 
-@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("undone", ["", "active", "reverting"])
 async def test_what_was_evacuated_from_a_fenced_host_never_runs_there_again(
-    deployment: Deployment, *, undone: bool
+    deployment: Deployment, *, undone: str
 ) -> None:
     deployment.run(0, runs=False)
     deployment.watch.instances({UUID: deployment.moving(State.FINISHING, MoveKind.EVACUATE)})
     if undone:  # no other host could: it stays where it is, and a client may start it
-        deployment.watch.instances({UUID: replace(deployment.active, power=Power.STOPPED)})
+        back = replace(deployment.active, power=Power.STOPPED)
+        if undone == "reverting":  # its fence is lifted, and its host starts it (seed 1795482690127)
+            back = deployment.moving(State.REVERTING, MoveKind.EVACUATE)
+            deployment.hold(REQUEST, 0, MIGRATION_TYPE)
+        deployment.watch.instances({UUID: back})
         deployment.start(0, 1)
         return
     with pytest.raises(Breach, match="fenced_never_runs"):
