@@ -181,7 +181,10 @@ class Reader:
         self._sync_state.planned.set()
 
     async def _read(self, uuid: str) -> None:
-        seq = self._sync_state.next_seq()
+        with self._sync_state.read_in_flight() as seq:
+            await self._read_at(uuid, seq)
+
+    async def _read_at(self, uuid: str, seq: int) -> None:
         try:
             with self._sync_state.traces.reading(uuid):
                 node = await self._source.get_node(uuid)
@@ -203,8 +206,11 @@ class Reader:
 
     async def _read_all(self) -> bool:
         """True when every page was read. Nodes that no page had are read one by one: only a 404 removes them."""
-        sync_state, began = self._sync_state, self._clock.monotonic()
-        first = seq = sync_state.next_seq()
+        with self._sync_state.read_in_flight() as first:
+            return await self._read_list(first)
+
+    async def _read_list(self, first: int) -> bool:
+        sync_state, began, seq = self._sync_state, self._clock.monotonic(), first
         try:
             async for page in self._source.list_nodes():
                 for node in page:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import structlog
 from msgspec.structs import replace
@@ -52,6 +53,7 @@ class SyncState:
         self._timing = timing
         self._max_nodes = max_nodes
         self._seq = 0
+        self._in_flight: set[int] = set()  # numbers of reads that were sent and not answered
         self._due: list[tuple[float, str]] = []
         self._ready: dict[str, None] = {}  # whose time has come, in its order
         self._republish: set[str] = set()
@@ -64,6 +66,21 @@ class SyncState:
         """The number of what happens now (a read being sent)."""
         self._seq += 1
         return self._seq
+
+    @contextmanager
+    def read_in_flight(self) -> Iterator[int]:
+        """A read, or the pages of a list: its number. Until it ends no position is dropped that it may not overrule."""
+        seq = self.next_seq()
+        self._in_flight.add(seq)
+        try:
+            yield seq
+        finally:
+            self._in_flight.discard(seq)
+
+    def _is_disputed(self, position: Position) -> bool:
+        """Whether an answer may come yet that is older than what is known of the node."""
+        newest = max(position.notified_seq, position.read_seq)
+        return any(seq < newest for seq in self._in_flight)
 
     def apply_notification(self, effect: Effect, cause: str, what: str = "") -> bool:
         """Apply a notification: a node is to be read. True: something must be reported to the book first.
@@ -124,8 +141,8 @@ class SyncState:
             return
         after = step.apply_removed(before, seq=seq, now=self._clock.time())
         self._move(before, after)
-        if after.version == 0 and after.due_at is None:  # never reported: a made-up uuid leaves nothing behind
-            del self.positions[uuid]
+        if after.version == 0 and after.due_at is None and not self._is_disputed(after):
+            del self.positions[uuid]  # never reported: a made-up uuid leaves nothing behind
 
     def apply_failure(self, uuid: str) -> None:
         """The node could not be read."""
@@ -210,7 +227,8 @@ class SyncState:
         limit = int(reported_before * 1_000_000)
         for uuid, position in list(self.positions.items()):
             is_published = position.version == self.published.get(uuid, 0)
-            if position.report is None and position.due_at is None and is_published and position.version < limit:
+            is_over = position.report is None and position.due_at is None and is_published
+            if is_over and position.version < limit and not self._is_disputed(position):
                 del self.positions[uuid]
                 self.published.pop(uuid, None)
 
