@@ -5,7 +5,7 @@ The replica shows which hosts have anything in use; only of these the book is qu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -51,17 +51,25 @@ class DrainHolders:
             return []
         found = await self._arriving(hosts)
         holders = await self._holders(hosts)
-        requests = await self._known({one.consumer for _, one in holders})
-        moves = {uuid: context.move for uuid, context in requests.items()}
-        known = await self._known(
-            {move.instance_uuid for _, one in holders if is_migration(one) and (move := moves[one.consumer])}
-        )
+        known = await self._known({one.consumer for _, one in holders if not is_migration(one)})
         for host, one in holders:
-            if is_migration(one):
-                move = moves[one.consumer]
-                found.append(held_by_migration(host, one, move, None if move is None else known[move.instance_uuid]))
-            elif (held := held_as_instance(host, requests[one.consumer])) is not None:
+            if not is_migration(one) and (held := held_as_instance(host, known[one.consumer])) is not None:
                 found.append(held)
+        return found + await self._by_migrations(holders)
+
+    async def kept_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        """The instances of which these hosts keep the source of a move. Raises Transient."""
+        return await self._by_migrations(await self._holders(hosts))
+
+    async def _by_migrations(self, holders: Sequence[tuple[DrainedHost, TreeHolder]]) -> list[HeldInstance]:
+        kept = [(host, one) for host, one in holders if is_migration(one)]
+        requests = await self._known({one.consumer for _, one in kept})
+        moves = {uuid: context.move for uuid, context in requests.items()}
+        known = await self._known({move.instance_uuid for move in moves.values() if move is not None})
+        found = []
+        for host, one in kept:
+            move = moves[one.consumer]
+            found.append(held_by_migration(host, one, move, None if move is None else known[move.instance_uuid]))
         return found
 
     async def _arriving(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
@@ -95,17 +103,26 @@ class DrainHolders:
         used = self._in_use(hosts)
         for start in range(0, len(used), TREES):
             part = used[start : start + TREES]
-            queries = [HostTreeQuery(provider=host.uuid, limit=MAX_HOLDERS) for host in part]
-            causes = [host.uuid for host in part]
-            try:
-                trees = await self._api.request_all(queries, HostTree, timeout_s=ANSWER_S, causes=causes)
-            except (BusError, Transient) as error:
-                raise PlacementUnavailable(str(error)) from error
-            for host, tree in zip(part, trees, strict=True):
-                if not isinstance(tree, HostTree):
-                    raise unavailable_after(tree)
-                found += [(host, one) for one in tree.holders]
+            after: dict[str, str] = {}  # {host: the last consumer known}
+            while part:
+                pages = await self._trees(part, after)
+                for host, page in zip(part, pages, strict=True):
+                    found += [(host, one) for one in page.holders]
+                    if page.holders:
+                        after[host.uuid] = page.holders[-1].consumer
+                part = [host for host, page in zip(part, pages, strict=True) if page.more and page.holders]
         return found
+
+    async def _trees(self, hosts: Sequence[DrainedHost], after: Mapping[str, str]) -> list[HostTree]:
+        queries = [HostTreeQuery(provider=host.uuid, limit=MAX_HOLDERS, after=after.get(host.uuid)) for host in hosts]
+        causes = [host.uuid for host in hosts]
+        try:
+            answers = await self._api.request_all(queries, HostTree, timeout_s=ANSWER_S, causes=causes)
+        except (BusError, Transient) as error:
+            raise PlacementUnavailable(str(error)) from error
+        if failed := [one for one in answers if not isinstance(one, HostTree)]:
+            raise unavailable_after(failed[0])
+        return [one for one in answers if isinstance(one, HostTree)]
 
     def _in_use(self, hosts: Sequence[DrainedHost]) -> list[DrainedHost]:
         """The hosts of which something is in use, by the replica."""

@@ -33,6 +33,7 @@ from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 SLICE = 100  # instances that are planned before other tasks run
+HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -53,6 +54,11 @@ class InstanceToMove(Struct, frozen=True):
         """The instance's project."""
         assert self.known.build is not None
         return self.known.build.project_id
+
+    @property
+    def held(self) -> HeldInstance:
+        """The instance as its host holds it: active there."""
+        return HeldInstance(instance_uuid=self.uuid, project_id=self.project_id, source=self.source)
 
 
 class MadePlan(Struct, frozen=True):
@@ -161,7 +167,8 @@ class DrainPlanner:
     async def _kept(self, hosts: Sequence[DrainedHost], active: Collection[str]) -> list[HeldInstance]:
         """The instances of which a host keeps the source of an unconfirmed move. A fenced host is not drained."""
         there = [one for one in hosts if not self._is_fenced(one)]
-        found = {one.instance_uuid: one for one in await self._holders.held_on(there) if one.code == UNCONFIRMED}
+        kept = await self._holders.kept_on(there)
+        found = {one.instance_uuid: one for one in kept if one.code == UNCONFIRMED}
         return [one for uuid, one in sorted(found.items()) if uuid not in active]
 
     async def held_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
@@ -232,10 +239,10 @@ class DrainPlanner:
     def _unreachable(self, host: DrainedHost) -> Refusal | None:
         """Why nothing can be moved away from this host; None: it can."""
         if self._is_fenced(host):
-            return Refusal(code="host.fenced", reason=f"{host.name} is fenced: its instances are evacuated, not moved")
+            return Refusal(code=HOST_FENCED, reason=f"{host.name} is fenced: its instances are evacuated, not moved")
         if self._selector.table.live_service_of(host.uuid) is None:
             reason = f"the compute service of {host.name} is down: fence the host and evacuate, or wait for it"
-            return Refusal(code="service.down", reason=reason)
+            return Refusal(code=SERVICE_DOWN, reason=reason)
         return None
 
     def _is_fenced(self, host: DrainedHost) -> bool:

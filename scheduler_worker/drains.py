@@ -42,7 +42,7 @@ from bus.contracts.operations import AdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
-from scheduler_worker.domain.drain_holders import HeldInstance, LookedAt, held_row, reviewed
+from scheduler_worker.domain.drain_holders import LookedAt, new_row, reviewed
 from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
     DONE,
@@ -60,7 +60,7 @@ from scheduler_worker.domain.drains import (
 )
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import DrainPlanner, MadePlan
+from scheduler_worker.drain_plan import HOST_FENCED, SERVICE_DOWN, DrainPlanner, MadePlan
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -94,6 +94,7 @@ class DrainKeeper:
         self._selector = selector
         self._planner = planner
         self._clock = clock
+        self._started_s = clock.monotonic()
         self._rng = rng
         self._who = process or "scheduler"
 
@@ -243,12 +244,16 @@ class DrainKeeper:
         return found.record.state is not DrainState.PAUSED or any(map(found.counts.get, UNDER_WAY))
 
     def _hosts(self, drain: str) -> dict[str, tuple[DrainedHost, str]]:
-        """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can)."""
+        """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can).
+
+        A host that no service has announced since this scheduler started counts as down once all should have come.
+        """
         table = self._selector.table
+        is_warm = self._clock.monotonic() - self._started_s >= self._selector.config.hosts_warmup_s
         return {
             uuid: (
                 DrainedHost(uuid, decision.host, table.last_cell_of(uuid)),
-                "service.down" if table.is_down(uuid) else "",
+                SERVICE_DOWN if table.is_down(uuid) or (is_warm and table.live_service_of(uuid) is None) else "",
             )
             for uuid, decision in table.hosts_of_drain(drain).items()
             if decision.state is not AdminState.FENCED
@@ -271,10 +276,7 @@ class DrainKeeper:
         there = [host for uuid, (host, _) in hosts.items() if uuid in looked_at]
         held = await self._planner.held_on(there)
         if is_last:
-            held += [
-                HeldInstance(instance_uuid=one.uuid, project_id=one.project_id, source=one.source)
-                for one in await self._planner.instances_on(there, MAX_PLANNED)
-            ]
+            held += [one.held for one in await self._planner.instances_on(there, MAX_PLANNED)]
         now = self._clock.time()
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, now, 0)
@@ -357,22 +359,12 @@ class _Begun:
         never moved.
         """
         made, drain, kind = self._made, self._command.drain, self._command.kind
-        rows = [
-            DrainMove(
-                drain=drain,
-                instance_uuid=one.uuid,
-                position=at,
-                project_id=one.project_id,
-                source_uuid=one.source.uuid,
-                source=one.source.name,
-                kind=kind,
-                state=DrainMoveState.FAILED if planned.code == "host.fenced" else DrainMoveState.WAITING,
-                code=planned.code if planned.code == "host.fenced" else "",
-                reason=planned.reason if planned.code == "host.fenced" else "",
-            )
-            for at, (one, planned) in enumerate(zip(made.instances, made.plan.moves, strict=False))
-        ]
-        return rows + [held_row(drain, kind, one, len(rows) + at) for at, one in enumerate(made.kept)]
+        held = [one.held for one in made.instances]
+        rows = [new_row(drain, kind, one, at) for at, one in enumerate((*held, *made.kept))]
+        for at, planned in enumerate(made.plan.moves):
+            if planned.code == HOST_FENCED:
+                rows[at] = replace(rows[at], state=DrainMoveState.FAILED, code=planned.code, reason=planned.reason)
+        return rows
 
 
 def begun_name(selector: Selector, name: str) -> str:

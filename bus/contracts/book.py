@@ -17,10 +17,14 @@ MAX_PROJECTS = 1_000
 
 
 class HostTreeQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="placement.tree.v1"):
-    """Ask for the tree that a provider is in: its providers, and the consumers that hold something of it."""
+    """Ask for the tree that a provider is in: its providers, and the consumers that hold something of it.
+
+    after: the last consumer known; None: from the first.
+    """
 
     provider: Uuid
     limit: Annotated[int, Bound(ge=1, le=MAX_HOLDERS)] = 1000
+    after: Uuid | None = None
 
 
 class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,7 +41,8 @@ class TreeHolder(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class HostTree(Message, frozen=True, kw_only=True, tag="placement.tree.page.v1"):
     """Reply to a HostTreeQuery, true at one moment: at most MAX_TREE providers by uuid, `limit` consumers by uuid.
 
-    No providers: the book has none of that uuid. more: there are further providers or consumers.
+    No providers: the book has none of that uuid. more: there are further providers or consumers. The consumers and
+    their holdings are those of the whole tree.
     """
 
     providers: tuple[ProviderState, ...] = ()

@@ -377,7 +377,8 @@ class MemoryBook:
                 )
                 for uuid, row in sorted(table.consumers.items())
                 if (state := row.consumer)
-                and (held := {one: dict(state.holding[one]) for one in shown if one in state.holding})
+                and (held := {one: dict(state.holding[one]) for one in every if one in state.holding})
+                and (requested.after is None or uuid > requested.after)
             ]
             return HostTree(
                 providers=tuple(state_of(table.providers[uuid]) for uuid in shown),

@@ -21,10 +21,11 @@ from placement_worker.store.names import NameTable
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 TREE_IDS = """
-SELECT id FROM providers WHERE root_id = (SELECT root_id FROM providers WHERE uuid = $1) ORDER BY uuid LIMIT $2
+SELECT id FROM providers WHERE root_id = (SELECT root_id FROM providers WHERE uuid = $1) ORDER BY uuid
 """
 HOLDERS = """
-SELECT DISTINCT a.consumer FROM allocations a WHERE a.provider_id = ANY($1::bigint[]) ORDER BY a.consumer LIMIT $2
+SELECT DISTINCT a.consumer FROM allocations a
+WHERE a.provider_id = ANY($1::bigint[]) AND ($3::uuid IS NULL OR a.consumer > $3) ORDER BY a.consumer LIMIT $2
 """
 HELD = """
 SELECT a.consumer::text, p.uuid::text, n.name, a.amount, c.project_id, c.user_id, c.consumer_type, c.attempt
@@ -47,11 +48,10 @@ USAGE = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id
 
 async def tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
     """Return a tree and its holders. The caller's transaction is REPEATABLE READ, so that both are of one moment."""
-    ids = [row[0] for row in await connection.fetch(TREE_IDS, requested.provider, MAX_TREE + 1)]
-    more, ids = len(ids) > MAX_TREE, ids[:MAX_TREE]
-    _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids)
-    consumers = [row[0] for row in await connection.fetch(HOLDERS, ids, requested.limit + 1)]
-    more, consumers = more or len(consumers) > requested.limit, consumers[: requested.limit]
+    ids = [row[0] for row in await connection.fetch(TREE_IDS, requested.provider)]
+    _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids[:MAX_TREE])
+    consumers = [row[0] for row in await connection.fetch(HOLDERS, ids, requested.limit + 1, requested.after)]
+    more, consumers = len(ids) > MAX_TREE or len(consumers) > requested.limit, consumers[: requested.limit]
     found: dict[str, TreeHolder] = {}
     for consumer, provider, name, amount, project, user, kind, attempt in await connection.fetch(HELD, ids, consumers):
         holder = found.setdefault(

@@ -12,16 +12,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.book import TreeHolder
-from bus.contracts.build import BuildState
+from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import Condition, MoveKind
+from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
     ARRIVING,
     BUILDING,
+    MAX_FAILURES,
+    MAX_UNRELEASED,
     MISPLACED,
     RELEASING,
     UNCONFIRMED,
+    UNRELEASED,
     DrainMove,
     failed,
     is_held,
@@ -29,8 +33,10 @@ from scheduler_worker.domain.drains import (
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of
 
 LOOK_S = 2.0  # between two looks at an instance that waits for others
-# Each of these ends by itself; a client's confirm may never come, and nothing in progress ends what is misplaced.
+# Each of these is in progress and ends by itself. A client's confirm may never come, and nothing in progress ends what
+# is misplaced; what is not released should be soon.
 _PASSING = frozenset({BUILDING, ARRIVING, RELEASING})
+_ENDED = TERMINAL_STATES - {BuildState.ACTIVE}
 _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 _OPEN_TO_REVIEW = frozenset({DrainMoveState.WAITING, DrainMoveState.MOVED, DrainMoveState.LEFT})
 
@@ -49,8 +55,10 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
 
 
 def is_migration(holder: TreeHolder) -> bool:
-    """Whether it is a migration, which keeps the source of an instance that moves."""
-    return holder.consumer_type.startswith("MIGRATION")
+    """Whether it is a migration, which keeps the source of an instance that moves. A claim has a number; without one
+    it was written by a client of placement's API, which is no concern of a drain.
+    """
+    return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
 
 def held_as_instance(host: DrainedHost, known: MoveContext) -> HeldInstance | None:
@@ -61,7 +69,7 @@ def held_as_instance(host: DrainedHost, known: MoveContext) -> HeldInstance | No
     if build.state in _UNBUILT and not build.delete_requested:
         return _held(host, known, BUILDING, f"its build is {build.state}")
     if build.state is not BuildState.ACTIVE or build.delete_requested:
-        return _held(host, known, RELEASING, f"it is {build.state}, and its resources are not released yet")
+        return _held(host, known, _leaving(build), f"it is {build.state}, and its resources are not released yet")
     if _is_on(host, known):
         return _held(host, known)
     if known.now.under_way is not None:
@@ -82,7 +90,8 @@ def held_by_migration(
             instance_uuid=uuid, project_id=holder.project_id, source=host, code=UNCONFIRMED, reason=reason
         )
     if known.build.state is not BuildState.ACTIVE or known.build.delete_requested:
-        return _held(host, known, RELEASING, f"it is {known.build.state}, and its source is not released yet")
+        reason = f"it is {known.build.state}, and its source is not released yet"
+        return _held(host, known, _leaving(known.build), reason)
     if _is_on(host, known):
         return _held(host, known)
     if known.now.under_way is not None:  # it is being confirmed, or reverted to this host
@@ -90,7 +99,7 @@ def held_by_migration(
     if known.now.condition is Condition.RESIZED:
         reason = f"{move.kind} {move.request_id} to {known.build.host} awaits confirm or revert"
         return _held(host, known, UNCONFIRMED, reason)
-    return _held(host, known, RELEASING, f"the source of {move.kind} {move.request_id} is not released yet")
+    return _held(host, known, UNRELEASED, f"the source of {move.kind} {move.request_id} is not released yet")
 
 
 def arriving(hosts: Mapping[str, Sequence[DrainedHost]], move: RecordedMove, known: MoveContext) -> HeldInstance | None:
@@ -100,6 +109,11 @@ def arriving(hosts: Mapping[str, Sequence[DrainedHost]], move: RecordedMove, kno
         if host.cell in (None, cell) and known.build is not None and not _is_on(host, known):
             return _held(host, known, ARRIVING, f"{move.kind} {move.request_id} to {host.name} is {move.state}")
     return None
+
+
+def _leaving(build: RecordedBuild) -> str:
+    """The code of an instance that is being deleted, or has ended."""
+    return UNRELEASED if build.state in _ENDED else RELEASING
 
 
 def _is_on(host: DrainedHost, known: MoveContext) -> bool:
@@ -135,8 +149,9 @@ class LookedAt(Struct, frozen=True, kw_only=True):
 def reviewed(look: LookedAt, rows: Sequence[DrainMove], held: Sequence[HeldInstance]) -> list[DrainMove]:
     """The rows of a drain that change after a look at its hosts. held: all that these hold something of.
 
-    An instance that is active there waits for its move. An unconfirmed one is looked at a few times, as a move is tried
-    a few times, and has then failed; so is one whose host is down. Of one that is not held any more `step` decides.
+    An instance that is active there waits for its move. One that nothing in progress ends is looked at a number of
+    times, as a move is tried a few times, and has then failed; so is one whose host is down. Of one that is not held
+    any more `step` decides.
     """
     known = {row.instance_uuid: row for row in rows}
     found: dict[str, HeldInstance] = {}
@@ -164,8 +179,8 @@ def _is_due(row: DrainMove, now: float) -> bool:
     return row.state in _OPEN_TO_REVIEW
 
 
-def held_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> DrainMove:
-    """The row of an instance that the drain did not have yet."""
+def new_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> DrainMove:
+    """The row of an instance that the drain did not have yet. It waits."""
     return DrainMove(
         drain=drain,
         instance_uuid=one.instance_uuid,
@@ -182,7 +197,7 @@ def held_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> Dr
 def _placed(look: LookedAt, one: HeldInstance, row: DrainMove | None, position: int) -> DrainMove:
     """Its row, waiting on the host that holds it. The host where the drain has moved it stays known, for an undo."""
     if row is None:
-        return held_row(look.drain, look.kind, one, position)
+        return new_row(look.drain, look.kind, one, position)
     is_same = row.source_uuid == one.source.uuid
     return replace(
         row,
@@ -198,7 +213,9 @@ def _after(look: LookedAt, row: DrainMove, one: HeldInstance) -> DrainMove:
     if not one.code:
         return replace(row, code="", reason="", failures=0, due_at=0.0)
     down = look.down.get(one.source.uuid, "")
-    if one.code in _PASSING and not down:
-        return replace(row, code=one.code, reason=one.reason, failures=0, due_at=look.at + LOOK_S)
+    counted = row if row.code == one.code else replace(row, failures=0)
+    if one.code in _PASSING and not down:  # what other schedulers have counted stays: they may not reach its service
+        return replace(counted, code=one.code, reason=one.reason, due_at=look.at + LOOK_S)
     reason = f"{one.reason}; {one.source.name}: {down}" if down else one.reason
-    return failed(row, one.code, reason, look.at)
+    most = MAX_UNRELEASED if one.code == UNRELEASED and not down else MAX_FAILURES
+    return failed(counted, one.code, reason, look.at, most)

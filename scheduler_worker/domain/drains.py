@@ -28,14 +28,16 @@ DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 USER = "drain"  # the user_id of these requests
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
+MAX_UNRELEASED = 14  # looks at resources that should be released by now, some nine minutes; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
 # Codes of instances that wait because a host of the drain holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
 ARRIVING = "instance.arriving"  # a request that brings it to the host is under way
-RELEASING = "instance.releasing"  # it is deleted, or has moved away, and its resources are being released
+RELEASING = "instance.releasing"  # it is being deleted
+UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its resources are not released yet
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
 MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
-HELD = frozenset({BUILDING, ARRIVING, RELEASING, UNCONFIRMED, MISPLACED})
+HELD = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, UNCONFIRMED, MISPLACED})
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
@@ -289,11 +291,11 @@ def is_held(row: DrainMove) -> bool:
     return row.state is State.WAITING and row.code in HELD
 
 
-def failed(row: DrainMove, code: str, reason: str, now: float) -> DrainMove:
-    """The row after a failure. It waits for its next try, or has failed for good."""
+def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_FAILURES) -> DrainMove:
+    """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
     is_back = row.state in (State.TO_RETURN, State.RETURNING)
     failures = row.failures + 1
-    if failures >= MAX_FAILURES:
+    if failures >= most:
         state = State.STAYED if is_back else State.FAILED
     else:
         state = State.TO_RETURN if is_back else State.WAITING

@@ -18,6 +18,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
+from placement_worker.store import memory, operator_reads
 from placement_worker.store.port import PlacementStore
 from tests.contract.books import HOSTS, KINDS, VMS, books, roomy_host
 
@@ -59,8 +60,22 @@ async def test_a_tree_has_its_providers_and_who_holds_what_of_it(store: Placemen
         assert tree.holders[0].consumer_type == "INSTANCE" and not tree.more
     cut = await store.tree(HostTreeQuery(provider=HOSTS[0], limit=1))
     assert [one.consumer for one in cut.holders] == [VMS[0]] and cut.more
+    rest = await store.tree(HostTreeQuery(provider=HOSTS[0], limit=1, after=VMS[0]))
+    assert [one.consumer for one in rest.holders] == [VMS[1]] and not rest.more
+    assert (await store.tree(HostTreeQuery(provider=HOSTS[0], after=VMS[1]))).holders == ()
     unknown = await store.tree(HostTreeQuery(provider=VMS[0]))
     assert unknown.providers == unknown.holders == () and not unknown.more
+
+
+async def test_who_holds_something_of_a_large_tree_is_listed_with_all_of_it(
+    store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory, operator_reads):
+        monkeypatch.setattr(module, "MAX_TREE", 1)
+    await hold(store, 1, "p", {CHILD: {"MEMORY_MB": 30}})
+    tree = await store.tree(HostTreeQuery(provider=HOSTS[0]))
+    assert [one.uuid for one in tree.providers] == [HOSTS[0]] and tree.more
+    assert [(one.consumer, one.holding) for one in tree.holders] == [(VMS[1], {CHILD: {"MEMORY_MB": 30}})]
 
 
 async def test_who_has_released_holds_nothing_of_a_tree(store: PlacementStore) -> None:

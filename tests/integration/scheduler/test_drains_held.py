@@ -33,8 +33,9 @@ __all__ = ["quick"]  # the fixture
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An instance that has failed is tried again at once."""
+    """An instance that has failed is tried again at once; what is not released yet is waited for."""
     monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_UNRELEASED", 10**6)
 
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
@@ -172,8 +173,8 @@ async def test_an_instance_that_is_reverted_to_the_host_is_moved(world: World) -
     assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
 
 
-async def test_a_source_that_is_being_released_is_waited_for_and_is_taken_back(world: World) -> None:
-    """The drain's own move has ended; its instance counts as moved all the same."""
+async def leaving(world: World) -> tuple[BuildRequest, DrainProgress, CellMove]:
+    """An instance that a drain moves to the second host, where it is claimed; the migration keeps its source."""
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)
     (build,) = await active(world, 1, "c1-0")
@@ -181,6 +182,12 @@ async def test_a_source_that_is_being_released_is_waited_for_and_is_taken_back(w
     await world.until(partial(has_begun, world, 1))
     sent = commanded(world)[0]
     await world.claim_destination(sent)
+    return build, begun, sent
+
+
+async def test_a_source_that_is_being_released_is_waited_for_and_is_taken_back(world: World) -> None:
+    """The drain's own move has ended; its instance counts as moved all the same."""
+    build, begun, sent = await leaving(world)
     await arrives(world, build, sent)
     await waits(world, begun, build.instance_uuid)
     await world.release(sent.request_id)
@@ -209,13 +216,7 @@ async def test_a_drain_that_waits_for_a_build_ends_by_its_deadline_or_a_stop(
 async def test_a_drain_does_not_end_while_the_book_does_not_answer(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await world.scheduler("s1", WARM)
-    await world.add_hosts("c1", 2)
-    (build,) = await active(world, 1, "c1-0")
-    begun = await begin(world, "c1-0")
-    await world.until(partial(has_begun, world, 1))
-    sent = commanded(world)[0]
-    await world.claim_destination(sent)
+    build, begun, sent = await leaving(world)
     await world.release(sent.request_id)
     await world.stop("p1")
     with monkeypatch.context() as patched:
@@ -225,3 +226,49 @@ async def test_a_drain_does_not_end_while_the_book_does_not_answer(
         assert (await shown(world, begun)).state is DrainState.RUNNING
     await world.placement()
     assert (await until(world, begun, DrainState.ENDED)).code == "drain.done"
+
+
+async def test_resources_that_are_never_released_are_what_is_left(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The migration of the drain's own move has leaked. It is released by hand, and the drain resumed."""
+    build, begun, sent = await leaving(world)
+    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_UNRELEASED", 3)
+    await arrives(world, build, sent)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
+        "drain.left",
+        [(build.instance_uuid, "instance.unreleased")],
+    )
+    await world.release(sent.request_id)
+    await command(world, begun, DrainAction.RESUME)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.moved) == ("drain.done", (build.instance_uuid,))
+
+
+async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_waited_for(world: World) -> None:
+    """Its service has died, and the scheduler was started again: a build there does not become active."""
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    build = await building(world, "c1-0")
+    begun = await begin(world, "c1-0")
+    await waits(world, begun, build.instance_uuid)
+    await world.stop("s1")
+    world.hosts["c1"].clear()
+    await world.scheduler("s2", WARM)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
+        "drain.left",
+        [(build.instance_uuid, "instance.building")],
+    )
+    assert "service.down" in ended.failed[0].reason
+
+
+async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_worker.drain_holders.MAX_HOLDERS", 1)
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    builds = [await building(world, "c1-0") for _ in range(3)]
+    begun = await begin(world, "c1-0")
+    found = await becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
+    assert sorted(found.not_begun) == sorted(one.instance_uuid for one in builds)

@@ -19,10 +19,11 @@ from scheduler_worker.domain.drain_holders import (
     arriving,
     held_as_instance,
     held_by_migration,
+    is_migration,
     reviewed,
 )
 from scheduler_worker.domain.drain_targets import DrainedHost
-from scheduler_worker.domain.drains import MAX_FAILURES, DrainMove, is_held, retried
+from scheduler_worker.domain.drains import MAX_FAILURES, MAX_UNRELEASED, DrainMove, is_held, retried
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")
@@ -31,6 +32,7 @@ S = DrainMoveState
 NOW = 1000.0
 HELD = HeldInstance(instance_uuid=A, project_id="p", source=HOST, code="instance.building", reason="its build")
 UNCONFIRMED = replace(HELD, code="instance.unconfirmed")
+UNRELEASED = replace(HELD, code="instance.unreleased")
 ROW = DrainMove(
     drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=H1, source="h1", kind=MoveKind.LIVE_MIGRATE
 )
@@ -66,7 +68,8 @@ def look(*uuids: str, **down: str) -> LookedAt:
         pytest.param(context(BuildState.SCHEDULED), "instance.building", id="its build is dispatched"),
         pytest.param(context(BuildState.BUILDING), "instance.building", id="its build is in progress"),
         pytest.param(context(BuildState.DELETING), "instance.releasing", id="it is being deleted"),
-        pytest.param(context(BuildState.FAILED), "instance.releasing", id="its build has failed"),
+        pytest.param(context(BuildState.FAILED), "instance.unreleased", id="its build has failed"),
+        pytest.param(context(BuildState.DELETED), "instance.unreleased", id="it has been deleted"),
         pytest.param(context(host="h2", under_way=R), "instance.arriving", id="a move brings it"),
         pytest.param(context(host="h2"), "instance.misplaced", id="the record has it elsewhere"),
         pytest.param(context(cell="d"), "instance.misplaced", id="the record has it on a namesake in another cell"),
@@ -85,9 +88,10 @@ def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> 
     ("move", "known", "found"),
     [
         (request(), context(host="h2", condition=Condition.RESIZED), (A, "instance.unconfirmed")),
-        (request(), context(host="h2"), (A, "instance.releasing")),
+        (request(), context(host="h2"), (A, "instance.unreleased")),
         (request(), context(host="h2", condition=Condition.RESIZED, under_way=B), (A, "instance.arriving")),
-        (request(), context(BuildState.DELETED, "h2"), (A, "instance.releasing")),
+        (request(), context(BuildState.DELETED, "h2"), (A, "instance.unreleased")),
+        (request(), context(BuildState.DELETING, "h2"), (A, "instance.releasing")),
         (request(), context(under_way=R), (A, "")),
         (request(), MoveContext(), (A, "instance.unconfirmed")),
         (None, None, (R, "instance.unconfirmed")),
@@ -96,9 +100,16 @@ def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> 
 def test_an_instance_whose_source_a_migration_keeps_is_named(
     move: RecordedMove | None, known: MoveContext | None, found: tuple[str, str]
 ) -> None:
-    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION")
+    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=2)
+    assert is_migration(holder)
     held = held_by_migration(HOST, holder, move, known)
     assert (held.instance_uuid, held.code) == found
+
+
+@pytest.mark.parametrize(("consumer_type", "attempt"), [("MIGRATION", 0), ("INSTANCE", 2), ("INSTANCE", 0)])
+def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer_type: str, attempt: int) -> None:
+    holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type=consumer_type, attempt=attempt)
+    assert not is_migration(holder)
 
 
 def test_a_request_under_way_brings_an_instance_to_the_host_that_it_names_in_its_cell() -> None:
@@ -128,14 +139,35 @@ def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any
     assert reviewed(look(H2), [PARKED], []) == []  # its host was not looked at
 
 
-def test_an_unconfirmed_move_and_a_host_that_is_down_fail_after_a_few_looks() -> None:
-    for held, looked in ((UNCONFIRMED, look()), (HELD, look(h1="service.down"))):
+def test_what_nothing_ends_and_a_host_that_is_down_fail_after_a_number_of_looks() -> None:
+    cases = (
+        (UNCONFIRMED, MAX_FAILURES),
+        (UNRELEASED, MAX_UNRELEASED),
+        (HELD, MAX_FAILURES),
+        (UNRELEASED, MAX_FAILURES),
+    )
+    for (held, most), looked in zip(cases, (look(), look(), *[look(h1="service.down")] * 2), strict=True):
         rows: list[DrainMove] = []
-        for number in range(1, MAX_FAILURES + 1):
+        for number in range(1, most + 1):
             (row,) = reviewed(looked, [replace(one, due_at=NOW) for one in rows], [held])
             assert (row.failures, row.code, row.due_at > NOW) == (number, held.code, True)
             rows = [row]
         assert rows[0].state is S.FAILED and reviewed(looked, rows, [held]) == []
+
+
+def test_a_scheduler_that_reaches_the_service_does_not_set_back_what_another_has_counted() -> None:
+    """One has just started, and has no announcement of the host yet."""
+    rows = [PARKED]
+    for _ in range(MAX_FAILURES):
+        (row,) = reviewed(look(h1="service.down"), rows, [HELD])
+        assert row.state in (S.WAITING, S.FAILED)
+        rows = [replace(one, due_at=NOW) for one in reviewed(look(), [replace(row, due_at=NOW)], [HELD]) or [row]]
+    assert rows[0].state is S.FAILED
+
+
+def test_looks_are_counted_anew_when_the_reason_changes() -> None:
+    (row,) = reviewed(look(), [replace(PARKED, code="instance.unconfirmed", failures=3)], [UNRELEASED])
+    assert (row.state, row.code, row.failures) == (S.WAITING, "instance.unreleased", 1)
 
 
 def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:
