@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
 
 from berth.sim.plan import Order, Plan
 from berth.sim.watch import Breach
@@ -21,6 +22,7 @@ from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 from scheduler_worker.config import DEFAULT_FLAVORS
 
 OVER_QUOTA = "quota.exceeded"
+OVERLAP_S = 0.1  # between the reads of a transaction of the book and its commit
 
 
 def resources_of_flavor(name: str) -> dict[str, int]:
@@ -209,10 +211,17 @@ class PeerWatch:
         raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")
 
     def _held_since(self, project: str, since: float) -> Iterator[Counter[str]]:
+        """What the project held since then, and what a claim could count that is committed after a release which it had
+        not seen: no state has both, and the claim refuses as if it had come first.
+        """
         known = [(0.0, Counter[str]()), *self._held.get(project, [])]
-        for number, (_, held) in enumerate(known):
+        for number, (at, held) in enumerate(known):
             if number + 1 == len(known) or known[number + 1][0] >= since:
-                yield held
+                counted = held.copy()
+                for (_, before), (then, after) in pairwise(known[:number]):
+                    if then >= at - OVERLAP_S:
+                        counted += before - after  # what it grew by is in `held`
+                yield counted
 
     # --- at rest
 

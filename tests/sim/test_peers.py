@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
-from berth.sim.peer_watch import PeerWatch
+from berth.sim.peer_watch import OVERLAP_S, PeerWatch
 from berth.sim.plan import Action, Order
 from berth.sim.watch import Breach
 from bus.contracts.build import BuildEvent, BuildState
@@ -56,8 +56,8 @@ class PeerWorld:
         order = Order(at=0.0, action=Action.BUILD, uuid=VMS[vm], flavor="m1.tiny", project="red", **fields)  # type: ignore[arg-type]
         self.watch.requested(order)
 
-    def hold(self, vm: int, host: int | None, vcpus: int = 1) -> None:
-        self.clock.now += 1.0
+    def hold(self, vm: int, host: int | None, vcpus: int = 1, *, after_s: float = 1.0) -> None:
+        self.clock.now += after_s
         holding = {} if host is None else {HOSTS[host]: {"VCPU": vcpus}}
         self.book.consumers[VMS[vm]] = ConsumerRow(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None, 0.0)
         self.watch()
@@ -162,6 +162,23 @@ def test_hints_are_about_where_others_have_been_all_the_time() -> None:
     peers.send(1, 1, 0)
     peers.send(2, 1)
     peers.send(2, 0)
+
+
+@pytest.mark.parametrize(("after_s", "refused"), [(OVERLAP_S / 2, True), (OVERLAP_S * 2, False)])
+def test_a_claim_may_count_a_release_that_was_committed_just_before_it(after_s: float, *, refused: bool) -> None:
+    """Seed 155 of drains and moves: of two claims in one transaction the second was refused, and a release that these
+    had not seen was committed first.
+    """
+    peers = PeerWorld({"INSTANCES": 2})
+    peers.ask(0)
+    peers.hold(0, 0)
+    peers.clock.now += 1.0
+    peers.ask(2)
+    peers.ask(1)
+    peers.hold(0, None)
+    peers.hold(1, 0, after_s=after_s)
+    with nullcontext() if refused else pytest.raises(Breach, match="quota_refused"):
+        peers.refuse(2)
 
 
 def test_who_is_refused_for_a_quota_would_have_passed_it_and_holds_nothing() -> None:
