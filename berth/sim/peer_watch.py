@@ -211,8 +211,8 @@ class PeerWatch:
         raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")
 
     def _held_since(self, project: str, since: float) -> Iterator[Counter[str]]:
-        """What the project held since then, and what a claim could count that is committed after a release which it had
-        not seen: no state has both, and the claim refuses as if it had come first.
+        """The project's total at each moment since then, with what was released in OVERLAP_S before it: a claim that is
+        committed after a release which it had not seen refuses as if it had come first.
         """
         known = [(0.0, Counter[str]()), *self._held.get(project, [])]
         for number, (at, held) in enumerate(known):
