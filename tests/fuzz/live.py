@@ -40,6 +40,7 @@ from bus.wire import JSON, Codec, Read
 from placement_worker.rest import bodies
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.routes import ROUTES
+from tests.contract.rig import until
 from tests.fuzz import hostile
 from tests.fuzz.doors import NEW_ID, packed, property_of
 from tests.integration.placement_rest.conftest import Placement
@@ -139,11 +140,17 @@ async def _to_broker(world: _Brokered, seed: int, numbers: range, stalls: Stalls
     kinds = hostile.kinds([BuildRequest, DeleteRequest])
     codec = Codec([BuildRequest, DeleteRequest], queue="scheduler.requests")
     sent = 0
+
+    async def requests_are_taken() -> bool:
+        """A full queue refuses messages, and a publisher without confirms does not learn which."""
+        return await world.buses[API].transport.depth("scheduler.requests") == 0
+
     while sent < len(numbers):
         # A broker may close the channel over a message of ours: the next ones go through a new one.
         try:
             async with raw_publisher(world.amqp_url) as raw:
                 while sent < len(numbers):
+                    await until(requests_are_taken)
                     made = [_foreign(seed, number, kinds) for number in numbers[sent : sent + TOGETHER]]
                     sent += len(made)
                     await raw.send(b"".join([publish_frames(raw.number, exchange, *one) for one in made]))
