@@ -38,8 +38,8 @@ from tests.unit.scheduler.test_placing import Cluster
 BATCH = 512
 GANG = 100
 # In one turn of the loop.
-MOST_CHOICES = 64
-MOST_RANKINGS = 22
+MOST_CHOICES = 32
+MOST_RANKINGS = 11
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
 IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
 
