@@ -33,8 +33,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EXIT_SIGNAL = 128  # plus the signal's number: the second signal ends the process at once
 
 # The book is stored in arrays, and most other values are short-lived and acyclic, so the cyclic garbage collector need
-# not run often.
-GC_THRESHOLD = (50_000, 20, 50)
+# not run often. The event loop waits meanwhile: 50,000 new objects took 6 to 60 ms, and 20,000 take 2 to 15. The
+# objects left are examined again after a million new ones.
+GC_THRESHOLD = (20_000, 50, 50)
 
 log = structlog.get_logger(__name__)
 
