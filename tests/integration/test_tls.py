@@ -17,6 +17,7 @@ from berth.embedded.postgres import Postgres
 from berth.embedded.process import free_port
 from berth.embedded.rabbitmq import ADMIN, RabbitMQ
 from bus.faults import DatabaseForbidden
+from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database
 from bus.port import BusForbidden, BusUnavailable
 from bus.rabbitmq import RabbitTransport, parse_bus_url
@@ -173,6 +174,14 @@ async def test_a_database_with_tls(postgres: Postgres, authority: Authority, que
             assert await connection.scalar(mine) is True
     finally:
         await database.close()
+
+
+@pytest.mark.postgres
+async def test_a_database_that_requires_tls_is_not_used_without_it() -> None:
+    with Postgres(tcp=True) as plain:
+        address = parse_database_url(at_postgres(plain, "sslmode=require"))
+        with pytest.raises(ConnectionError, match="SSL"):
+            await address.connect(timeout_s=WAIT_S, command_timeout_s=None, settings={})
 
 
 @pytest.mark.postgres
