@@ -9,6 +9,7 @@ import msgspec
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
+from bus.contracts.catalogue import EVENTS, QUEUES
 from bus.contracts.cell import Heartbeat, ServicesDigest
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.leases import Lease, LeaseState
@@ -62,3 +63,11 @@ async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was
     assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
     await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
     assert list(keeper.down()) == ["b"], "what arrives here counts for more"
+
+
+def test_item_27_no_queue_of_a_scheduler_gets_the_heartbeats_of_compute_services() -> None:
+    """A million compute services would be a million messages a second to each scheduler."""
+    readers = {row.consumer for row in QUEUES for _, key in row.bindings if key.startswith("compute.heartbeat")}
+    assert readers == {"cell_conductor", "compute_sim"}, "and a compute service gets those of its own name"
+    wide = {row.name for row in QUEUES for exchange, key in row.bindings if exchange == EVENTS and key == "#"}
+    assert not [row.name for row in QUEUES if row.name in wide and row.consumer == "scheduler_worker"]
