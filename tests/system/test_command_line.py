@@ -457,6 +457,7 @@ def test_a_port_that_is_taken_is_reported_before_anything_starts(berth: Berth) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = berth("run", "placement", "--http", f"127.0.0.1:{taken.getsockname()[1]}")
     assert (done.status, "Address already in use" in done.err) == (USAGE, True)
+    assert "(http.address)" in done.err and "phase" not in done.err, "nothing was opened before"
 
 
 @pytest.mark.parametrize("serve", [("placement", "serve", "--scratch"), ("run", "placement")])
