@@ -107,8 +107,14 @@ def print_result(result: Result, seconds: float) -> None:
                 f"{spending.broker_messages_per_boot} broker messages, {spending.transactions_per_boot} transactions"
                 f"{_resting(result, spending)}"
             )
-    for share, spending in result.costs_at_rates.items():
-        print(f"  at {share}, CPU ms a boot: {spending.cpu_s_per_1000_boots_all:.3f}")
+            print(
+                "    by process:",
+                ", ".join(f"{name} {used:.3f}" for name, used in spending.cpu_s_per_1000_boots.items()),
+            )
+            print(
+                "    items a broker message:",
+                ", ".join(f"{n} {v}" for n, v in spending.items_per_broker_message.items()),
+            )
     if result.moves is not None:
         measured = result.moves
         latencies = ", ".join(f"{name} {ms:.0f} ms" for name, ms in measured.latency_ms.items())
