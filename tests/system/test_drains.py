@@ -100,7 +100,8 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
         # A move to the host is under way.
         request = await moved(moves, whole, instance, MoveKind.LIVE_MIGRATE, wait=False)
         host = await destination(whole, request)
-        ended = await drained(whole, host)
+        # Forced: as soon as the instance is on the host, and until its request has ended, it is `instance.busy`.
+        ended = await drained(whole, host, force=True)
         assert (ended.code, ended.moved, await used(whole, host)) == ("drain.done", (instance,), {})
         # The host keeps the source of a move that awaits its confirm.
         source = await host_of(whole, instance)

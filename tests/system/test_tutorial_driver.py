@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -44,6 +45,14 @@ class Racks(Struct):
         """By instance, whether its process runs."""
         listed = await self.driver.list()
         return {machine.instance_uuid: machine.runs for machines in listed.values() for machine in machines}
+
+    async def become(self, expected: dict[str, bool]) -> None:
+        """Wait until the states are these: a process that is sent a signal stops a little later."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if await self.states() == expected:
+                    return
+                await asyncio.sleep(0)
 
     async def move(self, uuid: str, kind: MoveKind) -> None:
         request = MoveRequest(request_id=new_uuid(RNG), instance_uuid=uuid, project_id="p", kind=kind)
@@ -96,9 +105,9 @@ async def test_a_build_is_a_process_until_it_is_deleted(racks: Racks) -> None:
     assert await racks.client.wait(WAIT_S)
     assert await racks.states() == dict.fromkeys(uuids, True)
     await racks.move(uuids[0], MoveKind.STOP)
-    assert await racks.states() == {uuids[0]: False, uuids[1]: True, uuids[2]: True}
+    await racks.become({uuids[0]: False, uuids[1]: True, uuids[2]: True})
     await racks.move(uuids[0], MoveKind.START)
-    assert (await racks.states())[uuids[0]]
+    await racks.become(dict.fromkeys(uuids, True))
     page = await racks.client.query(BuildQuery(instance_uuid=uuids[1]), timeout_s=WAIT_S)
     await racks.client.delete(page.builds)
     assert await racks.client.wait(WAIT_S)
