@@ -227,7 +227,8 @@ class DrainKeeper:
             }
             known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
             hosts = self._hosts(drain)  # after all that was waited for: a host may have left the drain meanwhile
-            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now)
+            cells = {row.source_uuid: self._selector.table.last_cell_of(row.source_uuid) for row in found.open}
+            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now, cells)
             await unit.put_drain_moves(done.changed)
             for request in done.requests:
                 unit.emit(OutboxMessage(API, request, request.request_id))

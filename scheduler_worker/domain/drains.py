@@ -21,11 +21,10 @@ from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, Drai
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
-from scheduler_worker.domain.moves import BUSY
+from scheduler_worker.domain.moves import BUSY, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
-USER = "drain"  # the user_id of these requests
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
 MAX_UNRELEASED = 14  # looks at resources that should be released by now, some nine minutes; then it has failed
@@ -94,9 +93,16 @@ class DrainStep(Struct, frozen=True):
     requests: tuple[MoveRequest, ...] = ()
 
 
-def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float) -> DrainStep:
+def step(
+    drain: OpenDrain,
+    known: Mapping[str, MoveContext],
+    hosts: Mapping[str, str],
+    now: float,
+    cells: Mapping[str, str | None],
+) -> DrainStep:
     """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
-    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}.
+    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}. cells: of the
+    hosts that the rows have left or are to leave (None: not known).
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -115,7 +121,7 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
     for row in drain.open:
         if row.state is not _begins(drain.record) or row.due_at > now or is_held(row):
             continue
-        misfit = _misfit(row, known[row.instance_uuid], hosts)
+        misfit = _misfit(row, known[row.instance_uuid], hosts, cells.get(row.source_uuid))
         if misfit is not None:
             changed.append(misfit)
         elif known[row.instance_uuid].now.under_way is not None:
@@ -309,11 +315,15 @@ def _is_there(known: MoveContext) -> bool:
     return build is not None and build.state is BuildState.ACTIVE and not build.delete_requested
 
 
-def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> DrainMove | None:
-    """Why an instance that waits needs no move of this drain any more."""
+def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None) -> DrainMove | None:
+    """Why an instance that waits needs no move of this drain any more. cell: of its host, which a drain never leaves:
+    a host of another cell may have the same name.
+    """
     if not _is_there(known):
         return replace(row, state=State.LEFT, code="instance.deleted")
     assert known.build is not None
+    if cell not in (None, known.build.cell):
+        return replace(row, state=State.LEFT, code="instance.elsewhere")
     if row.state is State.TO_RETURN:
         if known.build.host == row.source:
             return replace(row, state=State.RETURNED, code="", reason="")
@@ -333,7 +343,7 @@ def _request(row: DrainMove, request_id: str) -> MoveRequest:
         request_id=request_id,
         instance_uuid=row.instance_uuid,
         project_id=row.project_id,
-        user_id=USER,
+        user_id=DRAIN_USER,
         kind=row.kind,
         host=row.source if row.state is State.RETURNING else None,
         auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,

@@ -47,6 +47,7 @@ CHANGED = Retry("request.concurrent", "the instance changed while hosts were cho
 
 # A request may overtake its instance's build on the way to another scheduler: the build is looked for this often.
 UNKNOWN_RETRIES = 2
+DRAIN_USER = "drain"  # the user_id of the requests of drains
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
@@ -198,10 +199,14 @@ _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 
 
 def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
-    """Whether a host of another cell will do. While a cell still keeps a machine of it, it stays where it is."""
+    """Whether a host of another cell will do. While a cell still keeps a machine of it, it stays where it is.
+
+    A drain moves instances within their cell, as its plan states, whatever the site allows its clients.
+    """
     stays = request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST
     is_kept = now.handed is not None and now.handed.kept is not None
-    return request.kind in _LEAVES_CELL and not stays and not is_kept
+    is_drained = request.user_id == DRAIN_USER
+    return request.kind in _LEAVES_CELL and not (stays or is_kept or is_drained)
 
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:

@@ -46,7 +46,7 @@ def known(
     """The instance on a host; ended: how its request has."""
     build = RecordedBuild(
         instance_uuid=A, project_id="p", state=more.pop("state", BuildState.ACTIVE), sequence=1, terminal=True,
-        cell="c", host=host,
+        cell=more.pop("cell", "c"), host=host,
     )  # fmt: skip
     move = None
     if ended is not None:
@@ -62,7 +62,7 @@ def passed(
 ) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
     """The row after one pass, and what was requested."""
     found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW)
+    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW, {HOST: "c"})
     return (done.changed or (row,))[0], done.requests
 
 
@@ -115,6 +115,16 @@ def test_an_undone_drain_takes_back_what_it_has_moved_and_no_more() -> None:
     assert passed(going, known("h2", MoveState.DONE), UNDOING)[0].state is S.TO_RETURN
     assert passed(going, known(ended=MoveState.FAILED), UNDOING)[0].state is S.LEFT
     assert passed(ROW, known(), UNDOING) == (ROW, ())
+
+
+@pytest.mark.parametrize(("row", "record"), [(ROW, RECORD), (BACK, UNDOING), (replace(ROW, host="h2"), RECORD)])
+@pytest.mark.parametrize("host", ["h1", "h2"])
+def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(
+    row: DrainMove, record: DrainRecord, host: str
+) -> None:
+    """Its client has moved it there. The drain neither moves it away nor counts it as moved or returned."""
+    after, requests = passed(row, known(host, cell="c2"), record)
+    assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
 
 
 def test_when_a_drain_is_over() -> None:
