@@ -37,6 +37,7 @@ UNRELEASED = "instance.unreleased"  # it is deleted, or has moved away, and its 
 UNCONFIRMED = "instance.unconfirmed"  # the host keeps the source of a move that awaits confirm or revert
 MISPLACED = "instance.misplaced"  # the book has it on the host, its record on another one
 HELD = frozenset({BUILDING, ARRIVING, RELEASING, UNRELEASED, UNCONFIRMED, MISPLACED})
+BURST_S = 1.0  # with a rate, no more begin at once than in this time, however long none could
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
@@ -254,8 +255,9 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
         return 0
     free_slots = record.at_once - under_way
     if record.per_minute is not None:
-        due = int((now - drain.last_begun_at) * record.per_minute / 60.0)
-        free_slots = min(free_slots, due if drain.last_begun_at else 1)
+        due = int((now - drain.last_begun_at) * record.per_minute / 60.0) if drain.last_begun_at else 1
+        # What could not begin for a while (a pause, moves that took long) is not made up for at once.
+        free_slots = min(free_slots, due, max(1, int(BURST_S * record.per_minute / 60.0)))
     return max(0, free_slots)
 
 

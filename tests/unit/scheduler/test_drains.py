@@ -127,6 +127,18 @@ def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(
     assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
 
 
+@pytest.mark.parametrize("last_begun_at", [0.0, NOW - 3600.0, NOW - 6.0])
+@pytest.mark.parametrize(("per_minute", "begun"), [(10, 1), (600, 10), (None, 20)])
+def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
+    last_begun_at: float, per_minute: int | None, begun: int
+) -> None:
+    record = replace(RECORD, at_once=20, per_minute=per_minute)
+    rows = tuple(replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30))
+    found = OpenDrain(record=record, open=rows, counts={S.WAITING: 30}, last_begun_at=last_begun_at)
+    done = step(found, dict.fromkeys((row.instance_uuid for row in rows), known()), {HOST: ""}, NOW, {HOST: None})
+    assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
+
+
 def test_when_a_drain_is_over() -> None:
     late = replace(RECORD, deadline_at=NOW)
     cases: list[tuple[DrainRecord, dict[DrainMoveState, int], str | None]] = [
