@@ -41,6 +41,7 @@ BURST_S = 1.0  # with a rate, no more begin at once than in this time, however l
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
+Cells = Mapping[str, str | None]  # {uuid of a host: its cell, None: not known}
 State = DrainMoveState
 UNDER_WAY = frozenset({State.UNDER_WAY, State.RETURNING})
 DONE, LEFT, DEADLINE, STOPPED, UNDONE = "drain.done", "drain.left", "drain.deadline", "drain.stopped", "drain.undone"
@@ -95,15 +96,11 @@ class DrainStep(Struct, frozen=True):
 
 
 def step(
-    drain: OpenDrain,
-    known: Mapping[str, MoveContext],
-    hosts: Mapping[str, str],
-    now: float,
-    cells: Mapping[str, str | None],
+    drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float, cells: Cells
 ) -> DrainStep:
     """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
     a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}. cells: of the
-    hosts that the rows have left or are to leave (None: not known).
+    hosts that the rows have left or are to leave.
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -256,7 +253,7 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
     free_slots = record.at_once - under_way
     if record.per_minute is not None:
         due = int((now - drain.last_begun_at) * record.per_minute / 60.0) if drain.last_begun_at else 1
-        # What could not begin for a while (a pause, moves that took long) is not made up for at once.
+        # A drain does not make up at once for a pause, or for moves that took long.
         free_slots = min(free_slots, due, max(1, int(BURST_S * record.per_minute / 60.0)))
     return max(0, free_slots)
 

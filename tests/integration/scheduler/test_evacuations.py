@@ -173,6 +173,26 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
     assert len({one.request_id for one in evacuated(world)}) == 2
 
 
+async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(world: World) -> None:
+    """Its cell refuses to evacuate it: it was tried 24 times, and held its dead host."""
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    (built,) = await active(world, 1, on_host_failure=RESTART)
+    shelve = world.move(built, MoveKind.SHELVE)
+    await world.ask(shelve)
+    await world.dispatched(shelve)
+    await world.move_announced("c1", shelve, MoveState.DONE, 20, terminal=True, condition=Condition.SHELVED)
+    await world.moved(shelve)
+    await world.add_hosts("c1", 1)
+    await fence(world, uuid)
+    found = await world.until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
+    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.OFFLOAD, built.instance_uuid, ())
+    await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
+    unshelve = world.move(built, MoveKind.UNSHELVE)
+    await world.ask(unshelve)
+    assert [one.host for one in (await world.dispatched(unshelve)).selections] == ["c1-1"]
+
+
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,20 @@ def test_an_offload_on_a_fenced_host_releases() -> None:
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 
 
+def test_what_is_shelved_on_a_fenced_host_is_not_evacuated_and_can_be_offloaded() -> None:
+    made = begun(MoveKind.SHELVE)
+    made.end(1, 1, runs=False, image="kept")
+    context = replace(PATIENCE, fences=fenced(1))
+    steps = FenceSteps()
+    evacuate = request(MoveKind.EVACUATE, 2, request_id=OTHER)
+    refused = steps.follow(made.instance, step(made.instance, evacuate, context), evacuate, context)
+    assert refused.instance.state is State.ACTIVE and "instance.shelved" in str(refused.commands)
+    offload = request(MoveKind.OFFLOAD, request_id=OTHER)
+    gone = steps.follow(made.instance, step(made.instance, offload, context), offload, context)
+    assert isinstance(question_of(gone.instance), Release)
+    assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(1), 1)]
+
+
 def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fenced() -> None:
     made = to_resized()
     made.apply(DELETE, fence(1))
