@@ -345,6 +345,30 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     await until(world, begun, DrainState.ENDED)
 
 
+@pytest.mark.parametrize("is_enabled", [False, True])
+async def test_an_undone_drain_moves_nothing_back_to_a_host_that_was_disabled_before(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_enabled: bool
+) -> None:
+    """No move goes to a disabled host: its operator enables it before the undo."""
+    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    await active(world, 1, "c1-0")
+    await world.add_hosts("c1", 1)
+    await decide(world, uuid, AdminState.DISABLED, reason="fan")
+    begun = await begin(world, "c1-0")
+    await carried_out(world, begun, at_once=1, count=1)
+    if is_enabled:
+        await decide(world, uuid, AdminState.ENABLED)
+    await command(world, begun, DrainAction.UNDO)
+    if is_enabled:
+        await world.until(partial(has_begun, world, 2))
+        await ends(world, commanded(world)[1], sequence=40)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts) == ("drain.undone", {"returned" if is_enabled else "stayed": 1})
+    assert [one.code for one in ended.failed] == ([] if is_enabled else ["no_valid_host"])
+
+
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)
