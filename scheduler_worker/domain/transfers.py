@@ -54,7 +54,9 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     commands: list[Message] = []
     command = None if move is None or move.terminal else _commanded(move, arrival)
     if move is not None and command is not None:
-        move = replace(move, cell=cell, host=None, command=command)
+        # The host that is tried first there: a drain of it waits, also while that cell has not answered.
+        host = command.selections[0].host if command.selections else None
+        move = replace(move, cell=cell, host=host, command=command)
         commands.append(command)
     else:
         commands.append(_query(event, build, arrival))

@@ -9,6 +9,8 @@ from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.drain_holders import arriving
+from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import for_former_cell, repeated
 
@@ -81,6 +83,18 @@ def test_the_next_cell_is_commanded_and_named_by_the_map_in_one_batch() -> None:
     assert (batch.departed, batch.builds[UUID].cell, batch.moves[REQUEST].cell) == ({UUID: "c2"}, "c2", "c2")
     (event,) = sent(batch, "api")
     assert isinstance(event, MoveEvent) and event.departure is None and not event.terminal
+
+
+def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_and_after_the_departure() -> None:
+    """The next cell may be away: it claims the host, and names it, when it is back."""
+    before = on_record()
+    batch = applied(before)
+    after = replace(before, move=batch.moves[REQUEST], build=batch.builds[UUID])
+    named = {HOST.host: [DrainedHost(HOST.host_uuid, HOST.host, "c2")]}
+    for known, host in ((before, HOST.host), (after, batch.moves[REQUEST].host)):
+        assert known.move is not None and host == HOST.host
+        found = arriving(named, replace(known.move, host=host), known)
+        assert found is not None and found.instance_uuid == UUID
 
 
 def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:
