@@ -310,6 +310,16 @@ def test_it_goes_back_only_when_nothing_is_left_of_it_there() -> None:
     assert not there.terminals
 
 
+def test_what_comes_back_numbers_its_changes_above_those_that_it_has_had_there() -> None:
+    """A host of the next cell may have the instance once more, and carries out no order below its highest."""
+    made, departure = kept()
+    there = in_next_cell(arrives(departure, 2))
+    there.apply(refused(there.instance.next_attempt), e.Released(at=213.0))
+    back = replace(departure_of(there), order=made.instance.order + 5)
+    made.apply(request(MoveKind.MIGRATE, arrival=back))
+    assert made.instance.order == back.order
+
+
 def ended_check(there: Scenario, taken: e.Claimed) -> e.ChangeEnded:
     """The answer to the check that follows this claim."""
     probe = Scenario(there.instance, THERE)
