@@ -72,6 +72,7 @@ PASS_S = 0.25  # between two looks while moves are under way or wait
 IDLE_S = 2.0  # otherwise: a paused drain may reach its deadline
 MAX_OPEN = 16  # drains that have not ended
 MAX_ENDED = 200  # ended drains that are kept; the oldest are deleted
+TOO_MANY = Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way: wait for one, or stop it")
 NO_LIMIT = 2**31 - 1
 
 
@@ -147,6 +148,9 @@ class DrainKeeper:
             after = commanded(record, command, now)
             if isinstance(after, Refusal):
                 return after
+            begins_again = record.state is DrainState.ENDED and after != record
+            if begins_again and len(_going(drains_of(present.objects))) >= MAX_OPEN:
+                return TOO_MANY
             moves = await unit.drain_moves(command.drain, NO_LIMIT)
             await unit.put_drain_moves([new for one in moves if (new := retried(one, command.action)) != one])
             changed = [] if after == record else [_changed_drain(command.drain, record, after)]
@@ -323,9 +327,9 @@ class _Begun:
         drains = drains_of(present.objects)
         if command.drain in drains:
             return (), author
-        going = {drain for drain, one in drains.items() if one.state is not DrainState.ENDED}
+        going = _going(drains)
         if len(going) >= MAX_OPEN:
-            return Refusal(code="drain.too_many", reason=f"{MAX_OPEN} drains are under way")
+            return TOO_MANY
         changed: list[ChangedObject] = []
         for host in self._made.hosts:
             stored = present.objects.get((ObjectKind.HOST, host.uuid))
@@ -372,6 +376,11 @@ def begun_name(selector: Selector, name: str) -> str:
     """The name under which a drain of this host is on record: a host may be named by its uuid."""
     index = selector.table.index_of(name)
     return selector.name_of(name) if index is None else selector.table.names[index]
+
+
+def _going(drains: Mapping[str, DrainRecord]) -> frozenset[str]:
+    """The drains that have not ended."""
+    return frozenset(drain for drain, one in drains.items() if one.state is not DrainState.ENDED)
 
 
 def _stuck(made: MadePlan) -> Refusal:

@@ -345,6 +345,25 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     await until(world, begun, DrainState.ENDED)
 
 
+@pytest.mark.parametrize("action", [DrainAction.RESUME, DrainAction.UNDO])
+async def test_only_so_many_drains_are_under_way_whether_begun_resumed_or_undone(
+    world: World, monkeypatch: pytest.MonkeyPatch, action: DrainAction
+) -> None:
+    monkeypatch.setattr(drains, "MAX_OPEN", 1)
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 3)
+    ended = await begin(world, "c1-0")
+    await until(world, ended, DrainState.ENDED)
+    await active(world, 1, "c1-1")
+    going = await begin(world, "c1-1")
+    assert await code_of(world, "c1-2") == "drain.too_many"
+    with pytest.raises(RequestRefused) as fault:
+        await command(world, ended, action)
+    assert (fault.value.code, (await shown(world, ended)).state) == ("drain.too_many", DrainState.ENDED)
+    await command(world, going, DrainAction.PAUSE)  # of one that is under way every command is taken
+    await command(world, going, DrainAction.STOP)
+
+
 @pytest.mark.parametrize("is_enabled", [False, True])
 async def test_an_undone_drain_moves_nothing_back_to_a_host_that_was_disabled_before(
     world: World, monkeypatch: pytest.MonkeyPatch, is_enabled: bool
