@@ -15,9 +15,10 @@ from bus.consuming.outcome import Received
 from bus.contracts.base import Meta, encode
 from bus.contracts.build import BuildRequest, FlavorCount, member_uuids
 from bus.contracts.deploy import NetworkRequest
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
 from scheduler_worker.domain.builds import Gang
-from scheduler_worker.domain.gangs import claimable, with_gang_results, within_bounds
+from scheduler_worker.domain.gangs import claimable, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.placement import (
     GangIncomplete,
@@ -29,7 +30,7 @@ from scheduler_worker.domain.placement import (
     PlacementUnavailable,
     initial_state,
 )
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 UUID_ = "00000000-0000-4000-8000-000000000001"
@@ -95,6 +96,21 @@ def states(*results: PlacementResult | None, least: int, gang: bool = True) -> l
         made.append(replace(initial_state(PlacementRequest(request=request, spec=spec, gang=of), hosts.selector),
                             result=result))  # fmt: skip
     return made
+
+
+@pytest.mark.parametrize(("policy", "is_shared"), [(GroupPolicy.AFFINITY, True), (GroupPolicy.ANTI_AFFINITY, False)])
+def test_members_that_start_on_one_host_share_what_any_of_them_has_found(policy: GroupPolicy, is_shared: bool) -> None:
+    """The largest chooses the host for all of them, and placement refuses the first: it may be another one."""
+    group = ServerGroup(uuid=UUID_, policy=policy)
+    first, second = (
+        replace(one, spec=one.spec.with_peers(Peers(server_group=group), one.request.instance_uuid))
+        for one in states(None, None, least=2)
+    )
+    refused = replace(first, rejected={"h1": "claim.full"}, spec=first.spec.with_members({"h2": 1}))
+    for one in with_shared_findings([refused, second])[not is_shared :]:
+        assert one.spec.peers is not None
+        found = (dict(one.rejected), dict(one.spec.peers.members))
+        assert found == (({"h1": "claim.full"}, {"h2": 1}) if is_shared else ({}, {}))
 
 
 def results(found: list[PlacementState]) -> list[object]:
