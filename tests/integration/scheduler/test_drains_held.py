@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
+from scheduler_worker.domain.drain_holders import HeldInstance
+from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.drain_plan import DrainPlanner
 from tests.integration.scheduler.test_drains import (
     WARM,
     active,
@@ -272,3 +276,26 @@ async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytes
     begun = await begin(world, "c1-0")
     found = await becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
     assert sorted(found.not_begun) == sorted(one.instance_uuid for one in builds)
+
+
+async def test_a_look_that_a_command_has_overtaken_changes_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drain is undone while a scheduler reads what its host holds: the instance is no concern of it any more."""
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    build = await building(world, "c1-0")
+    begun = await begin(world, "c1-0")
+    await waits(world, begun, build.instance_uuid)
+    held_on, undone = DrainPlanner.held_on, list[str]()
+
+    async def overtaken(self: DrainPlanner, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        found = await held_on(self, hosts)
+        if hosts and not undone:
+            undone.append(begun.id)
+            await command(world, begun, DrainAction.UNDO)
+        return found
+
+    monkeypatch.setattr(DrainPlanner, "held_on", overtaken)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts) == ("drain.undone", {"left": 1})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
 from msgspec.structs import replace
 
+from bus.bus import Bus
+from bus.contracts.base import Message
 from bus.contracts.build import BuildRequest
 from bus.contracts.fences import EvacuationPolicy, FenceState
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
 from bus.contracts.operations import AdminState
 from scheduler_worker import evacuations
 from scheduler_worker.config import SchedulerConfig
@@ -171,6 +174,28 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
     await ends(world, command, MoveState.FAILED, code="move.no_host", host="c1-0")
     await world.until(lambda: len(evacuated(world)) == 2)
     assert len({one.request_id for one in evacuated(world)}) == 2
+
+
+async def test_a_request_that_was_lost_on_its_way_is_published_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evacuations, "AGAIN_S", 0.2)
+    publish_all, lost = Bus.publish_all, list[object]()
+
+    async def losing(self: Bus, messages: Sequence[tuple[Message, str]], traces: Sequence[str] = ()) -> None:
+        if lost or not any(isinstance(one, MoveRequest) for one, _ in messages):
+            await publish_all(self, messages, traces)
+        else:
+            lost.append(messages)
+
+    monkeypatch.setattr(Bus, "publish_all", losing)
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    await active(world, 1, on_host_failure=RESTART)
+    await world.add_hosts("c1", 1)
+    await fence(world, uuid)
+    await world.until(partial(is_begun, world, 1))
+    assert lost
 
 
 async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(world: World) -> None:
