@@ -18,7 +18,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.drains import DrainPlan, DrainQuery, DrainTarget, PlannedMove
-from bus.contracts.moves import MoveKind, MoveRequest
+from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
 from placement_worker.replica.query import total_resources
@@ -34,6 +34,12 @@ from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 SLICE = 100  # instances that are planned before other tasks run
 HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
+# Conditions in which a cell refuses every move of an instance (`begin` and `end_resized` in its rules of moves).
+UNMOVABLE = {
+    Condition.SHELVED: Refusal(code="instance.shelved", reason="it is shelved: unshelve or offload it first"),
+    Condition.RESCUED: Refusal(code="instance.rescued", reason="it is rescued: unrescue it first"),
+    Condition.RESIZED: Refusal(code="instance.resized", reason="a move of it awaits confirm or revert"),
+}
 KINDS_ONLY = Refusal(code="request.invalid", reason="a drain moves instances live or cold: live-migrate or migrate")
 
 
@@ -228,6 +234,8 @@ class DrainPlanner:
         verdict = self._moves.check(pending, one.known)
         if isinstance(verdict, Refusal):
             return Chosen(failure=verdict)
+        if (refused := UNMOVABLE.get(one.known.now.condition)) is not None:
+            return Chosen(failure=refused)
         unreachable = self._unreachable(one.source)
         if unreachable is not None:
             return Chosen(failure=unreachable)

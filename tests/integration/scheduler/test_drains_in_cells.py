@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.drains import DrainState
-from bus.contracts.moves import MoveKind
-from tests.integration.scheduler.test_drains import WARM, active, becomes, begin, commanded, plan_of, quick
+from bus.contracts.moves import Condition, MoveKind, MoveState
+from tests.integration.scheduler.test_drains import WARM, active, becomes, begin, code_of, commanded, plan_of, quick
 from tests.integration.scheduler.world import World
 
 pytestmark = pytest.mark.postgres
@@ -35,3 +35,31 @@ async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> N
         "drain.left",
         [(build.instance_uuid, "no_valid_host")],
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "code"),
+    [
+        (MoveKind.SHELVE, Condition.SHELVED, "instance.shelved"),
+        (MoveKind.RESCUE, Condition.RESCUED, "instance.rescued"),
+        (MoveKind.MIGRATE, Condition.RESIZED, "instance.resized"),
+    ],
+)
+async def test_a_plan_names_what_its_cell_would_refuse_to_move(
+    world: World, kind: MoveKind, condition: Condition, code: str
+) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
+    await world.ask(move)
+    sent = await world.dispatched(move)
+    host = "c1-0"
+    if sent.selections:
+        await world.claim_destination(sent)
+        host = sent.selections[0].host
+    await world.move_announced("c1", move, MoveState.DONE, 20, terminal=True, condition=condition, host=host)
+    await world.moved(move, MoveState.DONE)
+    (planned,) = (await plan_of(world, host)).moves
+    assert (planned.hosts, planned.code) == ((), code)
+    assert await code_of(world, host) == "drain.stuck"
