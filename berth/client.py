@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
+from berth.host_pages import read_hosts
 from berth.request_spans import RequestSpans, TracedRequest
 from bus.bus import Bus
 from bus.clock import Clock
@@ -277,8 +278,8 @@ class BuildClient:
     async def hosts(
         self, *, limit: int, timeout_s: float, cell: str | None = None, up: bool | None = None
     ) -> HostsPage:
-        """Ask a scheduler about hosts, of one cell or of all, up or not. Raises RequestTimeout when none answers."""
-        return await self.bus.request(HostsQuery(limit=limit, cell=cell, up=up), HostsPage, timeout_s=timeout_s)
+        """Ask a scheduler about hosts, of one cell or of all, up or not. Raises as `read_hosts` does."""
+        return await read_hosts(self.bus, HostsQuery(limit=limit, cell=cell, up=up), timeout_s=timeout_s)
 
     async def services(
         self, *, limit: int, timeout_s: float, cell: str | None = None, up: bool | None = None

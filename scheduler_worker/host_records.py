@@ -34,7 +34,7 @@ class _Host(Struct, frozen=True):
 
 
 async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]) -> HostsPage:
-    """The hosts by name, with what their compute services announce. fences: of hosts, by uuid.
+    """The hosts by name and uuid, with what their compute services announce. fences: of hosts, by uuid.
 
     The page is of no single moment, because other tasks run after each part of it: `feed_sequence` is of the beginning,
     and a host that leaves meanwhile is left out.
@@ -46,20 +46,21 @@ async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str,
     ]
     parts.append(_matching(_of_decisions(selector), query, selector, fences))
     records: list[HostRecord] = []
-    async for part in InParts(itertools.islice(heapq.merge(*parts, key=_by_name), query.limit), HOSTS_AT_ONCE):
+    found = heapq.merge(*parts, key=_order)
+    async for part in InParts(itertools.islice(found, query.limit), HOSTS_AT_ONCE):
         records += _records(part, selector, fences)
-    return HostsPage(hosts=tuple(records), feed_sequence=sequence)
+    return HostsPage(hosts=tuple(records), feed_sequence=sequence, more=next(found, None) is not None)
 
 
-def _by_name(one: _Host) -> str:
-    return one.name
+def _order(one: _Host) -> tuple[str, str]:
+    return one.name, one.uuid
 
 
 def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
     """These hosts, unless they have left the book."""
     for uuid in uuids:
         if (row := selector.book.row_of(uuid)) is not None:
-            yield _Host(selector.book.name_of(row), uuid, is_in_book=True)
+            yield _Host(_name_of(uuid, selector, selector.book.name_of(row)), uuid, is_in_book=True)
 
 
 def _of_decisions(selector: Selector) -> Iterator[_Host]:
@@ -68,14 +69,22 @@ def _of_decisions(selector: Selector) -> Iterator[_Host]:
     """
     for uuid, decision in selector.table.decisions().items():
         if decision.state is not AdminState.ENABLED and selector.book.row_of(uuid) is None:
-            yield _Host(decision.host, uuid, is_in_book=False)
+            yield _Host(_name_of(uuid, selector, decision.host), uuid, is_in_book=False)
+
+
+def _name_of(uuid: str, selector: Selector, otherwise: str) -> str:
+    """The name that the host's compute service announces, which its record shows: the next page follows that name."""
+    index = selector.table.index_of(uuid)
+    return otherwise if index is None else selector.table.names[index]
 
 
 def _matching(
     hosts: Iterable[_Host], query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]
 ) -> list[_Host]:
     down = selector.table.down()
-    return sorted((one for one in hosts if _matches(one, query, selector, fences, down)), key=_by_name)
+    after = None if query.after is None else (query.after, query.after_uuid or "")
+    following = hosts if after is None else (one for one in hosts if _order(one) > after)
+    return sorted((one for one in following if _matches(one, query, selector, fences, down)), key=_order)
 
 
 def _records(listed: Sequence[_Host], selector: Selector, fences: Mapping[str, FenceRecord]) -> Iterator[HostRecord]:
@@ -155,7 +164,7 @@ def _record(
     service = NO_SERVICE if index is None else int(table.service[index])
     return HostRecord(
         uuid=one.uuid,
-        name=one.name if index is None else table.names[index],
+        name=one.name,
         cell=cell,
         service=None if service == NO_SERVICE else table.services[service].name,
         announced=index is not None,

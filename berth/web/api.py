@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from berth.host_pages import read_hosts
 from berth.web.access import WebCaller, WebRole
 from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem
@@ -202,7 +203,7 @@ class WebApi:
 
     async def hosts(self, query: HostsQuery) -> HostsPage:
         """Ask a scheduler for hosts."""
-        return await self._bus.request(query, HostsPage, timeout_s=ASK_TIMEOUT_S)
+        return await read_hosts(self._bus, query, timeout_s=ASK_TIMEOUT_S)
 
     # --- streams
 

@@ -8,12 +8,13 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
+from berth.host_pages import read_hosts
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.book import HostTree, HostTreeQuery, TreeHolder
-from bus.contracts.build import HostRecord, HostsPage, HostsQuery
+from bus.contracts.build import HostRecord, HostsQuery
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
@@ -163,7 +164,7 @@ class FleetReader:
             self._failed = None
 
     async def _read_hosts(self) -> None:
-        page = await self._bus.request(HostsQuery(limit=MAX_HOSTS), HostsPage, timeout_s=PAGE_TIMEOUT_S)
+        page = await read_hosts(self._bus, HostsQuery(limit=MAX_HOSTS), timeout_s=PAGE_TIMEOUT_S)
         self._hosts, self._hosts_at = page.hosts, self._clock.monotonic()
 
     async def host(self, ident: str, *, fresh: bool = False) -> HostRecord:

@@ -12,7 +12,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostRecord, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
@@ -47,6 +47,32 @@ async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[
     down = (ServiceDown(service="compute-c1", epoch=1, code="service.silent"),)
     hosts.table.apply(ServicesDigest(cell="c1", term=1, number=1, down=down), 1.0)
     assert [host.name for host in (await hosts_page(query, hosts.selector, {})).hosts] == names
+
+
+async def test_hosts_follow_the_last_one_of_the_page_before() -> None:
+    """Two have one name, and a page ends between them. The book calls one otherwise than its service does."""
+    hosts = Hosts([PLENTY] * 5)
+    names = ("a", "b", "b", "c", "z")
+    reports = tuple(HostReport(uuid=uuid, name=name) for uuid, name in zip(hosts.uuids, names, strict=True))
+    hosts.table.apply(
+        ComputeHosts(service="compute-c1", cell="c1", epoch=1, sequence=2, hosts=reports, complete=True), 0.0
+    )
+    renamed = HostReport(uuid=hosts.uuids[3], name="q")
+    hosts.table.apply(ComputeHosts(service="compute-c1", cell="c1", epoch=1, sequence=3, hosts=(renamed,)), 0.0)
+    found, query, mores = list[HostRecord](), HostsQuery(limit=2), []
+    while not mores or mores[-1]:
+        page = await hosts_page(query, hosts.selector, {})
+        found += page.hosts
+        mores.append(page.more)
+        query = HostsQuery(limit=2, after=found[-1].name, after_uuid=found[-1].uuid)
+    assert [host.name for host in found] == ["a", "b", "b", "q", "z"] and mores == [True, True, False]
+    assert {host.uuid for host in found} == set(hosts.uuids)
+
+
+@pytest.mark.parametrize(("limit", "more"), [(4, True), (5, False), (6, False)])
+async def test_a_page_of_hosts_shows_whether_others_follow(limit: int, more: bool) -> None:
+    hosts = Hosts([PLENTY] * 5)
+    assert (await hosts_page(HostsQuery(limit=limit), hosts.selector, {})).more is more
 
 
 async def test_hosts_have_their_zone_aggregates_and_numbers_that_are_not_too_old() -> None:
