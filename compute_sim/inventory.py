@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from bus.clock import Clock
 from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate
+from bus.turns import InParts
 from compute_sim import metrics
 from compute_sim.domain.reserved import with_reserved
 from compute_sim.driver import Driver, Tree
@@ -21,6 +22,7 @@ from compute_sim.publishing import PendingPublisher, PublishingBus
 from compute_sim.records import Records
 
 TREES_PER_PUBLISH = 200
+HOSTS_AT_ONCE = 1_000  # that may be offered, found in one turn of the event loop
 # Inventory travels on durable queues and is published when it changes: repeating it all is for the unforeseen, and for
 # 100,000 hosts every minute it would cost the resource book as much as the boots do. One in this many report intervals.
 INVENTORY_EVERY = 10
@@ -62,7 +64,7 @@ class InventoryReporter:
 
     async def _publish(self, hosts: list[str] | None) -> None:
         uuids = [host.uuid for host in await self._driver.hosts()] if hosts is None else hosts
-        uuids = [uuid for uuid in uuids if self._offering.offers(uuid)]
+        uuids = [uuid async for part in InParts(uuids, HOSTS_AT_ONCE) for uuid in part if self._offering.offers(uuid)]
         for at in range(0, len(uuids), TREES_PER_PUBLISH):
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
             if not trees:

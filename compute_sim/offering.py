@@ -53,7 +53,7 @@ class Offering:
         self._records = records
         self._clock = clock
         self._on_offered = on_offered
-        self._waits_for: set[Key] = set()
+        self._waits_for: dict[str, set[str]] = {}  # by host: instances that are to be destroyed there first
 
     async def run(self) -> None:
         """Publish the marker until it has come back, then do nothing, until cancelled."""
@@ -72,20 +72,24 @@ class Offering:
         """
         if marker.epoch != self._records.epoch or self.begun.is_set():
             return
-        self._waits_for = set(owed)
-        hosts = {host for host, _ in self._waits_for}
-        if hosts:
-            log.info("compute.destroys_first", service=self._service, machines=len(self._waits_for), hosts=len(hosts))
+        for host, instance in owed:
+            self._waits_for.setdefault(host, set()).add(instance)
+        if owed:
+            machines, hosts = len(set(owed)), len(self._waits_for)
+            log.info("compute.destroys_first", service=self._service, machines=machines, hosts=hosts)
         self.begun.set()
 
     def on_settled(self, key: Key) -> None:
         """Nothing of this instance is left to be destroyed on this host, or nothing can be."""
-        if key not in self._waits_for:
+        host, instance = key
+        left = self._waits_for.get(host, set())
+        if instance not in left:
             return
-        self._waits_for.discard(key)
-        if self.offers(key[0]):
-            self._on_offered((key[0],))
+        left.discard(instance)
+        if not left:
+            del self._waits_for[host]
+            self._on_offered((host,))
 
     def offers(self, host: str) -> bool:
         """Whether this host may be offered."""
-        return self.begun.is_set() and not any(host == one for one, _ in self._waits_for)
+        return self.begun.is_set() and host not in self._waits_for

@@ -8,11 +8,14 @@ from itertools import islice
 import structlog
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Running
+from bus.turns import InParts
 from compute_sim.domain.attempts import Entry, Phase, is_leaving, lost
 from compute_sim.driver import Driver, DriverHost, Machine
 from compute_sim.records import Records
 
 log = structlog.get_logger()
+
+HOSTS_AT_ONCE = 1_000  # compared with the record in one turn of the event loop, in about a millisecond
 
 
 class Survey:
@@ -37,11 +40,12 @@ class Survey:
 
     async def load_hosts(self) -> Sequence[DriverHost]:
         """Read from the driver which hosts there are; from now on builds are accepted for these, and only these."""
-        hosts = await self._driver.hosts()
-        self.hosts = frozenset(host.uuid for host in hosts)
+        hosts, names = await self._driver.hosts(), dict[str, str]()
+        async for part in InParts(hosts, HOSTS_AT_ONCE):
+            names |= {host.uuid: host.name for host in part}
+        self.hosts, self._names = frozenset(names), names
         for host in [one for one in self._listed if one not in self.hosts]:
             del self._listed[host]
-        self._names = {host.uuid: host.name for host in hosts}
         return hosts
 
     def name_of(self, host: str) -> str:
@@ -84,14 +88,16 @@ class Survey:
         before = self._records.running()
         listed = await self._driver.list(hosts)
         self._on_listed(listed)
-        self.note_listed(listed)
-        result: dict[str, list[Running]] = {host: [] for host in listed}
-        for host, machines in listed.items():
-            reserved = {one.instance_uuid for one in self._records.reserved(host)}
-            for machine in machines:
-                key = (host, machine.instance_uuid)
-                known = before.pop(key, None) or self._records.get(key)
-                result[host].append(_running(machine, known, reserved=machine.instance_uuid in reserved))
+        result: dict[str, list[Running]] = {}
+        async for part in InParts(listed.items(), HOSTS_AT_ONCE):
+            self.note_listed(dict(part))
+            for host, machines in part:
+                reserved = {one.instance_uuid for one in self._records.reserved(host)}
+                keyed = [((host, one.instance_uuid), one) for one in machines]
+                result[host] = [
+                    _running(one, before.pop(key, None) or self._records.get(key), reserved=key[1] in reserved)
+                    for key, one in keyed
+                ]
         if hosts is None:
             for key, entry in before.items():
                 # Its host was seen without it, and the record has not changed since before that: really lost.

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.contracts.host_metrics import POWER_WATTS, TEMPERATURE_CELSIUS, HostReading
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind
+from bus.turns import InParts
 from compute_sim.domain.faults import Faults, PlannedEnding, SourceVerdict, plan_attempt, plan_change, plan_source_check
 from compute_sim.domain.hosts import ATTRIBUTES, tree
 from compute_sim.driver import (
@@ -29,6 +30,7 @@ from compute_sim.fleet import Fleet, Guest, Host
 
 IDLE_WATTS, LOAD_WATTS = 110.0, 290.0
 IDLE_CELSIUS, LOAD_CELSIUS = 24.0, 46.0
+HOSTS_AT_ONCE = 1_000  # looked at in one turn of the event loop, in about a millisecond
 
 
 class Hypervisors:
@@ -60,7 +62,8 @@ class Hypervisors:
                 disabled_reason=host.disabled_reason,
                 attributes=ATTRIBUTES,
             )
-            for host in self._fleet.hosts
+            async for part in InParts(self._fleet.hosts, HOSTS_AT_ONCE)
+            for host in part
         ]
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Tree]:
@@ -183,22 +186,13 @@ class Hypervisors:
                 for guest in (host.guests or {}).values()
                 if guest.complete
             ]
-            for host in self._these(hosts)
+            async for part in InParts(self._these(hosts), HOSTS_AT_ONCE)
+            for host in part
         }
 
     async def measure(self, now: float) -> Sequence[HostReading]:
         """A simulated host is warm and draws power by how many of its processors are in use."""
-        readings = []
-        for host in self._fleet.hosts:
-            guests = (guest for guest in (host.guests or {}).values() if guest.runs)
-            used = sum(amounts.get("VCPU", 0) for guest in guests for amounts in guest.allocations.values())
-            load = min(1.0, used / (host.size.vcpus * host.size.cpu_ratio))
-            values = {
-                POWER_WATTS: IDLE_WATTS + load * LOAD_WATTS,
-                TEMPERATURE_CELSIUS: IDLE_CELSIUS + load * LOAD_CELSIUS,
-            }
-            readings.append(HostReading(host_uuid=host.plan.uuid, at=now, values=values))
-        return readings
+        return [_measured(host, now) async for part in InParts(self._fleet.hosts, HOSTS_AT_ONCE) for host in part]
 
     def on_change(self, callback: Callable[[Sequence[str]], None]) -> None:
         """Hosts of the fleet were enabled, disabled or resized."""
@@ -214,6 +208,17 @@ class Hypervisors:
         if hosts is None:
             return self._fleet.hosts
         return [host for host in map(self._fleet.host, hosts) if host is not None]
+
+
+def _measured(host: Host, now: float) -> HostReading:
+    guests = (guest for guest in (host.guests or {}).values() if guest.runs)
+    used = sum(amounts.get("VCPU", 0) for guest in guests for amounts in guest.allocations.values())
+    load = min(1.0, used / (host.size.vcpus * host.size.cpu_ratio))
+    values = {
+        POWER_WATTS: IDLE_WATTS + load * LOAD_WATTS,
+        TEMPERATURE_CELSIUS: IDLE_CELSIUS + load * LOAD_CELSIUS,
+    }
+    return HostReading(host_uuid=host.plan.uuid, at=now, values=values)
 
 
 def _check(host: Host, build: Build) -> None:

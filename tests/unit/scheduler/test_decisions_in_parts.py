@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from scheduler_worker.placing import ANSWERS_AT_ONCE
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
+from tests.kit.turns import Turns
 from tests.unit.scheduler.hosts import Hosts
 from tests.unit.scheduler.test_placing import Cluster
 
@@ -42,42 +42,6 @@ MOST_CHOICES = 32
 MOST_RANKINGS = 11
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
 IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
-
-
-class Turns:
-    """Counts calls by the turn of the event loop that they are made in."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *counted: tuple[Any, str]) -> None:
-        self.turn = 0
-        self.calls: dict[str, Counter[int]] = defaultdict(Counter)
-        for owner, name in counted:
-            monkeypatch.setattr(owner, name, self.counted(name, getattr(owner, name)))
-
-    def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **more: Any) -> Any:
-            self.calls[name][self.turn] += 1
-            return method(*args, **more)
-
-        return counted
-
-    def most(self, name: str) -> int:
-        return max(self.calls[name].values(), default=0)
-
-    def total(self, name: str) -> int:
-        return self.calls[name].total()
-
-    @asynccontextmanager
-    async def counting(self) -> AsyncIterator[None]:
-        async def count() -> None:
-            while True:
-                self.turn += 1
-                await asyncio.sleep(0)
-
-        counter = asyncio.create_task(count())
-        try:
-            yield
-        finally:
-            counter.cancel()
 
 
 @pytest.fixture
