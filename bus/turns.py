@@ -4,14 +4,64 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import Iterable
 from typing import Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
 
+class _Turns:
+    """One event loop's turns for long work: one task goes on in each, and the one that waited longest is the first.
+
+    Several parts in one turn would add up: those of two batches and a list of hosts to 30 ms. A task that waits alone
+    goes on in the next turn, as after `asyncio.sleep(0)`.
+    """
+
+    def __init__(self) -> None:
+        self._is_taken = False  # the next turn, by a task that passes on the one after it
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        if not self._is_taken:
+            self._is_taken = True
+            try:
+                await asyncio.sleep(0)
+            finally:
+                self._pass_on()
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        finally:
+            if not turn.cancelled():  # also when its task is cancelled in the turn that it was given
+                self._pass_on()
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_taken = False
+
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = WeakKeyDictionary()
+
+
+async def next_turn() -> None:
+    """Wait for a turn of the event loop in which no other long work goes on that waited here as well."""
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        turns = _turns[loop] = _Turns()
+    await turns.wait()
+
+
 class InParts(Generic[T]):
-    """The items in order, in lists of at most `most`. Other tasks run between two lists.
+    """The items in order, in lists of at most `most`. Other tasks run between two lists (`next_turn`).
 
     It is no generator: one that is left early is closed by a task of its own.
     """
@@ -29,6 +79,6 @@ class InParts(Generic[T]):
         if not part:
             raise StopAsyncIteration
         if self._begun:
-            await asyncio.sleep(0)
+            await next_turn()
         self._begun = True
         return part

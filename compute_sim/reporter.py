@@ -19,6 +19,7 @@ from bus.clock import Clock
 from bus.contracts.cell import ComputeHosts, Heartbeat, HostReport, Running
 from bus.faults import Transient
 from bus.port import BusError
+from bus.turns import next_turn
 from compute_sim import metrics
 from compute_sim.contested import ContestedHosts
 from compute_sim.driver import DriverHost
@@ -180,7 +181,7 @@ class Reporter:
         instances = 0
         for number, host in enumerate(hosts, 1):
             if number % HOSTS_AT_ONCE == 0:
-                await asyncio.sleep(0)
+                await next_turn()
             runs = running.get(host.uuid)  # None: it was not seen this time, which must not prove anything lost
             count = len(runs or ())
             if pages[-1] and (len(pages[-1]) >= HOSTS_PER_PAGE or instances + count > RUNNING_PER_PAGE):

@@ -8,7 +8,6 @@ every step of it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
@@ -21,6 +20,7 @@ from bus.contracts.drains import DrainPlan, DrainQuery, DrainTarget, PlannedMove
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
+from bus.turns import next_turn
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.decisions import RETRIES
 from scheduler_worker.domain.drain_holders import HeldInstance
@@ -156,7 +156,7 @@ class DrainPlanner:
         drained = {one.uuid: "host.drained" for one in hosts}
         for start in range(0, len(instances), SLICE):
             moves += await self._slice(instances[start : start + SLICE], query.kind, drained, choices)
-            await asyncio.sleep(0)
+            await next_turn()
         kept = await self._kept(hosts, {one.uuid for one in instances})
         kept, more = kept[: query.limit - len(instances)], more or len(instances) + len(kept) > query.limit
         single = hosts[0] if target is DrainTarget.HOST else None

@@ -13,6 +13,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServiceOutdated, ServicesDigest
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
+from bus.turns import next_turn
 from scheduler_worker import metrics
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.waiting import WaitingTable
@@ -60,7 +61,7 @@ class HostsListener:
             hosts += announced
             if hosts > HOSTS_AT_ONCE:
                 hosts = announced
-                await asyncio.sleep(0)
+                await next_turn()
             if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
                 is_applied = self._table.apply(message, now_s)
                 if isinstance(message, ComputeHosts) and not is_applied:

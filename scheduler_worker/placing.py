@@ -22,7 +22,7 @@ from bus.clock import Clock
 from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
-from bus.turns import InParts
+from bus.turns import InParts, next_turn
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, claim_gangs
@@ -171,7 +171,7 @@ class Placer:
         async with self._deciding:
             decisions = self._decision_round()
             for _ in decisions.in_parts(states, decided):
-                await asyncio.sleep(0)
+                await next_turn()
         pairs = zip(states, decided, strict=True)
         chosen = sum(after.choice is not None and not before.speculative for before, after in pairs)
         metrics.observe_round(chosen, decisions.candidates)

@@ -30,6 +30,7 @@ from bus.contracts.placement import (
 from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
 from bus.retrying import Retrying, RetryPolicy
+from bus.turns import next_turn
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
 from placement_worker.replica.loading import AT_ONCE, Loading, apply
@@ -230,7 +231,7 @@ class Follower:
                 self._kept[:0] = [change for change in some if change.sequence >= gap.got]
                 return
             if self._kept:
-                await asyncio.sleep(0)
+                await next_turn()
 
     def _compare(self) -> None:
         """Request changes when the head has differed from the book for long: the last changes were lost, so no later

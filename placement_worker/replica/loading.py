@@ -7,10 +7,10 @@ it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from bus.contracts.placement import Change, ProviderState
+from bus.turns import next_turn
 from placement_worker.replica.book import Book, Gap
 from placement_worker.replica.sharing import sharing_of
 
@@ -31,7 +31,7 @@ class Loading:
         """Add one page."""
         for start in range(0, len(providers), AT_ONCE):
             self._loaded.add(providers[start : start + AT_ONCE])
-            await asyncio.sleep(0)
+            await next_turn()
 
     def finish(self, book: Book, sequence: int, history: str) -> None:
         """Replace all providers of a book by the snapshot, which is of one feed number and history, and compute the
@@ -49,5 +49,5 @@ async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:
         if gap is not None:
             return gap
         if len(changes) > AT_ONCE:
-            await asyncio.sleep(0)
+            await next_turn()
     return None

@@ -14,10 +14,11 @@ import pytest
 class Turns:
     """Counts calls by the turn of the event loop that they are made in."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *counted: tuple[Any, str]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None, *counted: tuple[Any, str]) -> None:
         self.turn = 0
         self.calls: dict[str, Counter[int]] = defaultdict(Counter)
         for owner, name in counted:
+            assert monkeypatch is not None
             monkeypatch.setattr(owner, name, self.counted(name, getattr(owner, name)))
 
     def counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:

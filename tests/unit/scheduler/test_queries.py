@@ -163,6 +163,7 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
 ) -> None:
     """40,000 of them were one turn of 70 to 105 ms. leaves_at: the turn; the sixth is between two parts of records."""
     monkeypatch.setattr(host_records, "HOSTS_AT_ONCE", 2)
+    monkeypatch.setattr(host_records, "RECORDS_AT_ONCE", 2)
     hosts = Hosts([PLENTY] * 9, cells=["c1"] * 9)
     named = Counter[int]()
     turn, name_of = 0, hosts.book.name_of
