@@ -46,7 +46,7 @@ log = structlog.get_logger(__name__)
 
 # The largest batch that chooses its hosts while it is recorded; choosing for more takes longer than recording.
 MAX_SPECULATIVE = 16
-# Requests that are prepared or concluded in one turn of the event loop, each a build or a gang.
+# Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
 # Requests whose processing has not ended, as far as this process knows; those whose handler crashed stay among them.
 MAX_IN_PROGRESS = 10_000
@@ -111,12 +111,20 @@ class RequestRecorder:
                 for uuid, pending in firsts.items()
                 if pending.is_later_member is later and not (later and is_clash_of_first(pending, firsts, known))
             }
-            new |= await unit.insert([new_build(pending, author) for pending in part.values()], author.at)
+            records = [
+                new_build(pending, author) async for some in InParts(part.values(), BUILDS_AT_ONCE) for pending in some
+            ]
+            new |= await unit.insert(records, author.at)
             known |= await unit.read([uuid for uuid in part if uuid not in new])
-        for uuid, pending in firsts.items():
-            if uuid in new:
-                unit.emit(to_clients(first_event(pending, author.at)))
-        admissions = [admit(pending, firsts, new, known, may_have_run=self.may_have_run(pending)) for pending in builds]
+        async for firsts_of_part in InParts(firsts.items(), BUILDS_AT_ONCE):
+            for uuid, pending in firsts_of_part:
+                if uuid in new:
+                    unit.emit(to_clients(first_event(pending, author.at)))
+        admissions = [
+            admit(pending, firsts, new, known, may_have_run=self.may_have_run(pending))
+            async for some in InParts(builds, BUILDS_AT_ONCE)
+            for pending in some
+        ]
         for admission in admissions:
             if admission.event is not None:
                 unit.emit(to_clients(admission.event))

@@ -11,12 +11,13 @@ from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
+from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.moves import pending_move
 from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
 from scheduler_worker.domain.recorded_moves import PendingMove
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
 
@@ -54,7 +55,7 @@ class RequestHandler:
             if isinstance(received.message, DeleteRequest)
         ]
         moves = self._pending_moves(batch, now)
-        outcomes = await self._process(self._builds(batch, now), deletes)
+        outcomes = await self._process(await self._builds(batch, now), deletes)
         outcomes |= await self._moves.process(moves)
         return [outcomes[position] for position in range(len(batch))]
 
@@ -86,7 +87,7 @@ class RequestHandler:
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         builds = [
             structs.replace(build, given_up=why[build.position], redelivered=True)
-            for build in self._builds(batch, self._clock.time())
+            for build in await self._builds(batch, self._clock.time())
         ]
         deletes = [
             (received.message, why[position])
@@ -102,10 +103,11 @@ class RequestHandler:
         outcomes |= await self._moves.process(moves)
         return [outcomes.get(position, Done()) for position in range(len(batch))]
 
-    def _builds(self, batch: Sequence[Received], now: float) -> list[PendingBuild]:
+    async def _builds(self, batch: Sequence[Received], now: float) -> list[PendingBuild]:
         return [
             pending_build(received, position, now=now, flavors=self._flavors, max_age_s=self._max_age_s)
-            for position, received in enumerate(batch)
+            async for part in InParts(enumerate(batch), BUILDS_AT_ONCE)
+            for position, received in part
             if isinstance(received.message, BuildRequest)
         ]
 

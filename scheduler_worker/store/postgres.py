@@ -161,17 +161,17 @@ class PostgresBuildRows:
         statement, now = GuardedStatement(), writes.at
         if writes.inserts:
             inserts = sorted(writes.inserts, key=lambda new: new.build.instance_uuid)
-            statement.add("inserted", rows.INSERT, *rows.insert_columns(inserts), now, rows=len(inserts))
+            statement.add("inserted", rows.INSERT, *await rows.insert_columns(inserts), now, rows=len(inserts))
         if writes.decisions:
             decisions = sorted(writes.decisions, key=lambda one: one.build.instance_uuid)
-            statement.add("decided", rows.DECIDE, *rows.decide_columns(decisions), now, rows=len(decisions))
+            statement.add("decided", rows.DECIDE, *await rows.decide_columns(decisions), now, rows=len(decisions))
             dispatched = [one for one in decisions if one.host_uuid is not None]
             if dispatched:
-                statement.add("mapped", rows.MAP, *rows.map_columns(dispatched), now, rows=len(dispatched))
+                statement.add("mapped", rows.MAP, *await rows.map_columns(dispatched), now, rows=len(dispatched))
         updates = writes.updates
         guard = statement.hold("build_requests", "instance_uuid", writes.versions, updates=len(updates))
         if updates:
-            columns = rows.update_columns(updates)
+            columns = await rows.update_columns(updates)
             statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
@@ -196,7 +196,7 @@ class PostgresBuildUnit:
         if not builds:
             return set()
         ordered = sorted(builds, key=lambda new: new.build.instance_uuid)
-        return {row[0] for row in await self._connection.fetch(INSERT, *rows.insert_columns(ordered), now)}
+        return {row[0] for row in await self._connection.fetch(INSERT, *await rows.insert_columns(ordered), now)}
 
     async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
         """Without locks."""
@@ -224,11 +224,11 @@ class PostgresBuildUnit:
         ordered = sorted(decisions, key=lambda one: one.build.instance_uuid)
         if len(ordered) > 1:
             await self._connection.execute(LOCK_ONLY, [one.build.instance_uuid for one in ordered])
-        written = {row[0] for row in await self._connection.fetch(DECIDE, *rows.decide_columns(ordered), now)}
+        written = {row[0] for row in await self._connection.fetch(DECIDE, *await rows.decide_columns(ordered), now)}
         self._cache.invalidate(written)
         dispatched = [one for one in ordered if one.host_uuid is not None and one.build.instance_uuid in written]
         if dispatched:
-            mapped = {row[0] for row in await self._connection.fetch(MAP, *rows.map_columns(dispatched), now)}
+            mapped = {row[0] for row in await self._connection.fetch(MAP, *await rows.map_columns(dispatched), now)}
             if elsewhere := sorted({one.build.instance_uuid for one in dispatched} - mapped):
                 log.error("instance.already_mapped", instances=elsewhere)
         return written
@@ -242,7 +242,7 @@ class PostgresBuildUnit:
         """Rows that this unit has locked."""
         if updates:
             self._cache.invalidate([update.build.instance_uuid for update in updates])
-            await self._connection.execute(UPDATE, *rows.update_columns(updates), now)
+            await self._connection.execute(UPDATE, *await rows.update_columns(updates), now)
 
     def emit(self, message: OutboxMessage) -> None:
         """Kept for the end, in the outbox."""

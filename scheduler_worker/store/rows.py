@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import asyncpg
 import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveState
+from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
+
+T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 _histories = msgspec.json.Decoder(tuple[AttemptRecord, ...])
@@ -75,6 +78,7 @@ WHERE build_requests.instance_uuid = n.instance_uuid
 
 
 MAX_VALUES = 15
+ROWS_AT_ONCE = 64  # made in one turn of the event loop
 
 
 def numbered(statement: str) -> str:
@@ -82,27 +86,28 @@ def numbered(statement: str) -> str:
     return statement.format(*(f"${number}" for number in range(1, 1 + MAX_VALUES)))
 
 
-def insert_columns(builds: Sequence[NewBuild]) -> Columns:
+async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
     """The columns of INSERT."""
-    return _columns(map(_insert_row, builds))
+    return await _columns(_insert_row, builds)
 
 
-def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
+async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
     """The columns of DECIDE."""
-    return _columns(map(_decide_row, decisions))
+    return await _columns(_decide_row, decisions)
 
 
-def map_columns(dispatched: Sequence[BuildDecision]) -> Columns:
+async def map_columns(dispatched: Sequence[BuildDecision]) -> Columns:
     """The columns of MAP."""
-    return _columns((one.build.instance_uuid, one.build.cell, one.host_uuid) for one in dispatched)
+    return await _columns(_map_row, dispatched)
 
 
-def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
+async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
     """The columns of UPDATE."""
-    return _columns(map(_update_row, updates))
+    return await _columns(_update_row, updates)
 
 
-def _columns(found: Iterable[tuple[Any, ...]]) -> Columns:
+async def _columns(row_of: Callable[[T], tuple[Any, ...]], items: Sequence[T]) -> Columns:
+    found = [row_of(one) async for part in InParts(items, ROWS_AT_ONCE) for one in part]
     return tuple(zip(*found, strict=True))
 
 
@@ -145,6 +150,10 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         _encode(decision.funnel).decode(),
         timeline_text(decision.timeline),
     )
+
+
+def _map_row(dispatched: BuildDecision) -> tuple[Any, ...]:
+    return dispatched.build.instance_uuid, dispatched.build.cell, dispatched.host_uuid
 
 
 def _update_row(update: BuildUpdate) -> tuple[Any, ...]:

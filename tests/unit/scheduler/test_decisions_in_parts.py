@@ -13,21 +13,25 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.consuming.outcome import Done
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import Meta
+from bus.contracts.build import HostsQuery
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
 from bus.faults import Fault
 from scheduler_worker import engine as engine_module
-from scheduler_worker import placing
+from scheduler_worker import handlers, host_records, placing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round, decisions
-from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.builds import Author, BuildDecision, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, initial_state
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.placing import ANSWERS_AT_ONCE
+from scheduler_worker.store import rows
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -74,6 +78,22 @@ async def test_item_16_a_turn_of_the_loop_has_so_many_choices(turns: Turns) -> N
     assert all(isinstance(one, HostClaimed) for one in placed)
     assert turns.total("choose") == BATCH and turns.most("choose") <= MOST_CHOICES
     assert turns.total("rank") == 1, "nothing but usage has changed between the parts"
+
+
+async def test_item_16_a_part_of_a_pass_and_one_of_a_list_of_hosts_are_not_in_one_turn(
+    turns: Turns, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_records, "HOSTS_AT_ONCE", 1)
+    monkeypatch.setattr(host_records, "RECORDS_AT_ONCE", 1)
+    monkeypatch.setattr(host_records, "_records", turns.counted("_records", host_records._records))
+    cluster = cluster_of([WIDE] * 8)
+    async with turns.counting():
+        await asyncio.gather(
+            cluster.place(*(cluster.hosts.request() for _ in range(BATCH))),
+            host_records.hosts_page(HostsQuery(), cluster.hosts.selector, {}),
+        )
+    assert turns.total("_records") == 8 and turns.total("choose") == BATCH
+    assert not set(turns.calls["choose"]) & set(turns.calls["_records"])
 
 
 async def test_item_16_a_turn_of_the_loop_has_so_many_rankings(turns: Turns) -> None:
@@ -171,9 +191,12 @@ async def test_a_pass_sees_all_choices_of_the_pass_before_it(turns: Turns) -> No
 async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """512 builds were one turn of some 40 ms after their claims, and another one after they were written."""
+    """512 builds were one turn of some 40 ms after their claims, another one after they were written, and one of up to
+    28 ms when they were put on record.
+    """
     cluster = cluster_of([WIDE] * 8)
-    steps = Turns(monkeypatch, *((engine_module, name) for name in ("prepare", "stamps_of", "messages_of")))
+    recorded = ("new_build", "first_event", "admit")
+    steps = Turns(monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "stamps_of", "messages_of")))
     monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
@@ -191,6 +214,50 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     async with steps.counting():
         outcomes = await engine.process(builds, [])
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
-    for name in ("prepare", "conclude", "messages_of"):
+    for name in (*recorded, "prepare", "conclude", "messages_of"):
         assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name
     assert steps.total("step") >= BATCH and steps.most("step") <= ANSWERS_AT_ONCE
+
+
+async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each one's digest, flavor and server group."""
+
+    class Engine:
+        async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
+            return {one.position: Done() for one in builds}
+
+    class NoMoves:
+        async def process(self, _moves: object) -> dict[int, Outcome]:
+            return {}
+
+    cluster = cluster_of([WIDE])
+    steps = Turns(monkeypatch, (handlers, "pending_build"))
+    handler = handlers.RequestHandler(
+        Engine(),  # type: ignore[arg-type]
+        NoMoves(),  # type: ignore[arg-type]
+        cluster.hosts.selector,
+        clock=cluster.clock,
+        config=cluster.hosts.config,
+    )
+    batch = [
+        Received(message=cluster.hosts.request(), meta=Meta(id=str(at), cause="", sent_at=1.0), bus="api", queue="q")
+        for at in range(BATCH)
+    ]
+    async with steps.counting():
+        assert await handler(batch) == [Done()] * BATCH
+    assert steps.total("pending_build") == BATCH and steps.most("pending_build") <= BUILDS_AT_ONCE
+
+
+async def test_item_16_rows_are_made_so_many_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The statements of 512 requests or decisions: their values were made in one turn of up to 19 ms."""
+    cluster = cluster_of([WIDE])
+    author = Author("scheduler", 1.0)
+    builds = [new_build(cluster.pending(cluster.hosts.request()), author) for _ in range(BATCH)]
+    decided = [BuildDecision(build=one.build, timeline=one.timeline) for one in builds]
+    steps = Turns(monkeypatch, (rows, "_insert_row"), (rows, "_decide_row"))
+    async with steps.counting():
+        inserted, written = await rows.insert_columns(builds), await rows.decide_columns(decided)
+    assert [len(column) for column in inserted] == [BATCH] * 14 and len(written[0]) == BATCH
+    assert list(inserted[0]) == list(written[0]) == [one.build.instance_uuid for one in builds]
+    for name in ("_insert_row", "_decide_row"):
+        assert steps.total(name) == BATCH and steps.most(name) <= rows.ROWS_AT_ONCE
