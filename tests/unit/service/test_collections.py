@@ -9,9 +9,9 @@ import pytest
 
 from bus.service.main import GC_THRESHOLD, live
 
-KEPT = 400_000
+KEPT = 200_000
 MOST_EXAMINED = 25_000
-MOST_OLDER_EXAMINED = 85_000
+MOST_OLDER_EXAMINED = 45_000
 
 
 def test_item_16_a_collection_examines_so_many_new_objects_and_the_others_seldom() -> None:
