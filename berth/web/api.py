@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from berth.host_pages import read_hosts
+from berth.host_pages import json_of, read_hosts
 from berth.web.access import WebCaller, WebRole
 from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem
@@ -199,7 +199,7 @@ class WebApi:
             "limit": number_of(request, "limit", 1000, most=MAX_HOSTS),
         }
         page = await self.hosts(parsed(lambda: msgspec.convert(requested, HostsQuery)))
-        return json_response(page.hosts)
+        return Response(await json_of(page.hosts), media_type=JSON)
 
     async def hosts(self, query: HostsQuery) -> HostsPage:
         """Ask a scheduler for hosts."""

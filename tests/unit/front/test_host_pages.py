@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from berth import host_pages
 from berth.client import BuildClient
-from berth.host_pages import read_hosts
+from berth.host_pages import json_of, read_hosts
 from berth.web.api import WebApi
 from berth.web.fleet import FleetReader
 from bus.clock import SystemClock
@@ -91,3 +92,17 @@ async def test_no_more_hosts_are_read_than_requested(limit: int, limits: list[in
 async def test_a_query_that_is_refused_at_once_is_refused() -> None:
     with pytest.raises(RequestRefused):
         await read_hosts(Schedulers((True,)), HostsQuery(after="h"), timeout_s=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 4, 7])
+async def test_item_16_a_list_is_written_in_parts_as_it_is_at_once(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, encode = HOSTS[:count], msgspec.json.encode
+    written: list[int] = []
+
+    def counted(part: Sequence[HostRecord]) -> bytes:
+        written.append(len(part))
+        return encode(part)
+
+    monkeypatch.setattr(msgspec.json, "encode", counted)
+    assert await json_of(hosts) == encode(hosts)
+    assert max(written, default=0) <= 3 and sum(written) == count
