@@ -53,7 +53,6 @@ class FenceKeeper:
         self._ordered: dict[tuple[str, str], float] = {}  # losses that were ordered to be destroyed again, and when
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
         self._still_running: dict[str, dict[str, int]] = {}
-        self._listed_at: dict[str, float] = {}  # {host: when the scan that found what is still running there began}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -115,10 +114,7 @@ class FenceKeeper:
                 self._is_fresh = False
                 raise
             self._fences, self._losses, self._read_at = fences, losses, began
-            # A host that was fenced anew since the scan is off by that decision, and reports nothing any more.
-            self._still_running = {
-                host: runs for host, runs in self._still_running.items() if self._proves(host, self._listed_at[host])
-            }
+            self._still_running = {host: runs for host, runs in self._still_running.items() if host in fences}
             self._reload_at = self._clock.monotonic() + RELOAD_S
 
     def on_announced(self, change: HostFence) -> None:
@@ -288,19 +284,13 @@ class FenceKeeper:
         return replace(report, hosts=tuple(hosts))
 
     def _note_running(self, host_uuid: str, listed: Sequence[Running], seen_at: float, deployment: str) -> None:
-        if not self._proves(host_uuid, seen_at):
+        if seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
             return
-        self._listed_at[host_uuid] = seen_at
         self._still_running[host_uuid] = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-
-    def _proves(self, host_uuid: str, seen_at: float) -> bool:
-        """Whether a scan that began then, and found machines to run, shows that the host's fence did not hold."""
-        fence = self._fences.get(host_uuid)
-        return fence is not None and seen_at > fence.at + self._config.report_grace_s
 
     async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
         """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.

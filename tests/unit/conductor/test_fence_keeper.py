@@ -151,31 +151,3 @@ async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
     assert keeper._losses
     await keeper.on_results([by_another])
     assert not keeper._losses and not keeper._listed_by
-
-
-async def test_what_a_host_ran_before_it_was_fenced_anew_does_not_show_that_the_new_fence_fails() -> None:
-    """It was fenced while it ran, was to be used again, and has died since: it reports nothing any more."""
-    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
-    await store.open()
-    keeper = keeper_of(HeldReads(store))
-
-    async def decided(version: int, at: float, *, lifting: bool = False) -> None:
-        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at, lifting=lifting))
-        await keeper.load()
-
-    async def reported(at: float) -> None:
-        runs = Running(instance_uuid=INSTANCE, attempt=1, deployment="d")
-        hosts = (HostReport(uuid=HOST, name="h1", running=(runs,)),)
-        report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
-        await keeper.without_losses(report, at, "d")
-
-    await decided(1, 1_000.0)
-    await reported(1_100.0)
-    assert keeper.still_running == {HOST: {INSTANCE: 1}}
-    await decided(2, 1_000.0)  # the same decision, notified again under a higher version
-    assert keeper.still_running == {HOST: {INSTANCE: 1}}
-    await decided(3, 1_200.0, lifting=True)
-    await decided(4, 1_300.0)
-    assert keeper.still_running == {}
-    await reported(1_400.0)
-    assert keeper.still_running == {HOST: {INSTANCE: 1}}
