@@ -43,9 +43,6 @@ STOP_TIMEOUT_S = 60.0
 DEAD_LETTER_AGAIN_MS = 2_000
 # RabbitMQ's own is 10 s, for connections from anywhere. Ours are local, and a starved machine takes longer to sign in.
 HANDSHAKE_TIMEOUT_MS = 120_000
-# Each idle quorum queue looks at itself once in this time; RabbitMQ's own is 5 s. 600 of them took 3.7 % of a core, and
-# take 0.3 % at a minute.
-QUEUE_TICK_MS = 60_000
 # The log of the quorum queues is opened with O_SYNC: a batch is on disk when its write returns, and needs no fdatasync
 # after it, which would be a second job of another thread.
 FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
@@ -263,8 +260,7 @@ class RabbitMQ(PrivateServer):
             f"{self._config}"
         )
         (home / "advanced.config").write_text(
-            f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {DEAD_LETTER_AGAIN_MS}}},\n"
-            f"            {{quorum_tick_interval, {QUEUE_TICK_MS}}}]}},\n"
+            f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {DEAD_LETTER_AGAIN_MS}}}]}},\n"
             f" {FLUSH_AS_WRITTEN}].\n"
         )
 
