@@ -252,6 +252,6 @@ class Bus:
             probes_first = alone and bool(row.batch_key)
             found = self._modes[kind] = (
                 row,
-                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch, row.gathers),
+                Mode(not alone, row.persistent, row.mandatory, probes_first, row.max_batch),
             )
         return found

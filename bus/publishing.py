@@ -23,12 +23,6 @@ log = structlog.get_logger("bus.publishing")
 
 # The bound of messages in flight that leave under both keys, their own and their batch's; further ones gather.
 ONCE_FLIGHTS = 2
-# When requests of clients have waited for a confirm, the next ones wait for so many times its duration, so that more
-# gather: a broker message costs its publisher, the broker and the scheduler as much as ten further requests in it. A
-# request that waits for no confirm leaves at once. Slower confirms make larger messages, and larger messages are fewer,
-# so their confirms are quicker: the wait cannot grow by itself.
-GATHER = 2.0
-GATHER_AT_MOST_S = 0.025
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
@@ -53,8 +47,7 @@ class Mode(Struct, frozen=True):
 
     probes_first: when several messages have gathered, the first one is sent as `mandatory`. If the broker returns it,
     no queue is bound to the routing key, so the broker would drop the others, too; these are settled without being
-    sent. max_batch: messages in one broker message; 0: as many as the bus's limits allow. gathers: while messages
-    arrive faster than they are confirmed, the next ones wait for `GATHER` times the duration of the last confirm.
+    sent. max_batch: messages in one broker message; 0: as many as the bus's limits allow.
     """
 
     batches: bool
@@ -62,7 +55,6 @@ class Mode(Struct, frozen=True):
     mandatory: bool = False
     probes_first: bool = False
     max_batch: int = 0
-    gathers: bool = False
 
     def at_most(self, limits: BusLimits) -> int:
         """Return the number of messages that one broker message may carry."""
@@ -129,7 +121,7 @@ class _Entry(Struct):
 
 
 class _BatchingPublisher:
-    __slots__ = ("entries", "exchange", "flying", "gathering", "key", "mode", "probed", "routable")
+    __slots__ = ("entries", "exchange", "flying", "key", "mode", "probed", "routable")
 
     def __init__(self, exchange: str, key: str, mode: Mode) -> None:
         self.exchange = exchange
@@ -137,7 +129,6 @@ class _BatchingPublisher:
         self.mode = mode
         self.entries: deque[_Entry] = deque()
         self.flying = 0
-        self.gathering: asyncio.TimerHandle | None = None  # until it fires only full broker messages leave
         self.probed = 0  # the entries that wait for the broker's answer to the first of them
         self.routable = 0  # the entries for which a queue is bound, so that they may be sent
 
@@ -195,7 +186,6 @@ class Publisher:
         self._in_flight: set[asyncio.Task[None]] = set()
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
-        self._closing = False
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
@@ -257,11 +247,6 @@ class Publisher:
 
     async def close(self) -> None:
         """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
-        self._closing = True
-        for link in [*self._links.values()]:
-            if link.gathering is not None:
-                link.gathering.cancel()
-                self._gathered(link)
         if self._in_flight:
             await self._drained()
         for task in list(self._in_flight):
@@ -280,8 +265,6 @@ class Publisher:
 
     def _pump_link(self, link: _BatchingPublisher) -> None:
         while link.entries and link.flying < self._most(link) and not link.probed:
-            if link.gathering is not None and not self._is_full(link):
-                return
             if len(self._in_flight) >= self._limits.in_flight:
                 self._stalled[link] = None
                 return
@@ -290,7 +273,7 @@ class Publisher:
             link.probed = len(link.entries) if probes else 0
             link.routable = max(0, link.routable - 1)
             self._launch(link, entries, probes=probes)
-        if not link.entries and not link.flying and link.gathering is None:
+        if not link.entries and not link.flying:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
     def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
@@ -303,25 +286,11 @@ class Publisher:
         """Return how many broker messages of a link may be in flight now."""
         if not link.mode.batches:
             return self._limits.in_flight
-        return self._limits.full_in_flight if self._is_full(link) else self._limits.link_in_flight
-
-    def _is_full(self, link: _BatchingPublisher) -> bool:
-        return len(link.entries) >= link.mode.at_most(self._limits)
-
-    def _gather(self, link: _BatchingPublisher, confirm_s: float) -> None:
-        """Let more messages gather, if some had to wait for this confirm."""
-        if link.entries and link.gathering is None and not self._closing:
-            wait_s = min(GATHER * confirm_s, GATHER_AT_MOST_S)
-            link.gathering = asyncio.get_running_loop().call_later(wait_s, self._gathered, link)
-
-    def _gathered(self, link: _BatchingPublisher) -> None:
-        link.gathering = None
-        self._pump_link(link)
-        self.flush()
+        full = len(link.entries) >= link.mode.at_most(self._limits)
+        return self._limits.full_in_flight if full else self._limits.link_in_flight
 
     async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         error: BaseException | None = None
-        began = asyncio.get_running_loop().time()
         try:
             await self._transport.publish(link.message(entries, probes=probes))
         except BusError as fault:
@@ -332,8 +301,6 @@ class Publisher:
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
         link.flying -= 1
-        if link.mode.gathers:
-            self._gather(link, asyncio.get_running_loop().time() - began)
         if probes:
             entries += link.answer(error)
             error = None if isinstance(error, Unroutable) else error

@@ -32,7 +32,6 @@ MESSAGES: tuple[MessageRow, ...] = (
         reply=build.BuildAccepted,
         public=True,
         max_batch=MAX_REQUESTS_PER_MESSAGE,
-        gathers=True,
         idempotency="instance_uuid; the same uuid with other content is refused (request.duplicate)",
     ),
     MessageRow(

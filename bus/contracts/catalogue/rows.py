@@ -106,7 +106,6 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     public: bool = False  # part of the interface for programs that are not berth's
     batch_key: str = ""
     max_batch: int = 0  # at most this many in one broker message; 0: as many as the bus's limits allow
-    gathers: bool = False  # under load a publisher lets more of them gather (`bus.publishing.GATHER`)
 
     @property
     def tag(self) -> str:
