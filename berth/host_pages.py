@@ -34,8 +34,9 @@ async def read_hosts(bus: Bus, query: HostsQuery, *, timeout_s: float) -> HostsP
             if last is None:
                 raise
             page = HostsPage()
-        if page.more is None and most < query.limit and (last is not None or len(page.hosts) == most):
-            # A scheduler of a release before pages, which refuses `after` too: it is asked for everything at once.
+        if page.more is None and most < query.limit:
+            # A scheduler of a release before pages, which refuses `after` too: it is asked for everything at once. That
+            # its page is not full proves nothing, because it leaves out hosts that left the book meanwhile.
             return await bus.request(query, HostsPage, timeout_s=timeout_s)
         hosts += page.hosts
         sequence = page.feed_sequence if sequence is None else sequence

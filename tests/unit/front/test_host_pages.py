@@ -106,3 +106,16 @@ async def test_item_16_a_list_is_written_in_parts_as_it_is_at_once(count: int, m
     monkeypatch.setattr(msgspec.json, "encode", counted)
     assert await json_of(hosts) == encode(hosts)
     assert max(written, default=0) <= 3 and sum(written) == count
+
+
+async def test_a_page_of_an_old_scheduler_that_is_not_full_is_not_the_last() -> None:
+    """It takes so many hosts, and then leaves out those that have left the book."""
+
+    class Leaving(Schedulers):
+        async def request(self, query: Message, _reply: type[Any], **_: Any) -> HostsPage:
+            page = await super().request(query, _reply)
+            return replace(page, hosts=page.hosts[1:])
+
+    schedulers: Any = Leaving(are_old=(True,))
+    page = await read_hosts(schedulers, HostsQuery(), timeout_s=1.0)
+    assert page.hosts == HOSTS[1:]
