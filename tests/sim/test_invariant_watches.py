@@ -324,9 +324,9 @@ def test_an_operator_leaves_a_host_off_until_its_cell_has_acknowledged_the_fence
     async def answered(_mover: Mover, _query: Message, _reply: type[Message], _tries: int | None) -> Message:
         shown = states.pop(0)
         if shown is None:
-            return HostsPage()
+            return HostsPage(more=False)
         admin = HostAdminState(host_uuid=HERE, host="h", state=AdminState.FENCED, fence=shown[0], acknowledged=shown[1])
-        return HostsPage(hosts=(HostRecord(uuid=HERE, name="h", admin=admin),))
+        return HostsPage(hosts=(HostRecord(uuid=HERE, name="h", admin=admin),), more=False)
 
     async def main() -> None:
         await Mover(World(plan_of(1), EventLog()))._acknowledged(HERE, 7, "s")

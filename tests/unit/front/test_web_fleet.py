@@ -38,7 +38,7 @@ class Scheduler:
         if type(query) is self.failing:
             raise RequestTimeout("no answer")
         if isinstance(query, HostsQuery):
-            return HostsPage(hosts=(HostRecord(uuid=UUID, name="h", cell="c", service="s", up=self.up),))
+            return HostsPage(hosts=(HostRecord(uuid=UUID, name="h", cell="c", service="s", up=self.up),), more=False)
         assert isinstance(query, ServicesQuery)
         last_seen_s = float(self.requests.total())  # of each answer another
         return ServicesPage(

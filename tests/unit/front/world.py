@@ -156,7 +156,7 @@ class ClientWorld:
         pages: list[BuildPage | HostsPage] = []
         for received in batch:
             if isinstance(received.message, HostsQuery):
-                pages.append(HostsPage())
+                pages.append(HostsPage(more=False))
                 continue
             assert isinstance(received.message, BuildQuery)
             record = self.records.get(received.message.instance_uuid or "")
