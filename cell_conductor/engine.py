@@ -40,7 +40,7 @@ from .domain.events import (
     TimedOut,
 )
 from .domain.fence_steps import FenceSteps
-from .domain.fences import Fence, Loss
+from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
 from .domain.proof import outdated_by
@@ -71,8 +71,8 @@ class FenceView(Protocol):
         """By host."""
 
     @property
-    def still_running(self) -> Mapping[str, Mapping[str, int]]:
-        """{fenced host: {instance: attempt}} of machines that run there all the same."""
+    def still_running(self) -> Mapping[str, RunningAfterFence]:
+        """By fenced host: the machines that run there all the same."""
 
     @property
     def is_recent(self) -> bool:
@@ -89,7 +89,7 @@ class NoFences:
     """For cells in which no fence is ever made."""
 
     known: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, int]] = {}
+    still_running: Mapping[str, RunningAfterFence] = {}
     is_recent = True
 
     def invalidate(self) -> None:

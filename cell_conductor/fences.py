@@ -26,7 +26,7 @@ from bus.port import BusError
 
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
-from .domain.fences import Fence, Loss
+from .domain.fences import Fence, Loss, RunningAfterFence
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -52,7 +52,7 @@ class FenceKeeper:
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._ordered: dict[tuple[str, str], float] = {}  # losses that were ordered to be destroyed again, and when
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
-        self._still_running: dict[str, dict[str, int]] = {}
+        self._still_running: dict[str, RunningAfterFence] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -68,10 +68,10 @@ class FenceKeeper:
         return self._fences
 
     @property
-    def still_running(self) -> Mapping[str, Mapping[str, int]]:
-        """{fenced host: {instance: attempt}} of the machines that a scan from after the fence has found to run there.
+    def still_running(self) -> Mapping[str, RunningAfterFence]:
+        """By fenced host: the machines that the last scan from after the fence has found to run there.
 
-        They prove that the fence did not hold. The allowance for clocks that differ is `report_grace_s`.
+        The allowance for clocks that differ is `report_grace_s`.
         """
         return self._still_running
 
@@ -272,7 +272,7 @@ class FenceKeeper:
                 self._listed_by.setdefault(loss.place, set()).add(report.service)
                 if not one.destroying:
                     await self._destroy(loss, report.service, deployment)
-            self._note_running(host.uuid, kept, seen_at, deployment)
+            self._note_running(host.uuid, report.service, kept, seen_at, deployment)
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
                 if seen_at > loss.at + self._config.report_grace_s:
@@ -283,14 +283,20 @@ class FenceKeeper:
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts))
 
-    def _note_running(self, host_uuid: str, listed: Sequence[Running], seen_at: float, deployment: str) -> None:
-        if seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
+    def _note_running(
+        self, host_uuid: str, service: str, listed: Sequence[Running], seen_at: float, deployment: str
+    ) -> None:
+        found = self._still_running.get(host_uuid)
+        # After a scan that has shown a machine to run, each later one shows whether it goes on.
+        is_newer = found is not None and seen_at > found.at
+        if not is_newer and seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
             return
-        self._still_running[host_uuid] = {
+        attempts = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
+        self._still_running[host_uuid] = RunningAfterFence(service, seen_at, attempts)
 
     async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
         """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.

@@ -92,14 +92,12 @@ class ChangeHandler:
         return self._refused(changed, received) if isinstance(changed, Refusal) else Done(reply=changed)
 
     async def _change(
-        self, change: ObjectsChange, received: Received, cell: str | None = None, *, ends_fences: bool = False
+        self, change: ObjectsChange, received: Received, decided: SetAdminState | None = None
     ) -> ObjectsChanged | Refusal:
-        """Raises Transient. cell: of a host to be fenced, as its operator names it."""
+        """Raises Transient. decided: the command about one host that is carried out by this change."""
         if fenced := fenced_by(change):
             await self._finder.find_cells(fenced)
-        return await self._registry.change(
-            change, received.meta.id, ends_fences=ends_fences, until=received.until, cell=cell
-        )
+        return await self._registry.change(change, received.meta.id, decided=decided, until=received.until)
 
     def _refused(self, refusal: Refusal, received: Received) -> Outcome:
         if refusal.code == CELL_UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
@@ -134,7 +132,7 @@ class ChangeHandler:
             why=command.reason,
             force=command.force,
         )
-        changed = await self._change(change, received, command.cell, ends_fences=command.force)
+        changed = await self._change(change, received, command)
         if isinstance(changed, Refusal):
             return self._refused(changed, received)
         await self._registry.announced(changed.revision)

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.moves import Condition, MoveRequest
+from bus.contracts.moves import MoveRequest
 from bus.faults import Transient
 from bus.port import BusError
 from scheduler_worker.domain.builds import RecordedBuild
@@ -53,7 +53,6 @@ class OpenRequest(Struct, frozen=True):
 
     request_id: str
     build: RecordedBuild
-    condition: Condition
     is_under_way: bool
     due_s: float
 
@@ -134,7 +133,7 @@ class EvacuationTask:
                     self._published_s.pop(one.request_id, None)
                     under_way += 1
                 elif self._clock.monotonic() >= one.due_s:
-                    ready.append(evacuation(one.request_id, one.build, one.condition))
+                    ready.append(evacuation(one.request_id, one.build))
         await self._publish(ready, self._selector.config.evacuations_at_once - under_way)
         return is_busy
 
@@ -163,7 +162,7 @@ class EvacuationTask:
                     if known.build is not None:
                         due_s = self._due_s.get((host, known.build.instance_uuid), 0.0)
                         is_under_way = known.move is not None or known.now.under_way is not None
-                        found.append(OpenRequest(request_id, known.build, known.now.condition, is_under_way, due_s))
+                        found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
         return found
 
     def _count_failure(self, host: FencedHost, move: RecordedMove) -> None:

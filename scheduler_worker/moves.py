@@ -29,6 +29,7 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import (
     CellMove,
+    Condition,
     MoveKind,
     MoveRequest,
     MoveState,
@@ -242,6 +243,8 @@ class MoveEngine:
         if request.kind is MoveKind.EVACUATE and not self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
             return Chosen(failure=Refusal(code=NOT_FENCED, reason=f"{where} is not fenced by an operator"))
+        if request.kind is MoveKind.EVACUATE and known.now.condition is Condition.SHELVED:
+            return Chosen()  # its cell offloads it
         spec = self._spec(request, known, page, source)
         if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
             return (None if isinstance(spec, Unsatisfiable) else self._suits(spec, source)) or Chosen()

@@ -32,7 +32,7 @@ from bus.contracts.objects import (
     ObjectsQuery,
     ObjectsRevision,
 )
-from bus.contracts.operations import HostAdminState
+from bus.contracts.operations import HostAdminState, SetAdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.retrying import OBJECTS, Retrying, passes_with_time
@@ -245,25 +245,25 @@ class ObjectRegistry:
         change: ObjectsChange,
         message_id: str,
         *,
-        ends_fences: bool = False,
+        decided: SetAdminState | None = None,
         until: float | None = None,
-        cell: str | None = None,
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
         message_id: of the message that requests it; a repeat of one that was carried out changes nothing again, and of
-        a refused one is judged again. ends_fences: of hosts that it no longer fences, without their cells' reports.
+        a refused one is judged again. decided: the command about one host that is carried out by this change: it
+        states a fence anew, ends one by force, and names the cell where nothing shows it.
         until: by the monotonic clock, when its requester waits no longer (None: never); then what has been decided
-        since would be undone. cell: of the hosts that it fences, where nothing shows it.
+        since would be undone.
         """
         async with self._loading:
             try:
-                return await self._change(change, message_id, ends_fences, until, cell)
+                return await self._change(change, message_id, decided, until)
             except _ChangeRefused as refused:
                 return refused.refusal
 
     async def _change(
-        self, change: ObjectsChange, message_id: str, ends_fences: bool, until: float | None, cell: str | None
+        self, change: ObjectsChange, message_id: str, decided: SetAdminState | None, until: float | None
     ) -> ObjectsChanged | Refusal:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
@@ -272,12 +272,13 @@ class ObjectRegistry:
             if not change.dry_run and not await unit.first_time(HANDLER, message_id):
                 # The message was delivered again; a later change may have come since, and it stays.
                 return ObjectsChanged(revision=present.revision)
-            judged = await self._judged(change, present)
+            judged = await self._judged(change, present, restates_fences=decided is not None)
             if isinstance(judged, Refusal):
                 raise _ChangeRefused(judged)
             planned, made = judged
             last = self._selector.table.last_cell_of
-            followed = fence_changes(present, planned, last, named=cell, settings=self._cells, force=ends_fences)
+            cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
+            followed = fence_changes(present, planned, last, named=cell, settings=self._cells, force=is_forced)
             if isinstance(followed, Refusal):
                 raise _ChangeRefused(followed)
             if change.dry_run or not planned.changed:
@@ -294,8 +295,10 @@ class ObjectRegistry:
         self._adopt(made, after)
         return ObjectsChanged(revision=after.revision, changed=planned.changed)
 
-    async def _judged(self, change: ObjectsChange, present: RecordedObjects) -> tuple[ChangePlan, Configured] | Refusal:
-        planned = plan(change, present.objects)
+    async def _judged(
+        self, change: ObjectsChange, present: RecordedObjects, *, restates_fences: bool
+    ) -> tuple[ChangePlan, Configured] | Refusal:
+        planned = plan(change, present.objects, restates_fences=restates_fences)
         if isinstance(planned, Refusal):
             return planned
         made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)

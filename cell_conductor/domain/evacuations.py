@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bus.contracts.moves import MoveKind
 
-from .fences import Fence
+from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import LeaseState
 from .move_events import move_of
@@ -51,9 +51,24 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
         if lease.state is LeaseState.STOPPED:
             # A service that was stopped on purpose is no proof: its machines go on.
             return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
-    if not force and context.still_running.get(where.host_uuid, {}).get(instance.uuid) == attempt:
-        return NotProved(STILL_RUNNING, "its host has reported that it runs since the host was fenced")
+    if not force and _still_runs(instance.uuid, attempt, context.still_running.get(where.host_uuid), fence, context):
+        reason = "its host has reported that it runs since the host was fenced: switch it off, and fence it once more"
+        return NotProved(STILL_RUNNING, reason)
     return None
+
+
+def _still_runs(
+    uuid: str, attempt: int, found: RunningAfterFence | None, fence: Fence | None, context: StepContext
+) -> bool:
+    """Whether a report shows that the host's fence did not hold for this machine.
+
+    No more once the host was fenced again and its service is down: it has been switched off since. A new decision alone
+    does not show that (its reason may have been corrected), and silence alone neither.
+    """
+    if found is None or found.attempts.get(uuid) != attempt:
+        return False
+    is_fenced_again = fence is not None and not fence.lifting and fence.at > found.at
+    return not (is_fenced_again and found.service in context.down)
 
 
 def misses_proof(before: Instance, after: Instance) -> bool:

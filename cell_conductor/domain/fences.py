@@ -44,6 +44,17 @@ class Loss(Struct, frozen=True, kw_only=True):
         return self.host_uuid, self.instance_uuid
 
 
+class RunningAfterFence(Struct, frozen=True):
+    """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
+
+    at: of the scan, seconds since the epoch. attempts: {instance: attempt}.
+    """
+
+    service: str
+    at: float
+    attempts: Mapping[str, int]
+
+
 def losses_of(before: Instance, after: Instance, host_uuid: str, at: float) -> tuple[Loss, ...]:
     """The machines of an instance that this host may have by the previous record, and that the new record gave up."""
     move = before.move

@@ -85,6 +85,7 @@ ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
 OVER_QUOTA = "quota.exceeded"
+_OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, MoveKind.EVACUATE})
 
 
 # --- requests
@@ -100,7 +101,7 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
         if kind is MoveKind.OFFLOAD:
             return refuse_request(instance, event, context, "instance.not_shelved", "shelve it first")
         return refuse_request(instance, event, context, "move.none", f"no move is there to {kind.value}")
-    if instance.power is Power.SHELVED and kind not in (MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE):
+    if instance.power is Power.SHELVED and kind not in _OF_SHELVED:
         return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
     if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
         return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")

@@ -91,6 +91,8 @@ def begin_claimed(instance: Instance, event: MoveRequested, context: StepContext
         unproved = why_not_evacuated(instance, context, fenced=request.fenced, force=request.force)
         if unproved is not None:
             return refuse_request(instance, event, context, unproved.code, unproved.reason)
+        if instance.power is Power.SHELVED:  # nothing is to be started elsewhere: its image is kept
+            return offload(adopt(instance, event, source=None, selections=(here,)), event.at, context)
     hosts = request.selections
     if request.kind in LEAVES:
         hosts = tuple(one for one in hosts if one.host_uuid != here.host_uuid)

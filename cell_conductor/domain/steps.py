@@ -17,7 +17,7 @@ from bus.contracts.cell import Destroy, Selection
 
 from .closed_hosts import ClosedHosts
 from .events import Destroyed, HostMissing, HostRuns, Spawned
-from .fences import Fence
+from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import Lease
 from .proof import is_unordered, predates, up_scan_here
@@ -32,8 +32,8 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
-    fences: hosts on which nothing is begun at all, by uuid. still_running: {fenced host: {instance: attempt}} of
-    machines that run there all the same, by a report from after the fence. set_back_at: when the database was last
+    fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host, the machines that
+    run there all the same. set_back_at: when the database was last
     found to be set back or replaced (0: never). made_at: when its schema was made (0: that is not known).
     """
 
@@ -41,7 +41,7 @@ class StepContext(Struct, frozen=True, kw_only=True):
     deployment: str | None = None
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    still_running: Mapping[str, Mapping[str, int]] = {}
+    still_running: Mapping[str, RunningAfterFence] = {}
     set_back_at: float = 0.0
     made_at: float = 0.0
     claim_retry_s: float = 15.0

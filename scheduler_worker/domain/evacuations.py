@@ -73,18 +73,17 @@ def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
     return policy_of(known.build_request.on_host_failure, flavor, config.on_host_failure) is EvacuationPolicy.RESTART
 
 
-def evacuation(request_id: str, build: RecordedBuild, condition: Condition) -> MoveRequest:
+def evacuation(request_id: str, build: RecordedBuild) -> MoveRequest:
     """The request, the same from every scheduler. It states no fence: its cell's own record of one is the proof.
 
-    A shelved instance has nothing to be started elsewhere, and no cell evacuates it: it gives its host up, and is
-    unshelved from its image. On a fenced host its condition does not change by another request.
+    Its cell offloads a shelved instance, which has nothing to be started elsewhere.
     """
     return MoveRequest(
         request_id=request_id,
         instance_uuid=build.instance_uuid,
         project_id=build.project_id,
         user_id=USER,
-        kind=MoveKind.OFFLOAD if condition is Condition.SHELVED else MoveKind.EVACUATE,
+        kind=MoveKind.EVACUATE,
     )
 
 

@@ -276,8 +276,11 @@ def _uuid(where: str, text: str) -> str:
         raise ValueError(f"{where}: {text!r} is no uuid") from None
 
 
-def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
-    """The effect of a change on the present objects. A refusal names the first object that cannot be changed so."""
+def plan(requested: ObjectsChange, present: Objects, *, restates_fences: bool = False) -> ChangePlan | Refusal:
+    """The effect of a change on the present objects. A refusal names the first object that cannot be changed so.
+
+    restates_fences: a fence is a new decision also where one with the same reason is on record: the host is off now.
+    """
     after: dict[Key, dict[str, Any] | None] = {}
     for change in requested.changes:
         key = (change.kind, change.name)
@@ -287,8 +290,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
             return Refusal(code=INVALID, reason=f"{where} {DERIVED[change.kind]}")
         if key in after:
             return Refusal(code=INVALID, reason=f"{where} is named twice")
-        version = 0 if known is None else known.version
-        if change.if_version is not None and change.if_version != version:
+        if change.if_version is not None and change.if_version != (version := 0 if known is None else known.version):
             return Refusal(code=CONFLICT, reason=f"{where} has version {version}, not {change.if_version}")
         if change.body is None:
             if known is None:
@@ -308,7 +310,15 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
         ChangedObject(kind=kind, name=name, before=before, after=body)
         for (kind, name), body in sorted(after.items())
         if (before := present[kind, name].body if (kind, name) in present else None) != body
+        or (restates_fences and kind is ObjectKind.HOST and _is_fence(body))
     )
+    if (refusal := _too_many(changed, present)) is not None:
+        return refusal
+    why = broken_rule(changed, configuration_bodies(present, changed))
+    return ChangePlan(changed) if why is None else Refusal(code=INVALID, reason=why[:MAX_REASON])
+
+
+def _too_many(changed: Sequence[ChangedObject], present: Objects) -> Refusal | None:
     for kind in ObjectKind:
         count = sum(key[0] is kind for key in present) + sum(
             (one.before is None) - (one.after is None) for one in changed if one.kind is kind
@@ -317,8 +327,7 @@ def plan(requested: ObjectsChange, present: Objects) -> ChangePlan | Refusal:
             return Refusal(
                 code=TOO_MANY, reason=f"there may be {MAX_OF_KIND} objects of kind {kind.value}, not {count}"
             )
-    why = broken_rule(changed, configuration_bodies(present, changed))
-    return ChangePlan(changed) if why is None else Refusal(code=INVALID, reason=why[:MAX_REASON])
+    return None
 
 
 def applied(present: RecordedObjects, changed: Iterable[ChangedObject], author: ChangeAuthor) -> RecordedObjects:

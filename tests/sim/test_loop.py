@@ -12,6 +12,7 @@ import pytest
 
 from berth.sim.loop import Deadlock, Livelock, Process, VirtualLoop, run
 from berth.sim.turn_limit import EndlessTurn
+from bus.turns import next_turn
 
 
 def received(_: str) -> None:
@@ -154,6 +155,35 @@ def test_a_killed_process_runs_no_line_more_not_even_finally() -> None:
     run(main, on_unseen=received)
     assert when_killed == [["0", "1", "2"]]
     assert seen[-1] == "finally"  # unwound when the run is over, so that no coroutine is left to the collector
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_process_that_stops_in_the_middle_of_long_work_holds_up_no_other(is_killed: bool) -> None:
+    """Real ones have an event loop each; here all share one, and its turns for long work."""
+    went_on: list[str] = []
+
+    async def work(name: str) -> None:
+        for _ in range(5):
+            await next_turn()
+            went_on.append(name)
+
+    async def main() -> None:
+        stopped, other = Process("stopped"), Process("other")
+        for turns in range(4):
+            stopped.dead = stopped.paused = False
+            first = stopped.spawn(work("stopped"), "first"), stopped.spawn(work("stopped"), "second")
+            done = other.spawn(work("other"), "other")
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            stopped.dead, stopped.paused = is_killed, not is_killed
+            await asyncio.wait_for(done, 60.0)
+            if not is_killed:
+                stopped.resume()
+                await asyncio.gather(*first)
+
+    run(main, on_unseen=received)
+    assert went_on.count("other") == 20
+    assert is_killed or went_on.count("stopped") == 40
 
 
 def test_what_a_task_starts_at_its_end_is_unwound_too() -> None:

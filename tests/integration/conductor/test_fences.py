@@ -306,13 +306,13 @@ async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_
 
     await cell.report(1, replace(runs, stopped=True))
     await cell.settled_reports()
-    assert cell.fences.still_running[cell.host(1)] == {}
+    assert cell.fences.still_running[cell.host(1)].attempts == {}
     await cell.report(1, runs)
     await cell.settled_reports()
-    assert cell.fences.still_running == {cell.host(1): {uuid: 1}}
+    assert cell.fences.still_running[cell.host(1)].attempts == {uuid: 1}
     await cell.report(1)
     await cell.settled_reports()
-    assert cell.fences.still_running[cell.host(1)] == {}
+    assert cell.fences.still_running[cell.host(1)].attempts == {}
     await cell.fence(1, 2, lift=True)
     await cell.around.until(lambda: cell.states(2)[-1:] == [FenceState.LIFTED])
     await cell.fences.load()

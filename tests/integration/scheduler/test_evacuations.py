@@ -199,7 +199,7 @@ async def test_a_request_that_was_lost_on_its_way_is_published_again(
 
 
 async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(world: World) -> None:
-    """Its cell refuses to evacuate it: it was tried 24 times, and held its dead host."""
+    """No host is chosen for it: its cell has the proof that its host is off, and offloads it."""
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     (built,) = await active(world, 1, on_host_failure=RESTART)
@@ -211,7 +211,7 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
     await world.add_hosts("c1", 1)
     await fence(world, uuid)
     found = await world.until(lambda: [one for _, one in world.moves if one.request_id != shelve.request_id])
-    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.OFFLOAD, built.instance_uuid, ())
+    assert (found[0].kind, found[0].instance_uuid, found[0].selections) == (MoveKind.EVACUATE, built.instance_uuid, ())
     await ends(world, found[0], MoveState.DONE, condition=Condition.OFFLOADED)
     unshelve = world.move(built, MoveKind.UNSHELVE)
     await world.ask(unshelve)

@@ -118,6 +118,25 @@ async def test_a_host_that_is_fenced_again_is_not_given_back_by_the_older_decisi
     await becomes(world, uuid, AdminState.FENCED, losses=1)
 
 
+async def test_a_fence_that_is_commanded_once_more_is_a_new_decision_also_with_the_same_reason(world: World) -> None:
+    """The host ran when it was fenced first, and is off now: its cell is notified, and its evacuations begin anew. A
+    configuration that has the fence already, and a command that is delivered twice, state nothing new.
+    """
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    first = await decide(world, uuid, AdminState.FENCED, reason="PSU")
+    again = await decide(world, uuid, AdminState.FENCED, reason="PSU")
+    assert again.fence > first.fence
+    sent = [await fence_sent(world, one.fence) for one in (first, again)]
+    assert sent[1].at > sent[0].at
+    disabled = [await decide(world, uuid, AdminState.DISABLED) for _ in range(2)]
+    assert disabled[0].fence == disabled[1].fence, "it is requested to be lifted once"
+    await decide(world, uuid, AdminState.FENCED, reason="PSU")
+    body = {"host": "c1-0", "state": "fenced", "reason": "PSU"}
+    applied = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who="ann", force=True)
+    assert (await world.buses[API].request(applied, ObjectsChanged, timeout_s=PATIENCE_S)).changed == ()
+
+
 async def test_a_cell_that_knows_a_later_decision_gets_a_version_above_it(world: World) -> None:
     """The record of decisions was set back."""
     await world.scheduler("s1", WARM)

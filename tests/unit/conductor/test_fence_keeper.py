@@ -14,7 +14,7 @@ from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, ComputeOutcome, ComputeResult, Destroy, HostReport, Running
 from bus.memory import MemoryBroker, MemoryTransport
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.fences import Fence, Loss, RunningAfterFence
 from cell_conductor.fences import FenceKeeper
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 
@@ -151,3 +151,34 @@ async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
     assert keeper._losses
     await keeper.on_results([by_another])
     assert not keeper._losses and not keeper._listed_by
+
+
+async def test_what_a_host_ran_after_its_fence_is_known_by_its_last_scan() -> None:
+    """A scan soon after the fence may show what ran before it: the clocks differ. Once a later one has shown a machine,
+    each shows whether it goes on, also soon after the host was fenced again.
+    """
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    keeper = keeper_of(HeldReads(store))
+    runs = Running(instance_uuid=INSTANCE, attempt=1, deployment="d")
+
+    async def fenced(version: int, at: float) -> None:
+        await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at))
+        await keeper.load()
+
+    async def scanned(at: float, *running: Running) -> None:
+        hosts = (HostReport(uuid=HOST, name="h1", running=running),)
+        report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
+        await keeper.without_losses(report, at, "d")
+
+    await fenced(1, 1_000.0)
+    await scanned(1_010.0, runs)
+    assert not keeper.still_running
+    await scanned(1_100.0, runs)
+    assert keeper.still_running[HOST] == RunningAfterFence("s", 1_100.0, {INSTANCE: 1})
+    await fenced(2, 1_200.0)
+    assert keeper.still_running[HOST].at == 1_100.0
+    await scanned(1_210.0, runs)
+    assert keeper.still_running[HOST].at == 1_210.0
+    await scanned(1_215.0)
+    assert keeper.still_running[HOST].attempts == {}

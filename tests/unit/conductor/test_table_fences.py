@@ -12,9 +12,9 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
-from cell_conductor.domain.evacuations import is_evacuated_from
+from cell_conductor.domain.evacuations import STILL_RUNNING, is_evacuated_from, why_not_evacuated
 from cell_conductor.domain.fence_steps import FenceSteps
-from cell_conductor.domain.fences import FENCED, Fence, losses_of
+from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence, losses_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import (
@@ -34,6 +34,10 @@ from tests.unit.conductor.scenario import DELETE, PATIENCE, UUID, announced, des
 
 def fenced(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
+
+
+def found_running(attempt: int = 1, at: float = 200.0) -> RunningAfterFence:
+    return RunningAfterFence(active().here.service, at, {UUID: attempt})
 
 
 def fence(n: int, at: float = 300.0) -> e.HostFenced:
@@ -118,16 +122,36 @@ def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> Non
 
 def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced() -> None:
     """It would run twice: the report is proof that the fence did not hold."""
-    there = replace(PATIENCE, fences=fenced(1), still_running={host(1): {UUID: active().attempt}})
+    there = replace(PATIENCE, fences=fenced(1), still_running={host(1): found_running()})
     made = Scenario(active(), there)
     made.apply(request(MoveKind.EVACUATE, 2))
     assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.still_running")]
     assert made.instance.state is State.ACTIVE
-    older = Scenario(active(), replace(there, still_running={host(1): {UUID: active().attempt - 1}}))
+    older = Scenario(active(), replace(there, still_running={host(1): found_running(active().attempt - 1)}))
     forced = Scenario(active(), there)
     older.apply(request(MoveKind.EVACUATE, 2))
     forced.apply(request(MoveKind.EVACUATE, 2, force=True))
     assert older.instance.state is forced.instance.state is State.CLAIMING
+
+
+@pytest.mark.parametrize(
+    ("fenced_at", "is_down", "lifting", "code"),
+    [
+        (300.0, True, False, None),
+        (300.0, False, False, STILL_RUNNING),  # the reason of the fence may have been corrected
+        (100.0, True, False, STILL_RUNNING),  # a host that runs may be cut off from the bus
+        (300.0, True, True, STILL_RUNNING),  # it is to be used again: it is on
+    ],
+)
+def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
+    fenced_at: float, is_down: bool, lifting: bool, code: str | None
+) -> None:
+    """The fence is newer than the report, and the service that reported is down."""
+    fences = {host(1): replace(fenced(1)[host(1)], at=fenced_at, lifting=lifting)}
+    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(at=200.0)})
+    context = replace(context, down=SERVICE_DOWN.down if is_down else {})
+    unproved = why_not_evacuated(active(), context, fenced=True, force=False)
+    assert (None if unproved is None else unproved.code) == code
 
 
 def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
@@ -243,18 +267,31 @@ def test_an_offload_on_a_fenced_host_releases() -> None:
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 
 
-def test_what_is_shelved_on_a_fenced_host_is_not_evacuated_and_can_be_offloaded() -> None:
+@pytest.mark.parametrize("kind", [MoveKind.EVACUATE, MoveKind.OFFLOAD])
+def test_what_is_shelved_on_a_fenced_host_gives_the_host_up(kind: MoveKind) -> None:
+    """Nothing of it is started elsewhere, whatever hosts the request names."""
     made = begun(MoveKind.SHELVE)
     made.end(1, 1, runs=False, image="kept")
     context = replace(PATIENCE, fences=fenced(1))
     steps = FenceSteps()
-    evacuate = request(MoveKind.EVACUATE, 2, request_id=OTHER)
-    refused = steps.follow(made.instance, step(made.instance, evacuate, context), evacuate, context)
-    assert refused.instance.state is State.ACTIVE and "instance.shelved" in str(refused.commands)
-    offload = request(MoveKind.OFFLOAD, request_id=OTHER)
-    gone = steps.follow(made.instance, step(made.instance, offload, context), offload, context)
+    gives_up = request(kind, 2, request_id=OTHER)
+    gone = steps.follow(made.instance, step(made.instance, gives_up, context), gives_up, context)
     assert isinstance(question_of(gone.instance), Release)
     assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(1), 1)]
+    made.context = context
+    made.instance = gone.instance
+    made.apply(e.Released(at=400.0))
+    assert made.instance.state is State.OFFLOADED and made.instance.image == "kept"
+    assert made.terminals[-1] == (kind, MoveState.DONE, "")
+
+
+def test_a_shelved_instance_is_not_evacuated_from_a_host_that_may_be_on() -> None:
+    """Its fence was lifted before the request arrived: the shelved machine is there."""
+    made = begun(MoveKind.SHELVE)
+    made.end(1, 1, runs=False, image="kept")
+    made.apply(request(MoveKind.EVACUATE, 2, request_id=OTHER))
+    assert made.terminals[-1] == (MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")
+    assert made.instance.state is State.ACTIVE
 
 
 def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fenced() -> None:
