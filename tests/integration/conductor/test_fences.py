@@ -15,8 +15,11 @@ from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.contracts.fences import CellFence, FenceState, HostFence
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveState
 from bus.memory import MemoryBroker, MemoryTransport
+from cell_conductor.domain.evacuations import STILL_RUNNING
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.fences import ANNOUNCE_S, RELOAD_S, FenceKeeper
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
@@ -74,8 +77,8 @@ class FencedCell(Cell):
         self.published += [received.message for received in batch if isinstance(received.message, HostFence)]
         return await self.around.scheduler(batch)
 
-    async def fence(self, n: int, version: int, *, lift: bool = False) -> None:
-        decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, lift=lift, by="ann", at=1.0)
+    async def fence(self, n: int, version: int, *, lift: bool = False, at: float = 1.0) -> None:
+        decision = CellFence(host_uuid=self.host(n), host=f"host-{n}", version=version, lift=lift, by="ann", at=at)
         await self.around.bus.publish(decision)
 
     async def active(self, *hosts: int) -> str:
@@ -317,3 +320,39 @@ async def test_what_a_fenced_host_reports_as_running_is_known_until_it_does_not_
     await cell.around.until(lambda: cell.states(2)[-1:] == [FenceState.LIFTED])
     await cell.fences.load()
     assert cell.fences.still_running == {}
+
+
+async def test_an_instance_of_a_host_that_was_fenced_while_it_ran_is_evacuated_once_it_is_off_and_fenced_again(
+    cell: FencedCell,
+) -> None:
+    uuid = await cell.active(1)
+    await cell.fence(1, 1)
+    await cell.around.until(lambda: cell.states(1) == [FenceState.FENCED])
+    await cell.report(1, Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment, built=True))
+    await cell.settled_reports()
+
+    async def evacuate() -> str:
+        """Why it is refused; "" once a destination is claimed."""
+        move = CellMove(
+            request_id=new_uuid(cell.rng),
+            instance_uuid=uuid,
+            project_id="p",
+            kind=MoveKind.EVACUATE,
+            selections=(replace(cell.build(2).selections[0], service="s2"),),
+        )
+        await cell.around.bus.publish(move)
+
+        def answers() -> list[MoveEvent]:
+            found = [one for one in cell.around.moves if one.request_id == move.request_id]
+            return [one for one in found if one.state in {MoveState.REFUSED, MoveState.CLAIMING}]
+
+        await cell.around.until(lambda: bool(answers()))
+        return answers()[0].code
+
+    assert await evacuate() == STILL_RUNNING
+    cell.around.silent = True
+    cell.engine._down = lambda: {"s1": Lease(service="s1", epoch=9, state=LeaseState.SILENT)}
+    assert await evacuate() == STILL_RUNNING, "silence alone shows nothing"
+    await cell.fence(1, 2, at=cell.clock.time() + 1.0)
+    await cell.around.until(lambda: cell.states(2) == [FenceState.FENCED])
+    assert not await evacuate()
