@@ -286,17 +286,14 @@ class FenceKeeper:
     def _note_running(
         self, host_uuid: str, service: str, listed: Sequence[Running], seen_at: float, deployment: str
     ) -> None:
-        found = self._still_running.get(host_uuid)
-        # After a scan that has shown a machine to run, each later one shows whether it goes on.
-        is_newer = found is not None and seen_at > found.at
-        if not is_newer and seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
+        if seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
             return
         attempts = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        self._still_running[host_uuid] = RunningAfterFence(service, seen_at, attempts)
+        self._still_running[host_uuid] = RunningAfterFence(service, attempts)
 
     async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
         """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.

@@ -128,7 +128,7 @@ def evacuate(
     """Build an instance of a dead host again elsewhere.
 
     An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
-    instance runs there: the fence did not hold.
+    instance runs there: the fence did not hold. A shelved instance is offloaded instead.
     """
     fields = {"host": host, "max_attempts": max_attempts, "fenced": True, "force": force}
     _ask(context, uuid, MoveKind.EVACUATE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)

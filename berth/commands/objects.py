@@ -426,9 +426,11 @@ def _sentence(changed: ChangedObject) -> str:
 
 
 def _differences(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> list[str]:
-    """Field by field, the old and the new value."""
+    """Field by field, the old and the new value. Of a host that is fenced once more nothing may differ."""
     if before is None or after is None:
         return [f"made: {_compact(after or {})}" if before is None else "deleted"]
+    if before == after:
+        return ["stated once more"]
     return [
         f"{key} {_compact(before.get(key))} to {_compact(after.get(key))}"
         for key in sorted(before.keys() | after.keys())

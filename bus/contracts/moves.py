@@ -31,7 +31,7 @@ class MoveKind(StrEnum):
     CONFIRM = "confirm"  # the source of a migration or resize is given up
     REVERT = "revert"  # the destination is given up
     ABORT = "abort"  # a move that has not reached its destination ends, and the instance stays where it was
-    EVACUATE = "evacuate"  # build it again elsewhere: its host is dead, and has been fenced
+    EVACUATE = "evacuate"  # build it again elsewhere (a shelved one: offload it): its host is dead, and has been fenced
     REBUILD = "rebuild"  # another image, on the same host
     SHELVE = "shelve"  # stop it and keep its image; with `offload` its host is given up as well
     OFFLOAD = "offload"  # give up the host of a shelved instance

@@ -21,7 +21,8 @@ from .steps import StepContext
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
 _COMMANDED = frozenset({State.FINISHING, State.UNDOING})
-_UNPROVED = frozenset({NOT_FENCED, SERVICE_UP})  # for want of a fence
+_UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
+_RELIES = frozenset({State.FINISHING, State.OFFLOADING, State.VACATING})
 
 
 class NotProved(Struct, frozen=True):
@@ -52,7 +53,10 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
             # A service that was stopped on purpose is no proof: its machines go on.
             return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
     if not force and _still_runs(instance.uuid, attempt, context.still_running.get(where.host_uuid), fence, context):
-        reason = "its host has reported that it runs since the host was fenced: switch it off, and fence it once more"
+        reason = (
+            "its host has reported that it runs since the host was fenced: switch it off, and fence it once more when "
+            "its compute service is down"
+        )
         return NotProved(STILL_RUNNING, reason)
     return None
 
@@ -62,13 +66,13 @@ def _still_runs(
 ) -> bool:
     """Whether a report shows that the host's fence did not hold for this machine.
 
-    No more once the host was fenced again and its service is down: it has been switched off since. A new decision alone
-    does not show that (its reason may have been corrected), and silence alone neither.
+    No more when the host was fenced again while the service that reported was down. A new decision alone does not show
+    that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off).
     """
     if found is None or found.attempts.get(uuid) != attempt:
         return False
-    is_fenced_again = fence is not None and not fence.lifting and fence.at > found.at
-    return not (is_fenced_again and found.service in context.down)
+    lease = context.down.get(found.service)
+    return fence is None or fence.lifting or lease is None or lease.since > fence.at
 
 
 def misses_proof(before: Instance, after: Instance) -> bool:
@@ -89,8 +93,10 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
 
 
 def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) -> Iterable[str]:
-    """The fenced hosts whose fence this step relies on: the source of an evacuation that commands a destination."""
-    if before.state is State.FINISHING or after.state is not State.FINISHING:
+    """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
+    host of a shelved instance up.
+    """
+    if before.state in _RELIES or after.state not in _RELIES or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
-    source = after.source_host_uuid
-    return (source,) if move_of(after).kind is MoveKind.EVACUATE and source in fences and source is not None else ()
+    host = after.source_host_uuid or after.host_uuid
+    return (host,) if host is not None and host in fences else ()

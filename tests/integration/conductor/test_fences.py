@@ -351,8 +351,9 @@ async def test_an_instance_of_a_host_that_was_fenced_while_it_ran_is_evacuated_o
 
     assert await evacuate() == STILL_RUNNING
     cell.around.silent = True
-    cell.engine._down = lambda: {"s1": Lease(service="s1", epoch=9, state=LeaseState.SILENT)}
+    down = Lease(service="s1", epoch=9, state=LeaseState.SILENT, since=cell.clock.time())
+    cell.engine._down = lambda: {"s1": down}
     assert await evacuate() == STILL_RUNNING, "silence alone shows nothing"
-    await cell.fence(1, 2, at=cell.clock.time() + 1.0)
+    await cell.fence(1, 2, at=cell.clock.time())
     await cell.around.until(lambda: cell.states(2) == [FenceState.FENCED])
     assert not await evacuate()

@@ -16,6 +16,7 @@ from cell_conductor.domain.evacuations import STILL_RUNNING, is_evacuated_from, 
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence, losses_of
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import (
     OTHER,
@@ -36,8 +37,8 @@ def fenced(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
 
 
-def found_running(attempt: int = 1, at: float = 200.0) -> RunningAfterFence:
-    return RunningAfterFence(active().here.service, at, {UUID: attempt})
+def found_running(attempt: int = 1) -> RunningAfterFence:
+    return RunningAfterFence(active().here.service, {UUID: attempt})
 
 
 def fence(n: int, at: float = 300.0) -> e.HostFenced:
@@ -135,21 +136,24 @@ def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced(
 
 
 @pytest.mark.parametrize(
-    ("fenced_at", "is_down", "lifting", "code"),
+    ("state", "down_since", "lifting", "code"),
     [
-        (300.0, True, False, None),
-        (300.0, False, False, STILL_RUNNING),  # the reason of the fence may have been corrected
-        (100.0, True, False, STILL_RUNNING),  # a host that runs may be cut off from the bus
-        (300.0, True, True, STILL_RUNNING),  # it is to be used again: it is on
+        (LeaseState.SILENT, 250.0, False, None),
+        (LeaseState.STOPPED, 250.0, False, None),
+        (LeaseState.UP, 0.0, False, STILL_RUNNING),  # the reason of the fence may have been corrected
+        (LeaseState.SILENT, 310.0, False, STILL_RUNNING),  # its link broke later
+        (LeaseState.STOPPED, 310.0, False, STILL_RUNNING),  # it is restarted
+        (LeaseState.SILENT, 250.0, True, STILL_RUNNING),  # it is to be used again: it is on
     ],
 )
 def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
-    fenced_at: float, is_down: bool, lifting: bool, code: str | None
+    state: LeaseState, down_since: float, lifting: bool, code: str | None
 ) -> None:
-    """The fence is newer than the report, and the service that reported is down."""
-    fences = {host(1): replace(fenced(1)[host(1)], at=fenced_at, lifting=lifting)}
-    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(at=200.0)})
-    context = replace(context, down=SERVICE_DOWN.down if is_down else {})
+    """The service that reported was down when the host was fenced again."""
+    fences = {host(1): replace(fenced(1)[host(1)], at=300.0, lifting=lifting)}
+    lease = Lease(service="s1", epoch=1, state=state, since=down_since)
+    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running()})
+    context = replace(context, down={} if state is LeaseState.UP else {"s1": lease})
     unproved = why_not_evacuated(active(), context, fenced=True, force=False)
     assert (None if unproved is None else unproved.code) == code
 
@@ -278,6 +282,7 @@ def test_what_is_shelved_on_a_fenced_host_gives_the_host_up(kind: MoveKind) -> N
     gone = steps.follow(made.instance, step(made.instance, gives_up, context), gives_up, context)
     assert isinstance(question_of(gone.instance), Release)
     assert [(one.host_uuid, one.attempt) for one in steps.losses] == [(host(1), 1)]
+    assert list(steps.proofs) == ([host(1)] if kind is MoveKind.EVACUATE else []), "only while the fence is in force"
     made.context = context
     made.instance = gone.instance
     made.apply(e.Released(at=400.0))

@@ -128,12 +128,15 @@ async def test_claimed_as_attempt_one_and_assumed_until_the_feed_has_it(cluster:
     assert list(book.assumed_keys()) == []
 
 
-async def test_full_walks_the_whole_list_and_never_claims_a_host_twice(cluster: Cluster) -> None:
-    cluster.answer = lambda _: result(ClaimOutcome.FULL)
+@pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE])
+async def test_full_or_gone_walks_the_whole_list_and_never_claims_a_host_twice(
+    cluster: Cluster, outcome: ClaimOutcome
+) -> None:
+    cluster.answer = lambda _: result(outcome)
     (ended,) = await cluster.place(cluster.hosts.request())
     assert isinstance(ended, NoValidHost)
     assert sorted(cluster.host_of(claim) for claim in cluster.claims) == ["h0", "h1", "h2", "h3", "h4", "h5"]
-    assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {"claim.full": 6}
+    assert ended.funnel[-1].step == "claim" and ended.funnel[-1].rejected == {f"claim.{outcome}": 6}
     assert list(cluster.hosts.book.assumed_keys()) == []
     assert cluster.refreshes >= 1  # "none" is only answered on the newest state
 

@@ -350,3 +350,20 @@ def test_contention_widens_the_choice_and_is_forgotten() -> None:
     for _ in range(30):
         spread = spread.after(10, 0)
     assert spread.subset(1, 64) == 1 and spread.subset(5, 2) == 5
+
+
+@pytest.mark.parametrize("is_excluded", [False, True])
+def test_the_only_host_that_is_left_is_found_however_many_are_ranked_before_it(is_excluded: bool) -> None:
+    """The hosts before it are excluded, or have become full since they were ranked. In Nova a limit of candidates
+    hides hosts.
+    """
+    hosts = Hosts([PLENTY] * 40)
+    ranking = hosts.selector.rank(hosts.spec(), hosts.rng)
+    others = range(39)
+    if not is_excluded:
+        for at in others:
+            hosts.book.assume(f"other {at}", {hosts.uuids[at]: dict(PLENTY)})
+    excluded = {hosts.book.row_of(hosts.uuids[at]) for at in others} if is_excluded else set()
+    choice = ranking.pick(excluded, subset=1, alternates=2)
+    assert choice is not None and choice.selected.uuid == hosts.uuids[39]
+    assert not choice.alternates
