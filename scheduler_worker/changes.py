@@ -24,8 +24,8 @@ from bus.contracts.operations import (
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.cell_finder import CellFinder
-from scheduler_worker.domain.fence_changes import CELL_UNKNOWN
 from scheduler_worker.domain.fences import fenced_by
+from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper

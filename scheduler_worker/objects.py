@@ -162,7 +162,7 @@ class ObjectRegistry:
         self._selector = selector
         self._settings = settings
         self._clock = clock
-        self._cells = tuple(cells)
+        self.served = tuple(cells)  # the cells of the settings
         self._stall_watch = stall_watch
         self._loading = asyncio.Lock()  # one load at a time, so that an older revision is not adopted after a newer one
         self._is_fresh = True  # False: announcements may have been lost
@@ -278,7 +278,7 @@ class ObjectRegistry:
             planned, made = judged
             last = self._selector.table.last_cell_of
             cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
-            followed = fence_changes(present, planned, last, named=cell, settings=self._cells, force=is_forced)
+            followed = fence_changes(present, planned, last, named=cell, settings=self.served, force=is_forced)
             if isinstance(followed, Refusal):
                 raise _ChangeRefused(followed)
             if change.dry_run or not planned.changed:
@@ -301,7 +301,7 @@ class ObjectRegistry:
         planned = plan(change, present.objects, restates_fences=restates_fences)
         if isinstance(planned, Refusal):
             return planned
-        made = cell_rules.unknown_cell(self._cells, planned.cells_decided) or self._checked(present, planned)
+        made = cell_rules.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
         if isinstance(made, Refusal):
             return made
         if (why := self._zone_conflict(planned, made.config)) is not None:
@@ -370,7 +370,7 @@ class ObjectRegistry:
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""
-        return cell_rules.cells_in_use(self._cells, self.cells)
+        return cell_rules.cells_in_use(self.served, self.cells)
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
         """The decision in force about a host."""
@@ -420,7 +420,7 @@ class ObjectRegistry:
         self._selector.table.adopt_decisions(decisions)
         # The hosts of a cell that is no longer in use stay in the table.
         gone = (
-            set(self._selector.table.cells) - set(cell_rules.known_cells(self._cells, cells)) if self._cells else set()
+            set(self._selector.table.cells) - set(cell_rules.known_cells(self.served, cells)) if self.served else set()
         )
         self._selector.table.disabled_cells = disabled | gone
         if cells != self.cells:
@@ -462,13 +462,13 @@ class ObjectRegistry:
         if not planned.cells_decided:
             return None
         after = applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects
-        left = set(cell_rules.known_cells(self._cells, cells_of(after))) - disabled_cells(after)
+        left = set(cell_rules.known_cells(self.served, cells_of(after))) - disabled_cells(after)
         reason = "no cell would be left that takes builds: enable another first, or force the change"
         return None if left else Refusal(code=IN_USE, reason=reason)
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
-        for name in cell_rules.cells_left(self._cells, planned.cells_decided):
+        for name in cell_rules.cells_left(self.served, planned.cells_decided):
             count = await self._store.builds_in_cell(name, MAX_COUNTED)
             if count:
                 have = f"cell {name!r} has {counted(count, 'instance')}, which would be out of reach"

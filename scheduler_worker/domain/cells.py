@@ -20,6 +20,12 @@ def known_cells(settings: Sequence[str], decisions: Decisions) -> tuple[str, ...
     return tuple(dict.fromkeys((*settings, *added)))
 
 
+def only_cell(settings: Sequence[str], decisions: Decisions) -> str | None:
+    """The cell that every host is in; None: there is more than one, or there was."""
+    known = known_cells(settings, decisions)
+    return known[0] if len({*known, *decisions}) == 1 else None
+
+
 def cells_in_use(
     settings: Sequence[str], decisions: Decisions, occupied: Collection[str] = ()
 ) -> dict[str, CellBus | None]:

@@ -21,6 +21,7 @@ from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, Drai
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
+from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
@@ -41,7 +42,7 @@ BURST_S = 1.0  # with a rate, no more begin at once than in this time, however l
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
-Cells = Mapping[str, str | None]  # {uuid of a host: its cell, None: not known}
+Cells = Mapping[str, str | None]  # {uuid of a host: its cell, None: nothing shows it}; without those that may be soon
 State = DrainMoveState
 UNDER_WAY = frozenset({State.UNDER_WAY, State.RETURNING})
 DONE, LEFT, DEADLINE, STOPPED, UNDONE = "drain.done", "drain.left", "drain.deadline", "drain.stopped", "drain.undone"
@@ -100,7 +101,7 @@ def step(
 ) -> DrainStep:
     """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
     a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}. cells: of the
-    hosts that the rows have left or are to leave.
+    hosts that the rows have left or are to leave; a row whose host is missing there is held.
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -119,14 +120,13 @@ def step(
     for row in drain.open:
         if row.state is not _begins(drain.record) or row.due_at > now or is_held(row):
             continue
-        misfit = _misfit(row, known[row.instance_uuid], hosts, cells.get(row.source_uuid))
-        if misfit is not None:
-            changed.append(misfit)
-        elif known[row.instance_uuid].now.under_way is not None:
-            changed.append(failed(row, BUSY, "another request about it is under way", now))
-        elif row.state is State.WAITING and hosts[row.source_uuid]:
-            changed.append(failed(row, hosts[row.source_uuid], f"of host {row.source}", now))
-        elif free_slots > 0:
+        context, cell = known[row.instance_uuid], cells.get(row.source_uuid)
+        after = _misfit(row, context, hosts, cell)
+        if after is None and row.source_uuid in cells:
+            after = _unready(row, context, hosts, cell, now)
+        if after is not None:
+            changed.append(after)
+        elif cell is not None and free_slots > 0:  # else its host's announcement is still to come
             free_slots -= 1
             after = _begun(row, now)
             changed.append(after)
@@ -316,12 +316,15 @@ def _is_there(known: MoveContext) -> bool:
 
 def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None) -> DrainMove | None:
     """Why an instance that waits needs no move of this drain any more. cell: of its host, which a drain never leaves:
-    a host of another cell may have the same name.
+    a host of another cell may have the same name, so where it is not known (None) the names prove nothing.
     """
     if not _is_there(known):
         return replace(row, state=State.LEFT, code="instance.deleted")
     assert known.build is not None
-    if cell not in (None, known.build.cell):
+    if cell is None:
+        has_left = row.state is State.WAITING and row.source_uuid not in hosts
+        return replace(row, state=State.LEFT, code="host.left_drain") if has_left else None
+    if cell != known.build.cell:
         return replace(row, state=State.LEFT, code="instance.elsewhere")
     if row.state is State.TO_RETURN:
         if known.build.host == row.source:
@@ -334,6 +337,19 @@ def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: 
             return replace(row, state=State.LEFT, code="host.left_drain")
         is_mine = known.build.host == row.source
     return None if is_mine else replace(row, state=State.LEFT, code="instance.elsewhere")
+
+
+def _unready(
+    row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None, now: float
+) -> DrainMove | None:
+    """The row after a try that cannot be made now; None: it can. cell: of its host; None: nothing shows it."""
+    down = hosts[row.source_uuid] if row.state is State.WAITING else ""
+    if cell is None and not down:
+        reason = f"no service has announced {row.source} since this scheduler started: resume or undo when one has"
+        return failed(row, CELL_UNKNOWN, reason, now)
+    if known.now.under_way is not None:
+        return failed(row, BUSY, "another request about it is under way", now)
+    return failed(row, down, f"of host {row.source}", now) if down else None
 
 
 def _request(row: DrainMove, request_id: str) -> MoveRequest:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.objects import ChangedObject, ObjectKind
-from scheduler_worker.domain.cells import known_cells
+from scheduler_worker.domain.cells import known_cells, only_cell
 from scheduler_worker.domain.fences import fence_of, followed
+from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.objects import ChangePlan, RecordedObjects, cells_of
-
-CELL_UNKNOWN = "host.cell_unknown"
 
 
 def fence_changes(
@@ -33,7 +32,7 @@ def fence_changes(
     """
     decided = cells_of(present.objects)
     known = known_cells(settings, decided)
-    only = known[0] if len({*known, *decided}) == 1 else None
+    only = only_cell(settings, decided)
     cells: dict[str, str] = {}
     for uuid in planned.hosts_fenced:
         stored = present.objects.get((ObjectKind.FENCE, uuid))

@@ -42,6 +42,7 @@ MAX_UNANSWERED = 3
 STOPPED = "service.stopped"
 UNRESPONSIVE = "service.unresponsive"
 FORGOTTEN = "service.forgotten"
+CELL_UNKNOWN = "host.cell_unknown"  # nothing shows in which cell a host is
 ADMIN_STATES = tuple(AdminState)  # a column holds the index of a state in this tuple; 0 is enabled
 
 

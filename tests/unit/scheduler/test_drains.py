@@ -58,11 +58,18 @@ def known(
 
 
 def passed(
-    row: DrainMove, context: MoveContext, record: DrainRecord = RECORD, hosts: dict[str, str] | None = None
+    row: DrainMove,
+    context: MoveContext,
+    record: DrainRecord = RECORD,
+    hosts: dict[str, str] | None = None,
+    *,
+    cell: str | None = "c",
+    is_warm: bool = True,
 ) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
     """The row after one pass, and what was requested."""
     found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW, {HOST: "c"})
+    cells = {HOST: cell} if is_warm or cell is not None else {}
+    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW, cells)
     return (done.changed or (row,))[0], done.requests
 
 
@@ -127,6 +134,44 @@ def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(
     assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
 
 
+@pytest.mark.parametrize(("row", "record"), [(ROW, RECORD), (BACK, UNDOING), (replace(ROW, host="h2"), RECORD)])
+@pytest.mark.parametrize("host", ["h1", "h2", "h9"])
+@pytest.mark.parametrize("cell", ["c", "c2"])
+@pytest.mark.parametrize("under_way", [None, "x"])
+def test_while_the_cell_of_its_host_is_not_known_an_instance_is_held(
+    row: DrainMove, record: DrainRecord, host: str, cell: str, under_way: str | None
+) -> None:
+    """The scheduler has just started, and the name shows neither that the instance is there nor that it is not."""
+    context = known(host, cell=cell, under_way=under_way)
+    assert passed(row, context, record, cell=None, is_warm=False) == (row, ())
+
+
+@pytest.mark.parametrize(
+    ("row", "record", "hosts", "code", "ends"),
+    [
+        (ROW, RECORD, {HOST: "service.down"}, "service.down", S.FAILED),
+        (ROW, RECORD, {}, "host.left_drain", S.LEFT),
+        (BACK, UNDOING, {}, "host.cell_unknown", S.STAYED),
+    ],
+)
+def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
+    row: DrainMove, record: DrainRecord, hosts: dict[str, str], code: str, ends: DrainMoveState
+) -> None:
+    """An operator finds its code in the drain."""
+    for host in ("h1", "h2"):
+        after, requests = row, list[MoveRequest]()
+        for _ in range(MAX_FAILURES):
+            if after.state is row.state:
+                after, requested = passed(replace(after, due_at=0.0), known(host), record, hosts, cell=None)
+                requests += requested
+        assert (after.state, after.code, requests) == (ends, code, [])
+
+
+def test_what_is_deleted_leaves_its_drain_also_while_the_cell_of_its_host_is_not_known() -> None:
+    for is_warm in (False, True):
+        assert passed(ROW, MoveContext(), cell=None, is_warm=is_warm)[0].code == "instance.deleted"
+
+
 @pytest.mark.parametrize("last_begun_at", [0.0, NOW - 3600.0, NOW - 6.0])
 @pytest.mark.parametrize(("per_minute", "begun"), [(10, 1), (600, 10), (None, 20)])
 def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
@@ -135,7 +180,8 @@ def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
     record = replace(RECORD, at_once=20, per_minute=per_minute)
     rows = tuple(replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30))
     found = OpenDrain(record=record, open=rows, counts={S.WAITING: 30}, last_begun_at=last_begun_at)
-    done = step(found, dict.fromkeys((row.instance_uuid for row in rows), known()), {HOST: ""}, NOW, {HOST: None})
+    contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
+    done = step(found, contexts, {HOST: ""}, NOW, {HOST: "c"})
     assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
 
 
