@@ -146,14 +146,15 @@ class DrainKeeper:
                 return (), author
             await unit.lock_drain(command.drain, now, 0)
             record = drain_of(stored)
-            after = commanded(record, command, now)
+            moves = await unit.drain_moves(command.drain, NO_LIMIT)
+            rows = [retried(one, command.action) for one in moves]
+            after = commanded(record, command, now, rows)
             if isinstance(after, Refusal):
                 return after
             begins_again = record.state is DrainState.ENDED and after != record
             if begins_again and len(_going(drains_of(present.objects))) >= MAX_OPEN:
                 return TOO_MANY
-            moves = await unit.drain_moves(command.drain, NO_LIMIT)
-            await unit.put_drain_moves([new for one in moves if (new := retried(one, command.action)) != one])
+            await unit.put_drain_moves([new for one, new in zip(moves, rows, strict=True) if new != one])
             changed = [] if after == record else [_changed_drain(command.drain, record, after)]
             if command.action is DrainAction.UNDO:
                 changed += _hosts_given_back(present, command.drain)

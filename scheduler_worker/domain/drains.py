@@ -8,7 +8,7 @@ drain, the instance and the number of the try.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from uuid import UUID, uuid5
 
 import msgspec
@@ -162,10 +162,12 @@ def end_of(drain: OpenDrain, now: float) -> str | None:
     return DEADLINE if _is_late(record, now) else None
 
 
-def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
-    """A drain after an operator's command; the same one if the command has no effect."""
+def commanded(
+    record: DrainRecord, command: DrainCommand, now: float, rows: Iterable[DrainMove] = ()
+) -> DrainRecord | Refusal:
+    """A drain after an operator's command; the same one if the command has no effect. rows: once it is carried out."""
     state, action = record.state, command.action
-    if record.is_undone and action is not DrainAction.UNDO:
+    if record.is_undone and action in (DrainAction.PAUSE, DrainAction.RESUME):
         return Refusal(code="drain.undone", reason="it was undone: begin another one")
     if action is DrainAction.PAUSE:
         if state is DrainState.ENDED:
@@ -178,17 +180,20 @@ def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRe
         if deadline_at is None and record.deadline_at is not None and record.deadline_at > now:
             deadline_at = record.deadline_at
         return replace(record, state=DrainState.RUNNING, code="", deadline_at=deadline_at)
-    if record.is_undone and state is DrainState.ENDED:
-        return record
+    if record.is_undone and state is DrainState.ENDED and not any(row.state is State.TO_RETURN for row in rows):
+        return record  # no instance is left that could go back
     return replace(record, state=DrainState.UNDOING, code="", is_undone=True, deadline_at=None)
 
 
 def retried(row: DrainMove, action: DrainAction) -> DrainMove:
-    """An instance of a drain that is resumed (failed instances are tried again) or undone (moved instances go back)."""
+    """An instance of a drain that is resumed (failed instances are tried again) or undone (moved instances go back).
+
+    A drain that is undone again tries those that have stayed: their host may take them by now.
+    """
     fresh = {"failures": 0, "due_at": 0.0, "code": "", "reason": ""}
     if action is DrainAction.RESUME and row.state is State.FAILED:
         return replace(row, state=State.WAITING, **fresh)
-    if action is DrainAction.UNDO and (row.state is State.MOVED or _waits_moved(row)):
+    if action is DrainAction.UNDO and (row.state in (State.MOVED, State.STAYED) or _waits_moved(row)):
         return replace(row, state=State.TO_RETURN, **fresh)
     if action is DrainAction.UNDO and row.state is State.WAITING:
         return replace(row, state=State.LEFT, code=UNDONE)

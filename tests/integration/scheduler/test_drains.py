@@ -388,6 +388,35 @@ async def test_an_undone_drain_moves_nothing_back_to_a_host_that_was_disabled_be
     assert [one.code for one in ended.failed] == ([] if is_enabled else ["no_valid_host"])
 
 
+async def test_a_drain_is_undone_again_for_what_stayed_and_once_more_without_effect(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host takes moves only now; another drain had it meanwhile."""
+    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
+    await world.scheduler("s1", WARM)
+    (uuid,) = await world.add_hosts("c1", 1)
+    (build,) = await active(world, 1, "c1-0")
+    await world.add_hosts("c1", 1)
+    first = await begin(world, "c1-0")
+    await carried_out(world, first, at_once=1, count=1)
+    second = await begin(world, "c1-0")
+    await until(world, second, DrainState.ENDED)
+    await command(world, first, DrainAction.UNDO)
+    stayed = await until(world, first, DrainState.ENDED)
+    assert (stayed.code, stayed.counts) == ("drain.undone", {"stayed": 1})
+    await command(world, second, DrainAction.UNDO)
+    assert (await command(world, first, DrainAction.UNDO)).state is DrainState.UNDOING
+    await world.until(partial(has_begun, world, 2))
+    await command(world, first, DrainAction.STOP)  # the move that is under way ends by itself
+    await ends(world, commanded(world)[1], sequence=40)
+    returned = await until(world, first, DrainState.ENDED)
+    assert (returned.code, returned.returned) == ("drain.stopped", (build.instance_uuid,))
+    decision = world.tables["s1"].decision_of(uuid)
+    assert decision is not None and decision.state is AdminState.ENABLED
+    again = await command(world, first, DrainAction.UNDO)
+    assert (again.state, again.code) == (DrainState.ENDED, "drain.stopped")
+
+
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 2)

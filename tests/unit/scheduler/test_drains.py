@@ -206,6 +206,48 @@ def test_when_a_drain_is_over() -> None:
         assert end_of(found, NOW) == code, (record, counts)
 
 
+UNDONE = replace(UNDOING, state=DrainState.ENDED, code="drain.undone")
+
+
+@pytest.mark.parametrize(
+    ("record", "row", "state"),
+    [
+        (UNDONE, replace(BACK, state=S.STAYED, failures=MAX_FAILURES, due_at=NOW + 60.0, code="x"), S.TO_RETURN),
+        (UNDOING, replace(BACK, state=S.STAYED, failures=MAX_FAILURES, due_at=NOW + 60.0, code="x"), S.TO_RETURN),
+        (replace(UNDONE, code="drain.stopped"), BACK, S.TO_RETURN),
+        (replace(UNDONE, code="drain.stopped"), MOVED, S.TO_RETURN),
+        (replace(UNDONE, state=DrainState.STOPPING), replace(BACK, state=S.RETURNING), S.RETURNING),
+    ],
+)
+def test_an_undo_that_left_instances_behind_is_repeated(
+    record: DrainRecord, row: DrainMove, state: DrainMoveState
+) -> None:
+    """They are tried as often as at first, and at once."""
+    undo = DrainCommand(drain=DRAIN, action=DrainAction.UNDO, by="bob")
+    after = retried(row, DrainAction.UNDO)
+    assert (after.state, after.failures, after.due_at, after.code) == (state, 0, 0.0, "")
+    assert commanded(record, undo, NOW, [after]) == UNDOING
+
+
+@pytest.mark.parametrize("state", [S.RETURNED, S.LEFT, S.WAITING, S.FAILED])
+def test_an_undo_that_left_nothing_behind_has_no_effect_when_it_is_repeated(state: DrainMoveState) -> None:
+    undo = DrainCommand(drain=DRAIN, action=DrainAction.UNDO, by="bob")
+    after = retried(replace(ROW, state=state), DrainAction.UNDO)
+    assert commanded(UNDONE, undo, NOW, [after]) == UNDONE
+
+
+def test_an_undo_is_stopped_and_not_taken_back() -> None:
+    def after(record: DrainRecord, action: DrainAction) -> DrainRecord | Refusal:
+        return commanded(record, DrainCommand(drain=DRAIN, action=action, by="bob"), NOW, [BACK])
+
+    assert after(UNDOING, DrainAction.STOP) == replace(UNDOING, state=DrainState.STOPPING)
+    assert after(UNDONE, DrainAction.STOP) == UNDONE
+    for action in (DrainAction.RESUME, DrainAction.PAUSE):
+        for record in (UNDOING, UNDONE):
+            refused = after(record, action)
+            assert isinstance(refused, Refusal) and refused.code == "drain.undone"
+
+
 def test_commands_and_what_a_host_was_before() -> None:
     def after(record: DrainRecord, action: DrainAction, **more: Any) -> DrainRecord | Refusal:
         return commanded(record, DrainCommand(drain=DRAIN, action=action, by="bob", **more), NOW)
