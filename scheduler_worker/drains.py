@@ -257,7 +257,9 @@ class DrainKeeper:
     def _hosts(self, drain: str) -> dict[str, tuple[DrainedHost, str]]:
         """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can).
 
-        A host that no service has announced since this scheduler started counts as down once all should have come.
+        A host that no service has announced since this scheduler started counts as down once all should have come. One
+        whose fence is not lifted yet has left the drain. The decision on record may still be the drain's: it took over
+        the one to lift the fence, or the cell has announced a fence that the record, set back, does not have.
         """
         table = self._selector.table
         is_warm = self._is_warm()

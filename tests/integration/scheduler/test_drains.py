@@ -28,6 +28,7 @@ from bus.contracts.drains import (
     DrainState,
     DrainTarget,
 )
+from bus.contracts.fences import FenceState, HostFence
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from bus.contracts.objects import Aggregate, ObjectKind, ObjectLogPage, ObjectLogQuery
@@ -39,6 +40,7 @@ from scheduler_worker.domain import drain_holders
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresOperationUnit
+from tests.integration.scheduler.test_fences import becomes as fence_becomes
 from tests.integration.scheduler.test_host_decisions import decide
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -491,6 +493,24 @@ async def test_nothing_is_moved_from_a_host_that_is_enabled_during_a_pass(
     await ends(world, commanded(world)[0])
     go_on.set()
     ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
+
+
+async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world: World) -> None:
+    """The decision on record is still the drain's: its cell has announced a fence of which the record, set back, has
+    nothing. Machines that the host lost may still be there.
+    """
+    await world.scheduler("s1", WARM)
+    (uuid, _) = await world.add_hosts("c1", 2)
+    await active(world, 2, "c1-0")
+    begun = await begin(world, "c1-0", at_once=1)
+    await world.until(partial(has_begun, world, 1))
+    await world.buses["c1"].publish(
+        HostFence(cell="c1", host_uuid=uuid, version=900, state=FenceState.FENCED, losses=1)
+    )
+    await fence_becomes(world, uuid, AdminState.FENCED, drain=begun.id, pending=AdminState.DISABLED)
+    await ends(world, commanded(world)[0])
+    ended = await becomes(world, begun, lambda one: has_begun(world, 2) or one.state is DrainState.ENDED)
     assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
 
 
