@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 import msgspec
@@ -15,33 +16,56 @@ from bus.turns import InParts
 # A page takes 3 ms of a scheduler's loop to write, and 10 of this process's to read. For each one the scheduler lists
 # all hosts, 30 ms for 40,000 (in parts), so shorter pages would cost it more.
 HOSTS_PER_PAGE = 5_000
+MAX_HOSTS = 100_000  # that are read, as many as one query may ask for; which ones they are is by uuid
+MERGED_AT_ONCE = 1_000  # in one turn of the event loop, 2 ms
 
 
 async def read_hosts(bus: Bus, query: HostsQuery, *, timeout_s: float) -> HostsPage:
-    """The first `query.limit` hosts. Each page may be of another scheduler; `feed_sequence` is of the first one.
+    """The first `query.limit` hosts, by name and uuid. `feed_sequence` is of the first page.
+
+    Where they are more than a page, each may be of another scheduler, which may know hosts under other names. So pages
+    go by uuid, and all of them are read to find the first ones by name.
 
     timeout_s: for each page. Raises RequestTimeout when no scheduler answers, RequestRefused when one refuses it.
     """
-    hosts: list[HostRecord] = []
-    sequence: int | None = None
-    while True:
-        most = min(query.limit - len(hosts), HOSTS_PER_PAGE)
-        last = hosts[-1] if hosts else None
-        following = query if last is None else replace(query, after=last.name, after_uuid=last.uuid)
+    most = min(query.limit, HOSTS_PER_PAGE)
+    page = await bus.request(replace(query, limit=most), HostsPage, timeout_s=timeout_s)
+    if most == query.limit or page.more is False:
+        return page
+    parts: list[list[HostRecord]] = []
+    sequence, last = 0, ""
+    # A scheduler of a release before pages answers without `more`, and refuses `by_uuid`: it is asked for everything at
+    # once. That its page is not full proves nothing, because it leaves out hosts that left the book meanwhile.
+    while page.more is not None:
+        following = replace(query, by_uuid=True, after_uuid=last or None, limit=HOSTS_PER_PAGE)
         try:
-            page = await bus.request(replace(following, limit=most), HostsPage, timeout_s=timeout_s)
+            page = await bus.request(following, HostsPage, timeout_s=timeout_s)
         except RequestRefused:
-            if last is None:
-                raise
-            page = HostsPage()
-        if page.more is None and most < query.limit:
-            # A scheduler of a release before pages, which refuses `after` too: it is asked for everything at once. That
-            # its page is not full proves nothing, because it leaves out hosts that left the book meanwhile.
-            return await bus.request(query, HostsPage, timeout_s=timeout_s)
-        hosts += page.hosts
-        sequence = page.feed_sequence if sequence is None else sequence
-        if not page.more or not page.hosts or len(hosts) >= query.limit:
-            return replace(page, hosts=tuple(hosts), feed_sequence=sequence)
+            break
+        found = {host.uuid: host for host in page.hosts if host.uuid > last}
+        if page.more is None:
+            break
+        if found:
+            parts.append(sorted(found.values(), key=_by_name))
+            sequence, last = sequence or page.feed_sequence, max(found)
+        if not page.more or not found or sum(map(len, parts)) >= MAX_HOSTS:
+            hosts, more = await _first(parts, query.limit)
+            return HostsPage(hosts=hosts, feed_sequence=sequence or page.feed_sequence, more=more or page.more)
+    return await bus.request(query, HostsPage, timeout_s=timeout_s)
+
+
+def _by_name(host: HostRecord) -> tuple[str, str]:
+    return host.name, host.uuid
+
+
+async def _first(parts: Sequence[Sequence[HostRecord]], limit: int) -> tuple[tuple[HostRecord, ...], bool]:
+    """The first hosts of these lists by name, and whether there are more."""
+    hosts: list[HostRecord] = []
+    async for some in InParts(heapq.merge(*parts, key=_by_name), MERGED_AT_ONCE):
+        hosts += some
+        if len(hosts) > limit:
+            break
+    return tuple(hosts[:limit]), len(hosts) > limit
 
 
 async def json_of(hosts: Sequence[HostRecord]) -> bytes:

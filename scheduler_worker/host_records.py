@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -35,26 +35,33 @@ class _Host(Struct, frozen=True):
 
 
 async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]) -> HostsPage:
-    """The hosts by name and uuid, with what their compute services announce. fences: of hosts, by uuid.
+    """The hosts by name and uuid, or by uuid, with what their compute services announce. fences: of hosts, by uuid.
 
     The page is of no single moment, because other tasks run after each part of it: `feed_sequence` is of the beginning,
     and a host that leaves meanwhile is left out.
     """
     book, sequence = selector.book, selector.book.sequence
     parts = [
-        _matching(_of_book(selector, uuids), query, selector, fences)
+        _matching(_of_book(selector, _following(uuids, query)), query, selector, fences)
         async for uuids in InParts(book.uuids_of(book.rows_of_roots()), HOSTS_AT_ONCE)
     ]
-    parts.append(_matching(_of_decisions(selector), query, selector, fences))
+    parts.append(_matching(_of_decisions(selector, query), query, selector, fences))
     records: list[HostRecord] = []
-    found = heapq.merge(*parts, key=_order)
+    found = heapq.merge(*parts, key=_order_of(query))
     async for part in InParts(itertools.islice(found, query.limit), RECORDS_AT_ONCE):
         records += _records(part, selector, fences)
     return HostsPage(hosts=tuple(records), feed_sequence=sequence, more=next(found, None) is not None)
 
 
-def _order(one: _Host) -> tuple[str, str]:
-    return one.name, one.uuid
+def _order_of(query: HostsQuery) -> Callable[[_Host], tuple[str, str]]:
+    """Pages go by uuid: a host may have another name at the scheduler that answers the next one."""
+    is_by_uuid = query.by_uuid or query.after_uuid is not None
+    return lambda one: ("" if is_by_uuid else one.name, one.uuid)
+
+
+def _following(uuids: Iterable[str], query: HostsQuery) -> Iterable[str]:
+    after = query.after_uuid
+    return uuids if after is None else (uuid for uuid in uuids if uuid > after)
 
 
 def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
@@ -64,17 +71,19 @@ def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
             yield _Host(_name_of(uuid, selector, selector.book.name_of(row)), uuid, is_in_book=True)
 
 
-def _of_decisions(selector: Selector) -> Iterator[_Host]:
+def _of_decisions(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
     """The hosts outside the book that a decision keeps out of use: such a host may be fenced still, and has to be
     enabled or forgotten by a person. One that is enabled has left.
     """
-    for uuid, decision in selector.table.decisions().items():
+    decisions = selector.table.decisions()
+    for uuid in _following(decisions, query):
+        decision = decisions[uuid]
         if decision.state is not AdminState.ENABLED and selector.book.row_of(uuid) is None:
             yield _Host(_name_of(uuid, selector, decision.host), uuid, is_in_book=False)
 
 
 def _name_of(uuid: str, selector: Selector, otherwise: str) -> str:
-    """The name that the host's compute service announces, which its record shows: the next page follows that name."""
+    """The name that the host's compute service announces, if it has; else that of the book, or of the decision."""
     index = selector.table.index_of(uuid)
     return otherwise if index is None else selector.table.names[index]
 
@@ -83,9 +92,7 @@ def _matching(
     hosts: Iterable[_Host], query: HostsQuery, selector: Selector, fences: Mapping[str, FenceRecord]
 ) -> list[_Host]:
     down = selector.table.down()
-    after = None if query.after is None else (query.after, query.after_uuid or "")
-    following = hosts if after is None else (one for one in hosts if _order(one) > after)
-    return sorted((one for one in following if _matches(one, query, selector, fences, down)), key=_order)
+    return sorted((one for one in hosts if _matches(one, query, selector, fences, down)), key=_order_of(query))
 
 
 def _records(listed: Sequence[_Host], selector: Selector, fences: Mapping[str, FenceRecord]) -> Iterator[HostRecord]:

@@ -280,14 +280,15 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     decisions.
 
     cell: only this cell's. up: only those whose compute service is up, or only those whose is not.
-    after, after_uuid: only those that follow the host of this name and uuid, the last of the page before.
+    by_uuid: in this order. Schedulers may know a host under different names, because one has not received its newest
+    announcement. after_uuid: only those that follow this one by uuid, the last of the page before.
     limit: an answer is written and read without a pause, some 20 ms for 20,000 hosts, so berth itself queries 5,000 at
     a time; releases before pages query all at once.
     """
 
     cell: Word | None = None
     up: bool | None = None
-    after: Annotated[str, Bound(max_length=255)] | None = None
+    by_uuid: bool = False
     after_uuid: Uuid | None = None
     limit: Annotated[int, Bound(ge=1, le=100_000)] = 1000
 
@@ -320,9 +321,9 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):
-    """Reply to a HostsQuery, by host name and uuid.
+    """Reply to a HostsQuery, by host name and uuid, or by uuid.
 
-    more: whether other hosts follow, `after` the last one of this page. None: by a scheduler of a release before pages.
+    more: whether other hosts follow the last one of this page. None: by a scheduler of a release before pages.
     """
 
     hosts: tuple[HostRecord, ...] = ()

@@ -12,7 +12,7 @@ import pytest
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostRecord, HostsQuery
+from bus.contracts.build import BuildQuery, BuildRecord, BuildState, HostsQuery
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
@@ -50,23 +50,28 @@ async def test_hosts_are_those_requested_by_name(query: HostsQuery, names: list[
 
 
 async def test_hosts_follow_the_last_one_of_the_page_before() -> None:
-    """Two have one name, and a page ends between them. The book calls one otherwise than its service does."""
-    hosts = Hosts([PLENTY] * 5)
-    names = ("a", "b", "b", "c", "z")
-    reports = tuple(HostReport(uuid=uuid, name=name) for uuid, name in zip(hosts.uuids, names, strict=True))
-    hosts.table.apply(
-        ComputeHosts(service="compute-c1", cell="c1", epoch=1, sequence=2, hosts=reports, complete=True), 0.0
-    )
-    renamed = HostReport(uuid=hosts.uuids[3], name="q")
-    hosts.table.apply(ComputeHosts(service="compute-c1", cell="c1", epoch=1, sequence=3, hosts=(renamed,)), 0.0)
-    found, query, mores = list[HostRecord](), HostsQuery(limit=2), []
+    """By uuid: the names change between the pages, and one host is known by a decision alone."""
+    hosts = Hosts([PLENTY] * 4)
+    left = "00000002-8000-4000-8000-000000000000"
+    hosts.table.adopt_decisions({left: HostAdminState(host_uuid=left, host="b", state=AdminState.FENCED)})
+
+    def rename(names: str, sequence: int) -> None:
+        reports = tuple(HostReport(uuid=uuid, name=name) for uuid, name in zip(hosts.uuids, names, strict=True))
+        message = ComputeHosts(
+            service="compute-c1", cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True
+        )
+        assert hosts.table.apply(message, 0.0)
+
+    rename("abbz", 2)
+    assert [host.name for host in (await hosts_page(HostsQuery(), hosts.selector, {})).hosts] == list("abbbz")
+    found, query, mores = list[str](), HostsQuery(limit=2, by_uuid=True), []
     while not mores or mores[-1]:
         page = await hosts_page(query, hosts.selector, {})
-        found += page.hosts
+        found += [host.uuid for host in page.hosts]
         mores.append(page.more)
-        query = HostsQuery(limit=2, after=found[-1].name, after_uuid=found[-1].uuid)
-    assert [host.name for host in found] == ["a", "b", "b", "q", "z"] and mores == [True, True, False]
-    assert {host.uuid for host in found} == set(hosts.uuids)
+        query = HostsQuery(limit=2, after_uuid=found[-1])
+        rename("qzaa"[len(mores) :] + "qzaa"[: len(mores)], 2 + len(mores))
+    assert mores == [True, True, False] and found == sorted([*hosts.uuids, left])
 
 
 @pytest.mark.parametrize(("limit", "more"), [(4, True), (5, False), (6, False)])
