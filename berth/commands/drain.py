@@ -39,6 +39,7 @@ from bus.contracts.drains import (
     MAX_DEADLINE_S,
     DrainAction,
     DrainCommand,
+    DrainMoveState,
     DrainPlan,
     DrainProgress,
     DrainQuery,
@@ -231,7 +232,10 @@ def undo(
     timeout: Timeout = 3600.0,
     as_json: AsJson = False,
 ) -> None:
-    """Move the moved instances back. The decisions about its hosts from before are restored at once."""
+    """Move the moved instances back; again, try those that have stayed.
+
+    The decisions about its hosts from before are restored at once.
+    """
     follow_s = timeout if wait else None
     _command(context, drain_id, DrainAction.UNDO, reason, by, follow_s=follow_s, as_json=as_json)
 
@@ -295,7 +299,8 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
         raise Stop(EXIT_TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
-            reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
+            verb = "undo" if DrainMoveState.TO_RETURN in seen.counts else "resume"  # an undo that was stopped
+            reason = f"{counted(left, 'instance')} not moved; see berth drains {verb} {seen.id}"
             raise Stop(EXIT_TIME, seen.code, reason)
         return EXIT_TIME
     return EXIT_NO if seen.failed else 0

@@ -50,7 +50,8 @@ class DrainAction(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"  # also of one that has ended: what failed is tried again
     STOP = "stop"
-    UNDO = "undo"  # moved instances go back, and the decisions about its hosts from before are restored
+    # Moved instances go back, and the decisions about its hosts from before are restored. Again: what stayed is tried.
+    UNDO = "undo"
 
 
 class DrainMoveState(StrEnum):
