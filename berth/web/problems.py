@@ -31,6 +31,7 @@ _STATUS = {
     "drain.overlap": 409,
     "drain.ended": 409,
     "drain.undone": 409,
+    "drain.stopping": 409,
     "drain.too_many": 429,
     "aggregate.zone_conflict": 409,
     "object.unknown": 404,

@@ -172,6 +172,8 @@ def commanded(
     if action is DrainAction.PAUSE:
         if state is DrainState.ENDED:
             return Refusal(code="drain.ended", reason="it has ended")
+        if state is DrainState.STOPPING:  # paused, it would not end
+            return Refusal(code="drain.stopping", reason="it is being stopped: nothing begins to move any more")
         return replace(record, state=DrainState.PAUSED)
     if action is DrainAction.STOP:
         return record if state is DrainState.ENDED else replace(record, state=DrainState.STOPPING)

@@ -255,7 +255,11 @@ def test_commands_and_what_a_host_was_before() -> None:
     ended = replace(RECORD, state=DrainState.ENDED, code="drain.left", deadline_at=NOW - 1)
     assert after(ended, DrainAction.RESUME) == RECORD
     assert after(ended, DrainAction.RESUME, deadline_s=5.0) == replace(RECORD, deadline_at=NOW + 5.0)
-    assert isinstance(after(ended, DrainAction.PAUSE), Refusal)
+    stopping = after(RECORD, DrainAction.STOP)
+    assert stopping == replace(RECORD, state=DrainState.STOPPING) and after(stopping, DrainAction.RESUME) == RECORD
+    for record, code in ((ended, "drain.ended"), (stopping, "drain.stopping")):
+        refused = after(record, DrainAction.PAUSE)
+        assert isinstance(refused, Refusal) and refused.code == code
     assert after(ended, DrainAction.STOP) == ended
     undone = after(ended, DrainAction.UNDO)
     assert undone == UNDOING and after(UNDOING, DrainAction.UNDO) == UNDOING
