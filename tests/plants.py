@@ -394,11 +394,11 @@ def plant(one: Plant, copy: Path) -> str:
         return f"{one.tests} do not end within {LIMIT_S:g} s"
     finally:
         path.write_text(text)
-    if any(line.startswith("ERROR ") for line in output.splitlines()):
-        return "stale: its tests cannot be collected"
     failed = [
         line.split(" - ")[0].removeprefix("FAILED ") for line in output.splitlines() if line.startswith("FAILED ")
     ]
+    if not failed and any(line.startswith("ERROR ") for line in output.splitlines()):
+        return "stale: its tests cannot be collected"
     return failed[0] if failed else f"found by nothing in {one.tests}"
 
 
