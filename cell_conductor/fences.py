@@ -293,7 +293,7 @@ class FenceKeeper:
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        self._still_running[host_uuid] = RunningAfterFence(service, attempts)
+        self._still_running[host_uuid] = RunningAfterFence(service, seen_at, attempts)
 
     async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
         """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.

@@ -191,6 +191,7 @@ class DrainKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
+        self._started_s = self._clock.monotonic()  # before, nothing was received: the record may have been away
         due_s: float | None = None
         while True:
             await self._wait(due_s)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from msgspec import Struct
 
 from berth.client import BuildClient
+from berth.host_pages import HOSTS_PER_PAGE
 from berth.load.record import MAX_HEAT_HOSTS, MAX_HEAT_SNAPSHOTS, MAX_SAMPLES, Samples, Utilisation
 from berth.load.run import LoadRun
 from berth.load.summary import percentiles
@@ -21,7 +22,7 @@ SAMPLE_S = 0.5
 # Hosts are queried so often, and never more than a twentieth of the time: a large fleet is a large answer.
 HEAT_S = 1.0
 HEAT_SHARE = 20
-HEAT_PAGE = 10_000
+HEAT_PAGE = HOSTS_PER_PAGE  # one query: of a larger fleet the first hosts by name
 HEAT_TIMEOUT_S = 5.0
 API = "api"
 # The queues that a boot passes through. Private queues are their consumers' own business.

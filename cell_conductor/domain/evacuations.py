@@ -67,12 +67,15 @@ def _still_runs(
     """Whether a report shows that the host's fence did not hold for this machine.
 
     No more when the host was fenced again while the service that reported was down. A new decision alone does not show
-    that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off).
+    that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off). A
+    report that is newer than the fence counts in any case: a lease is renewed by heartbeats alone.
     """
     if found is None or found.attempts.get(uuid) != attempt:
         return False
     lease = context.down.get(found.service)
-    return fence is None or fence.lifting or lease is None or lease.since > fence.at
+    if fence is None or fence.lifting or lease is None:
+        return True
+    return lease.since > fence.at or found.at > fence.at + context.report_grace_s
 
 
 def misses_proof(before: Instance, after: Instance) -> bool:
@@ -99,4 +102,5 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     if before.state in _RELIES or after.state not in _RELIES or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
     host = after.source_host_uuid or after.host_uuid
-    return (host,) if host is not None and host in fences else ()
+    fence = None if host is None else fences.get(host)
+    return () if fence is None or fence.lifting else (fence.host_uuid,)  # else the client's statement is the proof

@@ -47,10 +47,11 @@ class Loss(Struct, frozen=True, kw_only=True):
 class RunningAfterFence(Struct, frozen=True):
     """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
 
-    attempts: {instance: attempt}.
+    at: of the scan, seconds since the epoch. attempts: {instance: attempt}.
     """
 
     service: str
+    at: float
     attempts: Mapping[str, int]
 
 

@@ -21,7 +21,7 @@ from scheduler_worker.domain.drains import (
     ARRIVING,
     BUILDING,
     MAX_FAILURES,
-    MAX_UNRELEASED,
+    MAX_LOOKS,
     MISPLACED,
     RELEASING,
     UNCONFIRMED,
@@ -217,5 +217,5 @@ def _after(look: LookedAt, row: DrainMove, one: HeldInstance) -> DrainMove:
     if one.code in _PASSING and not down:  # what other schedulers have counted stays: they may not reach its service
         return replace(counted, code=one.code, reason=one.reason, due_at=look.at + LOOK_S)
     reason = f"{one.reason}; {one.source.name}: {down}" if down else one.reason
-    most = MAX_UNRELEASED if one.code == UNRELEASED and not down else MAX_FAILURES
+    most = MAX_LOOKS if one.code == UNRELEASED and not down else MAX_FAILURES
     return failed(counted, one.code, reason, look.at, most)

@@ -28,7 +28,7 @@ from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
-MAX_UNRELEASED = 14  # looks at resources that should be released by now, some nine minutes; then it has failed
+MAX_LOOKS = 14  # looks at what should be released, or announced, by now: some nine minutes; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
 # Codes of instances that wait because a host of the drain holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
@@ -287,15 +287,14 @@ def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: floa
 def _arrived(row: DrainMove, move: RecordedMove, record: DrainRecord) -> DrainMove:
     if row.state is State.RETURNING:
         return replace(row, state=State.RETURNED, code="", reason="")
-    goes_back = record.state is DrainState.UNDOING
-    state = State.TO_RETURN if goes_back else State.MOVED
+    state = State.TO_RETURN if record.is_undone else State.MOVED
     return replace(row, state=state, host=move.host, failures=0, due_at=0.0, code="", reason="")
 
 
 def _unless_undone(row: DrainMove, record: DrainRecord) -> DrainMove:
     """An instance that could not leave its host before the drain was undone is already where it belongs."""
-    is_undone = record.state is DrainState.UNDOING and row.state in (State.WAITING, State.FAILED)
-    return replace(row, state=State.LEFT, code=UNDONE) if is_undone else row
+    is_there = record.is_undone and row.state in (State.WAITING, State.FAILED)
+    return replace(row, state=State.LEFT, code=UNDONE) if is_there else row
 
 
 def is_held(row: DrainMove) -> bool:
@@ -353,7 +352,7 @@ def _unready(
     down = hosts[row.source_uuid] if row.state is State.WAITING else ""
     if cell is None and not down:
         reason = f"no service has announced {row.source} since this scheduler started: resume or undo when one has"
-        return failed(row, CELL_UNKNOWN, reason, now)
+        return failed(row, CELL_UNKNOWN, reason, now, MAX_LOOKS)  # another scheduler may know it
     if known.now.under_way is not None:
         return failed(row, BUSY, "another request about it is under way", now)
     return failed(row, down, f"of host {row.source}", now) if down else None

@@ -39,7 +39,7 @@ __all__ = ["quick"]  # the fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that has failed is tried again at once; what is not released yet is waited for."""
     monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
-    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_UNRELEASED", 10**6)
+    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_LOOKS", 10**6)
 
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
@@ -237,7 +237,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
 ) -> None:
     """The migration of the drain's own move has leaked. It is released by hand, and the drain resumed."""
     build, begun, sent = await leaving(world)
-    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_UNRELEASED", 3)
+    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_LOOKS", 3)
     await arrives(world, build, sent)
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (

@@ -173,9 +173,9 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
     await scanned(1_010.0, runs)
     assert not keeper.still_running
     await scanned(1_100.0, runs)
-    assert keeper.still_running[HOST] == RunningAfterFence("s", {INSTANCE: 1})
+    assert keeper.still_running[HOST] == RunningAfterFence("s", 1_100.0, {INSTANCE: 1})
     await fenced(2, 1_200.0)
     await scanned(1_210.0)
-    assert keeper.still_running[HOST] == RunningAfterFence("s", {INSTANCE: 1})
+    assert keeper.still_running[HOST] == RunningAfterFence("s", 1_100.0, {INSTANCE: 1})
     await scanned(1_300.0)
     assert keeper.still_running[HOST].attempts == {}

@@ -12,10 +12,10 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind, MoveState
 from bus.contracts.placement import Claim, Release, Revert
 from cell_conductor.domain import events as e
-from cell_conductor.domain.evacuations import STILL_RUNNING, is_evacuated_from, why_not_evacuated
+from cell_conductor.domain.evacuations import STILL_RUNNING, is_evacuated_from, relied_on, why_not_evacuated
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence, losses_of
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.move_scenario import (
@@ -37,8 +37,8 @@ def fenced(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
 
 
-def found_running(attempt: int = 1) -> RunningAfterFence:
-    return RunningAfterFence(active().here.service, {UUID: attempt})
+def found_running(attempt: int = 1, at: float = 200.0) -> RunningAfterFence:
+    return RunningAfterFence(active().here.service, at, {UUID: attempt})
 
 
 def fence(n: int, at: float = 300.0) -> e.HostFenced:
@@ -136,23 +136,24 @@ def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced(
 
 
 @pytest.mark.parametrize(
-    ("state", "down_since", "lifting", "code"),
+    ("state", "down_since", "seen_at", "lifting", "code"),
     [
-        (LeaseState.SILENT, 250.0, False, None),
-        (LeaseState.STOPPED, 250.0, False, None),
-        (LeaseState.UP, 0.0, False, STILL_RUNNING),  # the reason of the fence may have been corrected
-        (LeaseState.SILENT, 310.0, False, STILL_RUNNING),  # its link broke later
-        (LeaseState.STOPPED, 310.0, False, STILL_RUNNING),  # it is restarted
-        (LeaseState.SILENT, 250.0, True, STILL_RUNNING),  # it is to be used again: it is on
+        (LeaseState.SILENT, 250.0, 200.0, False, None),
+        (LeaseState.STOPPED, 250.0, 200.0, False, None),
+        (LeaseState.UP, 0.0, 200.0, False, STILL_RUNNING),  # the reason of the fence may have been corrected
+        (LeaseState.SILENT, 310.0, 200.0, False, STILL_RUNNING),  # its link broke later
+        (LeaseState.STOPPED, 310.0, 200.0, False, STILL_RUNNING),  # it is restarted
+        (LeaseState.SILENT, 250.0, 331.0, False, STILL_RUNNING),  # its link is back, and its next heartbeat not yet
+        (LeaseState.SILENT, 250.0, 200.0, True, STILL_RUNNING),  # it is to be used again: it is on
     ],
 )
 def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
-    state: LeaseState, down_since: float, lifting: bool, code: str | None
+    state: LeaseState, down_since: float, seen_at: float, lifting: bool, code: str | None
 ) -> None:
     """The service that reported was down when the host was fenced again."""
     fences = {host(1): replace(fenced(1)[host(1)], at=300.0, lifting=lifting)}
     lease = Lease(service="s1", epoch=1, state=state, since=down_since)
-    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running()})
+    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(at=seen_at)})
     context = replace(context, down={} if state is LeaseState.UP else {"s1": lease})
     unproved = why_not_evacuated(active(), context, fenced=True, force=False)
     assert (None if unproved is None else unproved.code) == code
@@ -288,6 +289,23 @@ def test_what_is_shelved_on_a_fenced_host_gives_the_host_up(kind: MoveKind) -> N
     made.apply(e.Released(at=400.0))
     assert made.instance.state is State.OFFLOADED and made.instance.image == "kept"
     assert made.terminals[-1] == (kind, MoveState.DONE, "")
+
+
+@pytest.mark.parametrize("lifting", [False, True])
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.SHELVED])
+def test_an_evacuation_relies_on_no_fence_that_is_being_lifted(power: Power, lifting: bool) -> None:
+    """The client states that the host is off. A proof on a fence that is to be lifted would never be recorded."""
+    fences = {host(1): replace(fenced(1)[host(1)], lifting=lifting)}
+    context = replace(PATIENCE, fences=fences, down=SERVICE_DOWN.down)
+    made = Scenario(replace(active(), power=power), context)
+    before = made.instance
+    made.apply(request(MoveKind.EVACUATE, fenced=True, selections=(replace(selection(2), service="s2"),)))
+    if power is Power.RUNNING:
+        made.apply(claimed())
+        before = made.instance
+        made.end(2, 2)
+    assert made.instance.state is (State.FINISHING if power is Power.RUNNING else State.OFFLOADING)
+    assert list(relied_on(before, made.instance, fences)) == ([] if lifting else [host(1)])
 
 
 def test_a_shelved_instance_is_not_evacuated_from_a_host_that_may_be_on() -> None:

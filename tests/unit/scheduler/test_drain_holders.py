@@ -23,7 +23,7 @@ from scheduler_worker.domain.drain_holders import (
     reviewed,
 )
 from scheduler_worker.domain.drain_targets import DrainedHost
-from scheduler_worker.domain.drains import MAX_FAILURES, MAX_UNRELEASED, DrainMove, is_held, retried
+from scheduler_worker.domain.drains import MAX_FAILURES, MAX_LOOKS, DrainMove, is_held, retried
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")
@@ -142,7 +142,7 @@ def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any
 def test_what_nothing_ends_and_a_host_that_is_down_fail_after_a_number_of_looks() -> None:
     cases = (
         (UNCONFIRMED, MAX_FAILURES),
-        (UNRELEASED, MAX_UNRELEASED),
+        (UNRELEASED, MAX_LOOKS),
         (HELD, MAX_FAILURES),
         (UNRELEASED, MAX_FAILURES),
     )

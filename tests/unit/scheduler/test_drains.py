@@ -17,6 +17,7 @@ from bus.contracts.operations import AdminState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
     MAX_FAILURES,
+    MAX_LOOKS,
     DrainMove,
     OpenDrain,
     commanded,
@@ -147,24 +148,24 @@ def test_while_the_cell_of_its_host_is_not_known_an_instance_is_held(
 
 
 @pytest.mark.parametrize(
-    ("row", "record", "hosts", "code", "ends"),
+    ("row", "record", "hosts", "code", "end"),
     [
-        (ROW, RECORD, {HOST: "service.down"}, "service.down", S.FAILED),
-        (ROW, RECORD, {}, "host.left_drain", S.LEFT),
-        (BACK, UNDOING, {}, "host.cell_unknown", S.STAYED),
+        (ROW, RECORD, {HOST: "service.down"}, "service.down", (S.FAILED, MAX_FAILURES)),
+        (ROW, RECORD, {}, "host.left_drain", (S.LEFT, 1)),
+        # Another scheduler, which receives the cell's announcements, may move it meanwhile.
+        (BACK, UNDOING, {}, "host.cell_unknown", (S.STAYED, MAX_LOOKS)),
     ],
 )
 def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
-    row: DrainMove, record: DrainRecord, hosts: dict[str, str], code: str, ends: DrainMoveState
+    row: DrainMove, record: DrainRecord, hosts: dict[str, str], code: str, end: tuple[DrainMoveState, int]
 ) -> None:
-    """An operator finds its code in the drain."""
+    """An operator finds its code in the drain. end: its state then, and the looks until then."""
     for host in ("h1", "h2"):
-        after, requests = row, list[MoveRequest]()
-        for _ in range(MAX_FAILURES):
-            if after.state is row.state:
-                after, requested = passed(replace(after, due_at=0.0), known(host), record, hosts, cell=None)
-                requests += requested
-        assert (after.state, after.code, requests) == (ends, code, [])
+        after, requests, looked = row, list[MoveRequest](), 0
+        while after.state is row.state and looked <= MAX_LOOKS:
+            after, requested = passed(replace(after, due_at=0.0), known(host), record, hosts, cell=None)
+            looked, requests = looked + 1, [*requests, *requested]
+        assert (after.code, requests, (after.state, looked)) == (code, [], end)
 
 
 def test_what_is_deleted_leaves_its_drain_also_while_the_cell_of_its_host_is_not_known() -> None:
@@ -227,6 +228,16 @@ def test_an_undo_that_left_instances_behind_is_repeated(
     after = retried(row, DrainAction.UNDO)
     assert (after.state, after.failures, after.due_at, after.code) == (state, 0, 0.0, "")
     assert commanded(record, undo, NOW, [after]) == UNDOING
+
+
+@pytest.mark.parametrize("record", [UNDOING, replace(UNDOING, state=DrainState.STOPPING)])
+def test_a_move_that_ends_after_its_drain_was_undone_waits_for_its_way_back(record: DrainRecord) -> None:
+    """Also where the undo was stopped: an operator reads that it is not back, and undoes the drain once more."""
+    row = replace(ROW, state=S.UNDER_WAY, request_id="r")
+    moved, _ = passed(row, known("h2", MoveState.DONE), replace(record, at_once=1))
+    assert moved.state in (S.TO_RETURN, S.RETURNING) and moved.host == "h2"
+    stayed, _ = passed(row, known(ended=MoveState.FAILED, code="x"), record)
+    assert (stayed.state, stayed.code) == (S.LEFT, "drain.undone")
 
 
 @pytest.mark.parametrize("state", [S.RETURNED, S.LEFT, S.WAITING, S.FAILED])
