@@ -49,6 +49,29 @@ FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
 # It runs beside the workers: no scheduler thread of Erlang spins. They wake as usual: `+swt very_high` spares wake-ups,
 # and on a busy machine doubles the time that a message alone takes (docs/lab/quick.md).
 SELDOM_AWAKE = "+sbwt none +sbwtdcpu none"
+# Erlang loads a module when it is first called, and looks for it in up to ninety directories; RabbitMQ boots with a
+# thousand. To load them all at once, before it boots, halves what a start takes of the processor. Where that fails,
+# the broker starts all the same, and loads each by itself.
+LOADED_AT_ONCE = """
+    os:unsetenv("ERL_AFLAGS"),
+    Read = fun(Name) ->
+        Directory = filename:join(code:lib_dir(Name), "ebin"),
+        {ok, [{application, _, Keys}]} = file:consult(filename:join(Directory, atom_to_list(Name) ++ ".app")),
+        [Modules, Needed] = [proplists:get_value(Key, Keys, []) || Key <- [modules, applications]],
+        {Needed, Modules, Directory}
+    end,
+    All = fun All([], Found) -> maps:values(Found);
+              All([Name | Rest], Found) when is_map_key(Name, Found) -> All(Rest, Found);
+              All([Name | Rest], Found) ->
+                  {Needed, Modules, Directory} = Read(Name),
+                  All(Needed ++ Rest, Found#{Name => {length(Modules), Modules, Directory}})
+    end,
+    catch begin
+        Ascending = lists:sort(All([rabbit], #{})),
+        code:add_pathsa([Directory || {_, _, Directory} <- Ascending]),
+        code:ensure_modules_loaded(lists:append([Modules || {_, Modules, _} <- Ascending]))
+    end.
+"""
 LOCAL_ONLY = "-kernel inet_dist_use_interface {127,0,0,1}"
 SCRIPTS = ("/usr/lib/rabbitmq/bin", "/opt/rabbitmq/sbin", "/usr/local/sbin")
 
@@ -91,7 +114,7 @@ class RabbitMQ(PrivateServer):
             self._start_epmd()
         self._process = GuardedProcess(
             [str(self._scripts / "rabbitmq-server")],
-            env=self._environment(),
+            env={**self._environment(), "ERL_AFLAGS": f"-eval '{LOADED_AT_ONCE}'"},
             cwd=self._work.path,
             log=self._work.path / "server.log",
             account=Account(),
