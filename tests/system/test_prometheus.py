@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from berth.servers import SystemPlan
-from berth.worker_processes import WorkerProcesses
+from berth.worker_processes import NO_TLS, WorkerProcesses
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from tests.system.worker_processes import rig
@@ -79,7 +79,11 @@ async def prometheus(directory: Path, processes: WorkerProcesses) -> AsyncIterat
         async with asyncio.timeout(PATIENCE_S):
             address = await listening(process.stderr)
         reading = asyncio.create_task(process.stderr.read())  # a full pipe would stop it
-        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=PATIENCE_S) as client:
+        async with httpx.AsyncClient(base_url=f"http://{address}", timeout=PATIENCE_S, verify=NO_TLS) as client:
+            async with asyncio.timeout(PATIENCE_S):
+                # It listens a moment before it answers queries.
+                while (await client.get("/-/ready")).status_code != httpx.codes.OK:  # noqa: ASYNC110  (as below)
+                    await asyncio.sleep(POLL_S)
             yield client
         reading.cancel()
     finally:
