@@ -21,7 +21,7 @@ import pytest
 
 from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
-from berth.worker_processes import WorkerProcesses
+from berth.worker_processes import NO_TLS, WorkerProcesses
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
@@ -473,7 +473,9 @@ def test_up_serves_placements_api_and_prints_its_address_and_token(berth: Berth)
     )
     assert found is not None, berth.output
     url, token = f"{found[1]}/resource_providers?name=cell1-c1-00001", Path(found[2]).read_text().strip()
-    (host,) = httpx.get(url, headers={"x-auth-token": token}, timeout=TIMEOUT_S).json()["resource_providers"]
+    (host,) = httpx.get(url, headers={"x-auth-token": token}, timeout=TIMEOUT_S, verify=NO_TLS).json()[
+        "resource_providers"
+    ]
     assert host["name"] == "cell1-c1-00001"
     assert [status_of(url, {"x-auth-token": other}) for other in ("admin", "")] == [401, 401]
 
@@ -492,10 +494,12 @@ def test_http_of_a_placement_worker_serves_the_api_too_and_prints_who_may_call(b
             while not ready(f"{url}/readyz"):
                 assert worker.poll() is None and time.monotonic() < deadline, output.read_text()
                 time.sleep(0.05)
-            listed = httpx.get(f"{url}/resource_providers", headers={"x-auth-token": "admin"}, timeout=TIMEOUT_S)
+            listed = httpx.get(
+                f"{url}/resource_providers", headers={"x-auth-token": "admin"}, timeout=TIMEOUT_S, verify=NO_TLS
+            )
             assert listed.status_code == 200 and listed.json()["resource_providers"]
             assert status_of(f"{url}/resource_providers") == 401
-            assert "berth_placement" in httpx.get(f"{url}/metrics", timeout=TIMEOUT_S).text
+            assert "berth_placement" in httpx.get(f"{url}/metrics", timeout=TIMEOUT_S, verify=NO_TLS).text
         finally:
             worker.send_signal(signal.SIGTERM)
             status = worker.wait(STOP_TIMEOUT_S)
@@ -512,7 +516,9 @@ async def test_a_placement_worker_process_of_up_answers_for_its_health_only(bert
     try:
         worker = processes.start("placement2", "placement")
         await processes.ready()
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{worker.port}", timeout=TIMEOUT_S) as client:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{worker.port}", timeout=TIMEOUT_S, verify=NO_TLS
+        ) as client:
             answer = await client.get("/resource_providers", headers={"x-auth-token": "admin"})
         assert (answer.status_code, "there are /healthz" in answer.text) == (404, True)
     finally:
@@ -526,7 +532,7 @@ def ready(url: str) -> bool:
 
 
 def status_of(url: str, headers: dict[str, str] | None = None) -> int:
-    return httpx.get(url, headers=headers, timeout=TIMEOUT_S).status_code
+    return httpx.get(url, headers=headers, timeout=TIMEOUT_S, verify=NO_TLS).status_code
 
 
 def test_time_that_runs_out_has_a_status_of_its_own(berth: Berth) -> None:

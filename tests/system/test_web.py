@@ -19,6 +19,7 @@ from berth.site import Site
 from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.port import BusUnavailable
 from bus.service.settings import SettingsError
@@ -250,7 +251,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
 
 
 def test_without_a_token_there_is_no_answer(web: Web) -> None:
-    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S) as client:
+    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S, verify=NO_TLS) as client:
         assert code_of(client.get("/api/v1/builds"), 401) == "auth.required"
         assert code_of(client.get("/api/v1/builds", headers={"authorization": "Bearer wrong"}), 401) == "auth.required"
         assert client.get("/").headers["location"] == "/login"
@@ -284,7 +285,7 @@ def test_a_reader_sees_all_and_changes_nothing(web: Web) -> None:
 
 
 def test_a_session_begins_with_a_token_and_ends_with_log_out(web: Web) -> None:
-    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S, follow_redirects=True) as client:
+    with httpx.Client(base_url=web.tokens_url, timeout=TIMEOUT_S, verify=NO_TLS, follow_redirects=True) as client:
         wrong = client.post("/login", data={"token": "wrong"})
         assert wrong.status_code == 401 and "not in the token file" in wrong.text
         assert "Now" in client.post("/login", data={"token": "op"}).text

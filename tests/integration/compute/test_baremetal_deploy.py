@@ -14,6 +14,7 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource, NetworkRequest
@@ -221,7 +222,7 @@ class BetweenTwoReads(httpx.AsyncBaseTransport):
     """A way to Ironic on which a node lets go of its instance after a list has named it as the holder."""
 
     def __init__(self, node: dict[str, Any]) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
+        self._inner = httpx.AsyncHTTPTransport(verify=NO_TLS)
         self.node = node
         self.raced = False
 
@@ -252,7 +253,7 @@ class BetweenReadAndTake(httpx.AsyncBaseTransport):
     """A way to Ironic on which an operator takes the node in hand just before a PATCH takes it."""
 
     def __init__(self, node: dict[str, Any]) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
+        self._inner = httpx.AsyncHTTPTransport(verify=NO_TLS)
         self.node = node
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -282,7 +283,7 @@ class Flaky(httpx.AsyncBaseTransport):
     """A way to Ironic that answers some requests with 503, or loses an answer."""
 
     def __init__(self, *, busy: int = 0, lost: int = 0) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
+        self._inner = httpx.AsyncHTTPTransport(verify=NO_TLS)
         self.busy, self.lost, self.changes = busy, lost, 0
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -314,7 +315,7 @@ class Crowded(httpx.AsyncBaseTransport):
     """A way to an Ironic that turns so many requests of one method down, and counts those under way."""
 
     def __init__(self, method: str, times: int, status: int = 503, **headers: str) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
+        self._inner = httpx.AsyncHTTPTransport(verify=NO_TLS)
         self._method, self._status, self._headers = method, status, headers
         self.left, self.under_way, self.most = times, 0, 0
 
@@ -462,7 +463,7 @@ async def test_without_a_history_a_failed_deployment_ends_as_well(
             return answer if request.url.path.endswith("/history") else await super().handle_async_request(request)
 
     ironic.pool.behaviour = msgspec.structs.replace(QUICK, deploy_fails=1.0)
-    driver = await driver_of(config(ironic), Forgetful())
+    driver = await driver_of(config(ironic), Forgetful(verify=NO_TLS))
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(Reschedule) as caught:
             await driver.spawn(build(next(iter(ironic.pool.nodes))))

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from berth.embedded.process import free_port
 from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, Running
 from bus.openstack.keystone import KeystoneLogin
@@ -34,7 +35,7 @@ class Counting(httpx.AsyncBaseTransport):
     """
 
     def __init__(self, plan: Callable[[httpx.Request], httpx.Response | None] = lambda _: None) -> None:
-        self._inner = httpx.AsyncHTTPTransport()
+        self._inner = httpx.AsyncHTTPTransport(verify=NO_TLS)
         self._plan = plan
         self.unanswered = 0
         self.changed = asyncio.Event()
