@@ -1,8 +1,6 @@
-"""Cells are added and removed at run time: it holds. Its defects: `test_mutants_of_cells.py`."""
+"""Cells are added and removed at run time: it holds. Its defects, and their other seeds: `test_mutants_of_cells.py`."""
 
 from __future__ import annotations
-
-import pytest
 
 from berth.sim.run import simulate
 from berth.sim.widening import Widening
@@ -11,7 +9,6 @@ from tests.sim.mutants_of_cells import FOUND_BY
 KINDS = frozenset({Widening.DECIDED_CELLS})
 
 
-@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
-def test_it_holds(seed: int) -> None:
-    result = simulate(seed, KINDS)
+def test_it_holds() -> None:
+    result = simulate(min(FOUND_BY.values()), KINDS)
     assert result.breach == "", result.detail

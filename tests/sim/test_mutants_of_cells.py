@@ -1,4 +1,4 @@
-"""Deliberate defects of cells added and removed are found; `test_cells.py`: without them the seeds find nothing."""
+"""Deliberate defects of cells added and removed are found, and their seeds find nothing without them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_CELLS}
 def test_a_defect_of_cells_is_found(name: str) -> None:
     with MUTANTS[name]():
         assert simulate(FOUND_BY[name], KINDS).breach
+
+
+@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
+def test_without_a_defect_of_cells_the_same_seeds_find_nothing(seed: int) -> None:
+    result = simulate(seed, KINDS)
+    assert result.breach == "", result.detail

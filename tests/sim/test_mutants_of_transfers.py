@@ -1,4 +1,4 @@
-"""Deliberate defects of instances that leave their cell are found; `test_transfers.py`: without them all holds."""
+"""Deliberate defects of instances that leave their cell are found, and their seeds find nothing without them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_TRANSFERS}
 def test_a_defect_of_transfers_is_found(name: str) -> None:
     with MUTANTS[name]():
         assert run(transfers(FOUND_BY[name])).breach
+
+
+@pytest.mark.parametrize("seed", sorted(set(FOUND_BY.values())))
+def test_without_a_defect_of_transfers_the_same_seeds_find_nothing(seed: int) -> None:
+    held = run(transfers(seed))
+    assert held.breach == "", held.detail

@@ -51,8 +51,8 @@ def pythons() -> list[str]:
 
 
 def test_a_seed_is_one_run_across_processes_hash_seeds_and_pythons() -> None:
-    here = {seed: simulate(seed, WIDENED).digest for seed in SEEDS}
-    found = compare(pythons(), SEEDS[0], here)
+    """A short form: `.ci/run` compares more seeds."""
+    found = compare(pythons(), SEEDS[0], {SEEDS[0]: simulate(SEEDS[0], WIDENED).digest})
     assert sys.executable in found
     assert not any(found.values()), found
 
