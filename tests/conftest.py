@@ -32,11 +32,10 @@ settings.load_profile("berth")
 # New objects between two garbage collections. Python's own 700 take a seventh of the processor that the tests take.
 ALLOCATIONS = 20_000
 
-# What a collection of tests makes stays: garbage collections would take a tenth of its time and find nothing.
+# To collect tests takes a tenth longer with garbage collections, which find nothing.
 gc.disable()
 
-# Tracebacks are plain, as workers write them. Those that structlog writes by default, in colours and with the variables
-# of each frame, take 6 ms of processor each.
+# Tracebacks are plain, as workers write them: structlog's own take 6 ms of processor each, for colours and variables.
 structlog.configure(
     processors=[
         structlog.contextvars.merge_contextvars,

@@ -84,15 +84,24 @@ class RabbitMQ(PrivateServer):
     Another one made on its directory later goes on with the same node, password and messages. The administrator's user
     name is `berth`, its password random; vhost `/` exists. Only listens on 127.0.0.1. config: lines for rabbitmq.conf,
     beside ours. beside: another one, with which it can `join` a cluster; that one is started first and stopped last.
+    schedulers: threads that run Erlang's processes (None: one for each processor).
     """
 
     stop_timeout_s = STOP_TIMEOUT_S
 
-    def __init__(self, directory: Path | None = None, *, config: str = "", beside: RabbitMQ | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path | None = None,
+        *,
+        config: str = "",
+        beside: RabbitMQ | None = None,
+        schedulers: int | None = None,
+    ) -> None:
         self._scripts = find_scripts()
         super().__init__(directory, "berth-mq-")
         self._config = config
         self._beside = beside
+        self._schedulers = "" if schedulers is None else f" +S {schedulers}:{schedulers}"
         self._epmd: GuardedProcess | None = None
         self.port = free_port()
         self._distribution_port = free_port()
@@ -320,7 +329,7 @@ class RabbitMQ(PrivateServer):
             "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
             "RABBITMQ_CTL_ERL_ARGS": LOCAL_ONLY,
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{LOCAL_ONLY} {SELDOM_AWAKE}",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": f"{LOCAL_ONLY} {SELDOM_AWAKE}{self._schedulers}",
             "RABBITMQ_CONF_ENV_FILE": "/dev/null",
             "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(home / "advanced.config"),
