@@ -152,7 +152,11 @@ class LentDatabases:
             database = Database(named(self._admin_url, name), schema, pool_size=1)
             await database.open(f"{package}.store.migrations")
             await database.close()
-        connection = await asyncpg.connect(plain(named(self._admin_url, name)), connection_class=TypedConnection)
+        connection = await asyncpg.connect(
+            plain(named(self._admin_url, name)),
+            connection_class=TypedConnection,
+            server_settings={"plan_cache_mode": "force_generic_plan"},  # the same few statements after each test
+        )
         self._cleaners[name] = connection
         self._structure[name] = await connection.fetchval(_STRUCTURE, list(SCHEMAS))
 

@@ -9,6 +9,7 @@ import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from bus.port import Outgoing, QueueMissing
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.loop import SyncLoop
 from ironic_sync.source.port import IronicSource
-from ironic_sync.source.recorded import RecordedSource, load_steps
+from ironic_sync.source.recorded import RecordedSource, RecordedStep, load_steps
 from ironic_sync.store.memory import MemoryPositions
 
 RECORDINGS = Path(__file__).parents[2] / "data" / "ironic"
@@ -182,19 +183,26 @@ class World:
             return True
 
 
+@cache
+def _recorded(name: str) -> tuple[list[RecordedStep], list[list[tuple[bytes, str]]]]:
+    """The steps of a scenario, and what had arrived by each. Both are only read."""
+    steps = load_steps(RECORDINGS / f"{name}.nodes.json")
+    lines = [json.loads(line) for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines()]
+    messages: list[list[tuple[bytes, str]]] = []
+    for step in steps:
+        at = datetime.fromisoformat(step.at).timestamp()
+        arrived = [line for line in lines if line["received"] <= at]
+        lines = lines[len(arrived) :]
+        messages.append([(json.dumps(line["body"]).encode(), line["routing_key"]) for line in arrived])
+    assert not lines
+    return steps, messages
+
+
 class Recording:
     """One recorded scenario: its steps, and the notifications that had arrived by each."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.steps = load_steps(RECORDINGS / f"{name}.nodes.json")
+        self.steps, self.messages = _recorded(name)
         self.source = RecordedSource(self.steps)
         self.expected = EXPECTED[name]
-        lines = [json.loads(line) for line in (RECORDINGS / f"{name}.jsonl").read_text().splitlines()]
-        self.messages: list[list[tuple[bytes, str]]] = []
-        for step in self.steps:
-            at = datetime.fromisoformat(step.at).timestamp()
-            arrived = [line for line in lines if line["received"] <= at]
-            lines = lines[len(arrived) :]
-            self.messages.append([(json.dumps(line["body"]).encode(), line["routing_key"]) for line in arrived])
-        assert not lines
