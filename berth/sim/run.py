@@ -107,9 +107,11 @@ class _Runner:
         self.rest_s = 0.0
         self._rest_s = REST_S + INVENTORIES_S * (Widening.BOOK_RESTORED in plan.widenings)
         self._rest_s += MAX_TRIPS * (REPORT_S + GO_S) * bool(plan.breaker_limit)
-        # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back.
+        # A deadline is in the time of the conductor that set it: it comes later by as much as that clock is set back or
+        # behind another conductor's. A command is repeated the later, the longer its state seems to last.
         is_set = any(one.kind is FaultType.CLOCK and one.target.startswith("conductor") for one in plan.fault_events)
-        self._rest_s += 2 * plan.skew_s * is_set
+        are_apart = any(cell.conductors > 1 for cell in plan.cells)
+        self._rest_s += 2 * plan.skew_s * (is_set or are_apart)
         self.now = 0.0
         self.states: dict[str, int] = {}
         self._last = random.Random(f"berth.sim.last {plan.seed}")

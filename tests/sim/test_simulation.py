@@ -12,11 +12,13 @@ from functools import cache
 from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
 from berth.sim.compare import compare, differing
 from berth.sim.draw import plan_of
+from berth.sim.event_log import EventLog
 from berth.sim.plan import Action, FaultEvent, FaultType, Order
-from berth.sim.run import Result, run
+from berth.sim.run import Result, _Runner, run
 from berth.sim.run import simulate as simulate_anew
 from berth.sim.shrink import Shrinker
 from berth.sim.widening import WIDENED, Widening
@@ -88,6 +90,15 @@ def test_each_kind_of_others_can_be_left_out_and_moves_nothing_of_the_rest() -> 
             without = plan_of(seed, kinds - {kind})
             assert set(without.orders) < set(among.orders)
             assert without.widenings == tuple(one for one in among.widenings if one != kind)
+
+
+@pytest.mark.parametrize(("conductors", "factor"), [(1, 0.0), (2, 2.0)])
+def test_conductors_whose_clocks_differ_are_given_that_time_to_come_to_rest(conductors: int, factor: float) -> None:
+    """Seed 1795460918: one found that a state had lasted as long as their clocks were apart."""
+    plan = plan_of(1).without_faults()
+    plan = replace(plan, cells=tuple(replace(cell, conductors=conductors) for cell in plan.cells), breaker_limit=0)
+    apart = replace(plan, skew_s=100.0)
+    assert _Runner(apart, EventLog())._rest_s - _Runner(plan, EventLog())._rest_s == factor * apart.skew_s
 
 
 def test_on_a_good_day_everything_that_fits_is_built() -> None:
