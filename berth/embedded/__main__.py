@@ -21,9 +21,6 @@ from berth.embedded.rabbitmq import RabbitMQ
 EXIT_NO_SERVER = 3
 # Threads of the broker that wake one another cost a sixth of the processor that it takes for a command's small load.
 SCHEDULERS = 1
-# Each quorum queue looks at itself once a minute, not every 5 s: a thousand that tests have left take a twentieth of a
-# processor for it. RabbitMQ lists a queue's depth as of the last look, and so it is not set where that is read.
-SELDOM_TICKS = "application:set_env(rabbit, quorum_tick_interval, 60000)."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -42,9 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
                     Postgres(durable=given.durable, binaries=given.postgresql)
                 ).url()
             if not environment.get("AMQP_URL"):
-                broker = servers.enter_context(RabbitMQ(schedulers=SCHEDULERS))
-                broker.evaluate(SELDOM_TICKS)
-                environment["AMQP_URL"] = broker.url()
+                environment["AMQP_URL"] = servers.enter_context(RabbitMQ(schedulers=SCHEDULERS)).url()
         except (ServerFailed, ServerMissing) as error:
             sys.stderr.write(f"{error}\n")
             return EXIT_NO_SERVER
