@@ -19,8 +19,6 @@ from berth.embedded.process import ServerFailed, ServerMissing
 from berth.embedded.rabbitmq import RabbitMQ
 
 EXIT_NO_SERVER = 3
-# Threads of the broker that wake one another cost a sixth of the processor that it takes for a command's small load.
-SCHEDULERS = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m berth.embedded", description=__doc__)
     parser.add_argument("--durable", action="store_true", help="PostgreSQL with fsync, as in production")
     parser.add_argument("--postgresql", type=Path, help="the directory of another PostgreSQL's programs")
+    parser.add_argument("--broker-threads", type=int, help="that run RabbitMQ's processes (one for each processor)")
     parser.add_argument("command", nargs="+", help="the command to run, after --")
     given = parser.parse_args(arguments)
     environment = dict(os.environ)
@@ -39,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
                     Postgres(durable=given.durable, binaries=given.postgresql)
                 ).url()
             if not environment.get("AMQP_URL"):
-                environment["AMQP_URL"] = servers.enter_context(RabbitMQ(schedulers=SCHEDULERS)).url()
+                environment["AMQP_URL"] = servers.enter_context(RabbitMQ(schedulers=given.broker_threads)).url()
         except (ServerFailed, ServerMissing) as error:
             sys.stderr.write(f"{error}\n")
             return EXIT_NO_SERVER

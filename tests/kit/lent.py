@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 from sqlalchemy.engine import make_url
 
-from berth.embedded.__main__ import SCHEDULERS
 from berth.embedded.postgres import Postgres
 from berth.embedded.process import ServerFailed
 from berth.embedded.rabbitmq import ADMIN, RabbitMQ
@@ -80,7 +79,7 @@ def as_new(broker: RabbitMQ) -> None:
     broker.evaluate(AS_NEW % broker.password)
 
 
-brokers = Lender(partial(RabbitMQ, schedulers=SCHEDULERS), as_new)
+brokers = Lender(partial(RabbitMQ, schedulers=1), as_new)
 # Each has a database of its own there, which is dropped: nothing is left to clean.
 databases = Lender(Postgres, lambda _: None)
 
