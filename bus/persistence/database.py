@@ -240,8 +240,9 @@ class Database:
             held = await self._take(by_key=by_key)
             try:
                 yield held
-            except (DBAPIError, asyncpg.PostgresError) as error:
-                fenced = _sqlstate(error) == READ_ONLY  # a server that was made read-only while we were connected
+            except (DBAPIError, asyncpg.PostgresError, DatabaseUnavailable) as error:
+                # A server that was made read-only while we were connected; or no statement can follow on this session.
+                fenced = _sqlstate(error) == READ_ONLY or _is_connection_error(error)
                 raise
             finally:
                 if self._closed or fenced or held.driver.is_closed() or held.driver.is_in_transaction():
@@ -484,7 +485,7 @@ def _is_connection_error(error: Exception) -> bool:
         return True
     cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
     while cause is not None:
-        if isinstance(cause, OSError | TimeoutError):
+        if isinstance(cause, OSError | TimeoutError | asyncpg.InternalClientError):
             return True
         cause = cause.__cause__
     return False

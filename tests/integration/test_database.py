@@ -275,6 +275,34 @@ async def test_a_session_that_ends_while_a_connection_is_prepared_is_an_unavaila
     await database.close()
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
+async def test_a_session_that_is_out_of_step_is_an_unavailable_server_and_is_not_used_again(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch, is_raw: bool
+) -> None:
+    """It ended a placement worker whose database was killed, by way of SQLAlchemy, which wraps it."""
+
+    async def out_of_step(*_: object, **__: object) -> None:
+        raise asyncpg.InternalClientError("cannot switch to state 11; another operation (2) is in progress")
+
+    database = Database(empty_database, "ended", pool_size=1)
+    await database.open()
+    async with database.raw() as connection:
+        before = await connection.fetchval("SELECT pg_backend_pid()")
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncpg.Connection, "prepare", out_of_step)
+        patched.setattr(asyncpg.Connection, "fetchval", out_of_step)
+        with pytest.raises(DatabaseUnavailable):
+            if is_raw:
+                async with database.single() as connection:
+                    await connection.fetchval("SELECT 2")
+            else:
+                async with database.transaction() as session:
+                    await session.execute(text("SELECT 2"))
+    async with database.raw() as connection:
+        assert await connection.fetchval("SELECT pg_backend_pid()") != before
+    await database.close()
+
+
 async def test_a_wrong_database_is_refused_at_once(empty_database: str) -> None:
     database = Database(empty_database.replace("berth_test_", "berth_gone_"), "x")
     with pytest.raises(DatabaseForbidden):
