@@ -31,9 +31,16 @@ STARTED_TIMEOUT_S = 60.0
 # %s: the path of a file with definitions. Fails in a node whose broker has not started.
 IMPORT = "true = rabbit:is_running(), {ok, Raw} = file:read_file(%s), ok = rabbit_definitions:import_raw(Raw)."
 # The listener takes connections a moment before the broker has started.
-STARTED = "rabbit:is_running()."
+STARTED = "rabbit:is_booted()."
 # %s: a node of the cluster to join, which then has all that this broker has. 4.0 and later have another module.
-JOIN = "rabbit:stop(), ok = rabbit_mnesia:join_cluster('%s', disc), ok = rabbit:start()."
+# `rabbit:start()` answers `ok` and starts nothing while the start before it has not returned, though its broker runs by
+# then: so it is called until the broker runs.
+JOIN = """
+    rabbit:stop(),
+    ok = rabbit_mnesia:join_cluster('%s', disc),
+    Starts = fun(_) -> ok = rabbit:start(), rabbit:is_running() orelse timer:sleep(100) =/= ok end,
+    true = lists:any(Starts, lists:seq(1, 300)).
+"""
 NOT_STARTED = "requires the 'rabbit' app to be running"
 REGISTER_TIMEOUT_S = 60.0
 # A broker that is killed because it takes long to stop, as on a busy machine, forgets its youngest queues.

@@ -51,6 +51,14 @@ def cluster(joined: BrokerCluster) -> BrokerCluster:
     return joined
 
 
+def test_a_node_joins_though_its_own_start_has_not_returned() -> None:
+    """RabbitMQ answers a second start with `ok` then, and starts nothing: the node stayed stopped."""
+    with RabbitMQ() as first, RabbitMQ(beside=first) as second:
+        second.evaluate("catch unregister(rabbit_boot), register(rabbit_boot, spawn(fun() -> timer:sleep(3000) end)).")
+        second.join()
+        BrokerCluster((first, second)).make_whole()
+
+
 async def test_a_channel_that_met_a_queue_without_a_leader_is_not_refused_for_ever(cluster: BrokerCluster) -> None:
     """RabbitMQ refuses on such a channel for as long as it is open, though the queue has a leader again."""
     other, leader, survivor = cluster.nodes

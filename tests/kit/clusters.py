@@ -22,7 +22,10 @@ NODES = 3
 STAND_BY = "standby"
 PATIENCE_S = 60.0
 POLL_S = 0.1
-RUNNING = "[Node || Node <- [node() | nodes()], rabbit:is_running(Node)]."
+# %s: nodes, of which the call reaches each: it connects to one to which there is no connection, as `nodes()` does not.
+RUNNING = "[Node || Node <- [%s], rabbit:is_booted(Node)]."
+SEEN = "{nodes(), rabbit:is_booted(), rabbit_nodes:all(), mnesia:system_info(running_db_nodes)}."
+LOGGED = 30  # lines
 NODE = re.compile(r"berth-[0-9a-f]{10}@localhost")
 
 
@@ -43,11 +46,19 @@ class BrokerCluster:
         for node in self.nodes:
             if not node.pid:
                 node.start()
+        running = RUNNING % ", ".join(f"'{node.node}'" for node in self.nodes)
         for node in self.nodes:
             until = time.monotonic() + PATIENCE_S
-            while len(named_nodes(node.evaluate(RUNNING))) < NODES:
-                assert time.monotonic() < until, "a node of the cluster did not come back"
+            while len(named_nodes(node.evaluate(running))) < len(self.nodes):
+                assert time.monotonic() < until, self._described()
                 time.sleep(POLL_S)
+
+    def _described(self) -> str:
+        """What each node knows of the others, and the end of its log."""
+        return "\n".join(
+            "\n".join((f"{node.node} does not run with all the others", node.evaluate(SEEN), *_logged(node)))
+            for node in self.nodes
+        )
 
     def connections(self) -> Counter[str]:
         """How many clients each node serves, by the node's name."""
@@ -57,6 +68,12 @@ class BrokerCluster:
         """The node that serves the most clients."""
         name = self.connections().most_common(1)[0][0]
         return next(node for node in self.nodes if node.node == name)
+
+
+def _logged(node: RabbitMQ) -> list[str]:
+    """The end of what it has logged."""
+    files = sorted((node.log.parent / "log").glob("*.log"))
+    return [line for file in files for line in file.read_text(errors="replace").splitlines()[-LOGGED:]]
 
 
 def named_nodes(term: str) -> list[str]:
