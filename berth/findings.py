@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from berth.invariants import (
     ALIVE,
     AT_REST,
+    ENDED,
     TOMBSTONE,
     Facts,
     InstanceFact,
@@ -36,7 +37,7 @@ class FindingKind(StrEnum):
     OVER_CAPACITY = "over_capacity"
     MACHINE_WITHOUT_INSTANCE = "machine_without_instance"
     INSTANCE_WITHOUT_MACHINE = "instance_without_machine"
-    UNREQUESTED = "unrequested"  # an instance of a cell that no request led to
+    UNREQUESTED = "unrequested"  # an instance of a cell that no request led to, or whose request has ended
     MISCOUNTED = "miscounted"  # the book's usage is not the sum of its allocations
     OUTSIDE_ZONE = "outside_zone"  # an instance whose host is not in the availability zone that its request names
 
@@ -52,7 +53,7 @@ _PROPOSED: Mapping[FindingKind, str] = {
     Kind.OVER_CAPACITY: "move instances away: berth migrate, berth drain",
     Kind.MACHINE_WITHOUT_INSTANCE: "its cell destroys or quarantines it by itself: berth quarantine list",
     Kind.INSTANCE_WITHOUT_MACHINE: "its cell takes it for lost with the host's reports: berth show; else berth delete",
-    Kind.UNREQUESTED: "look where it comes from (a restore?): berth show, berth delete",
+    Kind.UNREQUESTED: "look where it comes from (a restore?), and have its client request it again: berth show",
     Kind.MISCOUNTED: f"recount: {_BY_AUDIT}",
     Kind.OUTSIDE_ZONE: "put its host back into the zone's aggregate, or move it there: berth migrate",
 }
@@ -208,9 +209,13 @@ def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding
         other = homes.setdefault(one.instance_uuid, one.cell)
         if other != one.cell:
             yield _finding(Kind.DOUBLED, one.instance_uuid, f"on record in {other} and in {one.cell}")
-        if one.state in ALIVE and one.instance_uuid not in facts.requests:
+        request = facts.requests.get(one.instance_uuid)
+        if one.state in ALIVE and request is None:
             reason = f"{one.state} in {one.cell}, and no request is on record"
             yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason)
+        elif one.state in ALIVE and request in ENDED:
+            reason = f"{one.state} in {one.cell}, and its request is {request}"
+            yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason, f"berth delete --cell {one.cell}")
 
 
 def _machines(

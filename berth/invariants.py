@@ -27,6 +27,8 @@ KEPT = "kept"  # another cell has it: this one keeps its stopped machine, to whi
 AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset({"active", RESIZED})
+# Of a request: nobody wants its instance.
+ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 
 
 class InventoryFact(Struct, frozen=True):
@@ -494,8 +496,11 @@ def _caused(facts: Facts) -> Iterator[str]:
     for instance in facts.instances:
         if instance.state == TOMBSTONE:  # a delete that came before any build: it had no effect
             continue
-        if instance.instance_uuid not in facts.requests:
+        request = facts.requests.get(instance.instance_uuid)
+        if request is None:
             yield f"{instance.instance_uuid}: an instance that was not requested"
+        elif instance.state in ALIVE and request in ENDED:
+            yield f"{instance.instance_uuid}: {instance.state} in {instance.cell}, but its request is {request}"
         elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
 

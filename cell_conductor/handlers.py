@@ -418,6 +418,7 @@ def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal
         server_group=message.server_group,
         limits=message.limits,
         given_up=given_up,
+        attempt=message.attempt,
     )
 
 

@@ -23,6 +23,7 @@ from berth.commands.common import (
     check_cell,
     client,
     err,
+    open_in_time,
     out,
     parse_uuid,
     print_json,
@@ -30,8 +31,11 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.commands.options import with_options
+from berth.invariants import ENDED
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
+from berth.site import Site, process_name
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.cell import CellDelete
 from bus.contracts.patterns import reason_of
 from bus.port import BusUnavailable, PublishRefused
 
@@ -42,6 +46,13 @@ def delete(
     context: typer.Context,
     uuids: Annotated[list[str], typer.Argument(help="The instances' UUIDs.", parser=parse_uuid, metavar="UUID")],
     wait: Annotated[bool, typer.Option("--wait", help="Wait until they are gone.")] = False,
+    cell: Annotated[
+        str | None,
+        typer.Option(
+            help="Command this cell itself, as operator: for an instance that it has active though the request has "
+            "ended (`unrequested` in `berth audit`)."
+        ),
+    ] = None,
     timeout: Timeout = 120.0,
     as_json: AsJson = False,
 ) -> None:
@@ -49,6 +60,9 @@ def delete(
     requested = list(dict.fromkeys(uuids))
 
     async def body() -> int:
+        if cell is not None:
+            await _delete_in_cell(Site(settings_of(context)), cell, requested)
+            return 0
         async with client(settings_of(context)) as berth:
             records = [await _record(berth, uuid) for uuid in requested]
             tracks = await berth.delete(records, retry_for_s=timeout)
@@ -59,6 +73,26 @@ def delete(
         return EXIT_NO if wait and any(t.state != "deleted" for t in tracks) else 0
 
     run(body)
+
+
+async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
+    """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
+    site.check_cell(cell)
+    async with client(site.settings) as berth:
+        records = [await _record(berth, uuid) for uuid in uuids]
+    for record in records:
+        if record.state not in ENDED:
+            reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
+            raise Stop(EXIT_NO, "instance.requested", reason)
+    bus = site.bus(process_name("operator"), cell)
+    await open_in_time(bus.open())
+    try:
+        commands = [CellDelete(instance_uuid=one.instance_uuid, project_id=one.project_id) for one in records]
+        await bus.publish_all([(command, command.instance_uuid) for command in commands])
+    finally:
+        await bus.close()
+    for one in records:
+        out.print(f"{one.instance_uuid} is deleted by {cell}; `berth audit` shows when it is gone", soft_wrap=True)
 
 
 def show(

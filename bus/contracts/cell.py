@@ -55,8 +55,10 @@ class InstanceSpec(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
-    """Build one instance: on the first selection, which is claimed under attempt 1, or on an alternate.
+    """Build one instance: on the first selection, which is claimed under `attempt`, or on an alternate.
 
+    attempt: the first. A later one is its cell's own, from before the schedulers' record of the build was lost: so a
+    cell without a record of the instance has lost that, too.
     consumer_generation: the consumer's generation after the claim of the first selection.
     selections: the chosen host, then the alternates, all of this cell. stamps: the stages so far.
     server_group: whose rule the claims of alternates are held to. limits: of its project, as a claim has them; an
@@ -71,6 +73,7 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
     stamps: Stamps | None = None
     server_group: ServerGroup | None = None
     limits: Annotated[dict[ClassName, Count], Bound(max_length=64)] = {}
+    attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
 
 
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):

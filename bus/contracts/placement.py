@@ -273,6 +273,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     sequence: the change feed's number of this claim's changes (0: nothing changed).
     holding: the allocation of an earlier claim of this attempt, if that is none of the options offered now. With
     `consumer_changed`: what the consumer holds, if it is of the claim's project.
+    attempt: with `consumer_changed`, the newer attempt of the claim's project that holds it (0: none does).
     members: where the group's rule stood in the way, how many other members hosts have (on the API bus only): with
     anti-affinity those hosts that the claim named.
     holders: where it was full, the consumers that last changed what they hold of what was lacking, newest first (on the
@@ -289,6 +290,7 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     holding: dict[Uuid, dict[str, Amount]] = {}
     members: dict[Uuid, Count] = {}
     holders: tuple[ClaimHolder, ...] = ()
+    attempt: Annotated[int, Bound(ge=0, le=1_000_000)] = 0
 
 
 # Members of a gang: claims of one ClaimAll, and instances that one build request may ask for.

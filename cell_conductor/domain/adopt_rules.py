@@ -68,7 +68,7 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     answered.
     """
     requested = rules.with_request(instance, event)
-    first = (1, requested.host_uuid)
+    first = (requested.attempt, requested.host_uuid)
     is_new = any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or event.given_up is not None or is_new:
         return rules.start_build(instance, event, context)

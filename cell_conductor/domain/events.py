@@ -21,7 +21,7 @@ class Event(Struct, frozen=True, kw_only=True):
 
 
 class BuildRequested(Event, frozen=True, kw_only=True):
-    """The scheduler hands over a build whose first selection is claimed under attempt 1.
+    """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
     cell's services have of it, if it is doubted (None: they were not queried).
@@ -38,6 +38,7 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     limits: dict[str, int] = {}
     given_up: Refusal | None = None
     found: tuple[FoundMachine, ...] | None = None
+    attempt: int = 1
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):

@@ -53,10 +53,12 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
     """Whether it may have been handed in before, to a record that the database has lost: it was sent before the
-    set-back.
+    set-back, or this cell has claimed for it already.
 
     `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps a second time.
     """
+    if event.attempt > 1:
+        return True
     sent_at = min(event.requested_at, event.stamps.requested if event.stamps is not None else event.requested_at)
     return bool(set_back_at) and sent_at < set_back_at + CLOCKS_APART_S
 
@@ -391,14 +393,14 @@ def _half_released(instance: Instance, event: Released, context: StepContext) ->
 
 
 def with_request(instance: Instance, event: BuildRequested) -> Instance:
-    """The record of what this request specifies; its first selection is claimed under attempt 1."""
+    """The record of what this request specifies; its first selection is claimed under the request's attempt."""
     return replace(
         instance,
         spec=event.spec,
         selections=event.selections,
         server_group=event.server_group,
         limits=event.limits,
-        attempt=1,
+        attempt=event.attempt,
         consumer_generation=event.consumer_generation,
         build_timeout_s=event.build_timeout_s,
         requested_at=event.requested_at,

@@ -187,4 +187,5 @@ def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:
         holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
         members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
         holders=verdict.holders,
+        attempt=verdict.attempt,
     )

@@ -15,7 +15,7 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
 
     of_gang: the result of each claim of a ClaimAll. lacking: of a claim that is full. holders: the newest consumers
-    that hold allocations of these pairs.
+    that hold allocations of these pairs. attempt: as in ClaimResult.
     """
 
     outcome: str
@@ -31,6 +31,7 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     of_gang: tuple[ClaimVerdict, ...] = ()
     lacking: Lacking = ()
     holders: tuple[ClaimHolder, ...] = ()
+    attempt: int = 0
 
 
 class Decision(Struct, frozen=True):

@@ -123,9 +123,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     if known is not None and held and known.attempt == claim.attempt and known.project_id == claim.project_id:
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
-        generation = known.generation if known is not None and held else None
-        shown = held if known is not None and known.project_id == claim.project_id else NOTHING
-        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=generation, holding=shown)
+        return _changed(claim, known)
     source = kept = NOTHING
     if claim.migration is not None:
         flaw = _migration_flaw(ledger, claim, held)
@@ -216,6 +214,16 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     if known is None or not known.holding:
         return may_be_new(claim)
     return claim.consumer_generation == known.generation
+
+
+def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
+    """The refusal of a claim that is not the newest; what holds the consumer is shown to its own project."""
+    if known is None or not known.holding:
+        return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    refused = ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
+    if known.project_id != claim.project_id:
+        return refused
+    return replace(refused, holding=known.holding, attempt=known.attempt if known.attempt > claim.attempt else 0)
 
 
 def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimVerdict:

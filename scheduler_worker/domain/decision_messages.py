@@ -32,8 +32,10 @@ CAPABILITY = "capabilities:"
 NO_FLAVOR = Flavor()
 
 
-def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -> BuildEvent:
-    """The event of a decision; with how long the stages took when it is terminal."""
+def decided_event(
+    one: BuildDecision, at: float, stamps: Stamps | None = None, attempt: int = FIRST_ATTEMPT
+) -> BuildEvent:
+    """The event of a decision; with how long the stages took when it is terminal. attempt: that holds its claim."""
     build = one.build
     return BuildEvent(
         instance_uuid=build.instance_uuid,
@@ -43,7 +45,7 @@ def decided_event(one: BuildDecision, at: float, stamps: Stamps | None = None) -
         terminal=build.terminal,
         cell=build.cell,
         host=build.host,
-        attempt=FIRST_ATTEMPT if build.host is not None else 0,
+        attempt=attempt if build.host is not None else 0,
         code=build.code,
         reason=build.reason,
         funnel=one.funnel,
@@ -92,6 +94,7 @@ def cell_build(
         server_group=request.server_group,
         limits=config.quota_of(request.project_id),
         stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
+        attempt=claimed.attempt,
     )
 
 
@@ -104,9 +107,9 @@ def messages_of(  # noqa: PLR0917  (hot, so no keywords)
     config: SchedulerConfig,
 ) -> list[OutboxMessage]:
     """The messages of a decision once it is written: the command to the cell, and the event to clients."""
-    event = to_clients(decided_event(decided, at, stamps))
     if claimed is None:
-        return [event]
+        return [to_clients(decided_event(decided, at, stamps))]
+    event = to_clients(decided_event(decided, at, stamps, claimed.attempt))
     command = cell_build(request, claimed, at, stamps, config)
     return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]
 

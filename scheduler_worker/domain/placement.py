@@ -49,7 +49,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     """A claim holds. selections: the selected host, where the claim is, then the alternates.
 
     passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
-    weighed them.
+    weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
     """
 
     cell: str
@@ -62,6 +62,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     claimed_at: float = 0.0
     lost: tuple[ClaimLoss, ...] = ()
     scores: tuple[HostScore, ...] = ()
+    attempt: int = FIRST_ATTEMPT
 
 
 class PlacementRefused(Struct, frozen=True):

@@ -5,7 +5,8 @@ same host again; full or gone: the next host, down the whole list; ruled out by 
 by the newest members; consumer changed: another client owns this instance, stop.
 A missing answer never means "no valid host".
 
-A claim that an earlier run of the same request holds is recovered: the build goes where that claim is.
+A claim that an earlier run of the same request holds is recovered: the build goes where that claim is. So is a claim
+of a later attempt, which only the cell makes: the request was dispatched there, by a record that is lost.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
+    FIRST_ATTEMPT,
     LOST,
     Assume,
     ClaimStranded,
@@ -60,6 +62,8 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
             return _claimed(state, choice, option, answer, selector, now=now)
         candidates = () if choice is None else (choice.selected, *choice.alternates)
         return _recover(state, candidates, answer, selector, now=now)
+    if is_its_cells(answer):
+        return _recover(state, (), answer, selector, now=now)
     if choice is None:
         return PlacementStep(_after_probe(state, selector))
     if answer.outcome is ClaimOutcome.INCOMPLETE:
@@ -76,9 +80,17 @@ def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selecto
     state = replace(state, claims=state.claims + 1)
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=_after_fault(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED:
+    if answer.outcome is ClaimOutcome.CLAIMED or is_its_cells(answer):
         return _recover(state, (), answer, selector, now=now)
     return PlacementStep(state)
+
+
+def is_its_cells(answer: ClaimResult) -> bool:
+    """Whether the cell of this request holds the claim, under a later attempt than a scheduler makes.
+
+    An allocation that another client of placement's API has made has no attempt.
+    """
+    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
 
 
 def with_probe(state: PlacementState, selector: Selector) -> PlacementState:
@@ -244,6 +256,7 @@ def _host_claimed(
         claims=state.claims,
         decided_at=state.decided_at,
         claimed_at=now,
+        attempt=answer.attempt or FIRST_ATTEMPT,
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections
@@ -269,7 +282,7 @@ def _held_option(offered: Sequence[ClaimOption], answer: ClaimResult) -> int | N
 
 def _recovered_selection(state: PlacementState, answer: ClaimResult, selector: Selector) -> Selection | None:
     book = selector.book
-    providers = sorted(answer.generations)
+    providers = sorted(answer.generations or answer.holding)
     held = answer.holding or recovered_allocations(book, total_resources(state.spec.query), providers)
     rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.

@@ -23,11 +23,9 @@ from berth.invariants import Facts, check_invariants
 from berth.servers import SystemPlan, variables
 from berth.site import Site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
-from bus.contracts.cell import CellDelete
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
 from cell_conductor.store.safety import DESTROY, PostgresSafety
 from compute_sim.config import ComputeConfig
-from scheduler_worker.domain.placement import CONSUMER_CHANGED
 from tests.system.worker_processes import rig
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]
@@ -189,24 +187,6 @@ def comes_or_runs(facts: Facts) -> bool:
     return bool(running(facts)) or any(one.state in ("building", "active") for one in facts.instances)
 
 
-async def delete_in_cell(site: Site, client: BuildClient, uuids: list[str]) -> None:
-    """The operator's part: delete in their cell the instances that it has, and that no scheduler can delete.
-
-    Their cell has taken them up again from its queue, and has claimed them under a later attempt. Their requests, which
-    come again to schedulers that know nothing of them, fail then: the allocation may be another client's.
-    """
-    records: list[BuildRecord] = []
-    for uuid in uuids:
-        records += (await client.query(BuildQuery(instance_uuid=uuid), timeout_s=PATIENCE_S)).builds
-    left = [one.instance_uuid for one in records if (one.state, one.code) == (BuildState.DELETED, CONSUMER_CHANGED)]
-    if not left:
-        return
-    bus = site.bus("operator", "cell1")
-    await bus.open()
-    await bus.publish_all([(CellDelete(instance_uuid=uuid, project_id="demo"), uuid) for uuid in left])
-    await bus.close()
-
-
 async def destroyed(site: Site, client: BuildClient) -> None:
     """Wait until nothing runs: a destruction that was decided comes with its host's next report.
 
@@ -219,7 +199,6 @@ async def destroyed(site: Site, client: BuildClient) -> None:
                 late = sorted(one.instance_uuid for one in facts.instances if one.state == "active")
                 await request_again(client, [uuid for uuid in late if uuid not in facts.requests])
                 await delete(client, late)
-                await delete_in_cell(site, client, late)
 
 
 async def deleted_by_all(site: Site, client: BuildClient, url: str, facts: Facts, gone: Sequence[str]) -> None:

@@ -343,7 +343,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=cell.CellDelete,
         owner="cell_conductor",
-        publishers=("scheduler_worker", "cell_conductor"),
+        publishers=("scheduler_worker", "cell_conductor", "operator"),
         where=Where.CELL,
         exchange=COMMANDS,
         key="cell.delete",

@@ -72,6 +72,20 @@ def test_a_machine_on_another_host_is_claimed_there_and_becomes_active() -> None
     assert up.instance.next_attempt == 3, "the book has attempt 2"
 
 
+def test_a_machine_of_a_build_under_a_later_attempt_is_claimed_under_the_next() -> None:
+    again = replace(requested(SET_BACK_AT + 100.0), attempt=5)
+    adopting = run(replace(again, found=(machine(),))).instance
+    assert (adopting.state, adopting.attempt, claim_of(adopting).attempt) == (State.ADOPTING, 1, 6)
+    own = run(replace(again, found=(machine(n=1, attempt=5),)))
+    assert spawns(own) == [(5, host(1))], "the command is repeated"
+
+
+def test_a_build_under_a_later_attempt_of_an_active_instance_is_announced_active() -> None:
+    up = run(CLAIMED, start=found(machine()).instance).instance
+    (event,) = announced(run(replace(requested(SET_BACK_AT + 100.0), attempt=2, found=(machine(),)), start=up))
+    assert (event.state, event.host, event.terminal) == (BuildState.ACTIVE, "host-3", True)
+
+
 def test_it_is_active_also_where_the_book_has_no_room() -> None:
     up = run(refused(attempt=2), start=found(machine()).instance)
     assert up.instance.state is State.ACTIVE and not destroys(up) and not spawns(up)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
@@ -14,7 +15,7 @@ from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN, numbered_on
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import step
+from cell_conductor.domain.table import question_of, step
 from cell_conductor.store.port import Brief
 from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
 from tests.unit.conductor.scenario import (
@@ -25,6 +26,7 @@ from tests.unit.conductor.scenario import (
     announced,
     claimed,
     destroys,
+    failed,
     host,
     queried,
     spawned,
@@ -88,6 +90,18 @@ def test_a_build_that_was_requested_before_a_set_back_waits_for_its_host() -> No
         assert [c.unless_built for c in now.commands if isinstance(c, Destroy)] == [True]
     up = run(spawned(), start=now.instance)
     assert up.instance.state is State.ACTIVE and not up.instance.doubted
+
+
+def test_a_build_under_a_later_attempt_is_one_that_this_database_has_lost() -> None:
+    """Schedulers claim under attempt 1: this cell has claimed for it since, so it may have a machine."""
+    late = replace(requested(SET_BACK_AT + 100.0), attempt=3)
+    first = step(Instance(uuid=UUID), late, PATIENCE)  # the set-back is not known
+    assert spawns(first) == [(3, host(1))] and first.instance.doubted
+    assert not is_over(first.instance, 1, host(1)) and not is_over(first.instance, 2, host(2)), "nothing is destroyed"
+    next_claim = question_of(run(failed(attempt=3, n=1), start=first.instance).instance)
+    assert isinstance(next_claim, Claim) and next_claim.attempt == 4
+    released = question_of(run(late, start=Instance(uuid=UUID, state=State.TOMBSTONE)).instance)
+    assert isinstance(released, Release) and (released.attempt or 0) >= 3
 
 
 def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:

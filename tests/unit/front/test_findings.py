@@ -84,6 +84,9 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"running": (RUNS, RunningFact(B, 1, OTHER)), "busy": {B}}, []),
     ({"instances": (ACTIVE, InstanceFact(A, "cell2", "failed", None, 1))}, [(K.DOUBLED, A)]),
     ({"requests": {}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "deleted"}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "failed"}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "deleted"}, "busy": {A}}, []),
     ({"inventories": (FULL,)}, [(K.OVER_CAPACITY, f"{HOST} VCPU")]),
     ({"audit": (f"{HOST} VCPU: the book has 2, its allocations 1",)}, [(K.MISCOUNTED, f"{HOST} VCPU")]),
 ]

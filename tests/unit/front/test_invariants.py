@@ -159,6 +159,8 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
     ("a deleted one runs", AGREE, {"running": [*SOUND.running, RunningFact(GONE, 1, HOST)]}),  # type: ignore[misc]
     ("a hole in the feed", "feed_has_no_hole", {"feed": (3, 7, 4)}),
     ("an allocation without a request", CAUSE, {"requests": {TWO: "failed", GONE: "deleted"}, "accepted": [TWO, GONE]}),
+    ("active, and its request has ended as deleted", CAUSE, {"requests": {**SOUND.requests, ONE: "deleted"}}),
+    ("active, and its request has failed", CAUSE, {"requests": {**SOUND.requests, ONE: "failed"}}),
     ("mapped to another cell", CAUSE, {"cells": {ONE: "cell2"}}),
     ("a generation again", "generations_rise", {"changes": [SOUND.changes[1], SOUND.changes[1]]}),  # type: ignore[index]
     ("a cell that looks up", "no_upcall", {"connections": [("conductor-cell1", "api", True)]}),

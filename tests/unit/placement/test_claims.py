@@ -134,6 +134,25 @@ def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expe
     assert outcome(claim({A: {"VCPU": 1}}, **fields), host, {VM: known} if known else {}) == expected
 
 
+@pytest.mark.parametrize(
+    ("known", "attempt", "shown"),
+    [
+        (holder(HELD, attempt=2), 1, (2, HELD)),
+        (holder(HELD, attempt=2), 2, (0, {})),  # its own
+        (holder(HELD, attempt=1), 2, (0, HELD)),  # its generation is not named
+        (holder(HELD, attempt=0), 1, (0, HELD)),  # of the REST API
+        (holder(FENCE, attempt=2), 1, (0, {})),
+        (ConsumerState(1, 2, "another", "u", "INSTANCE", HELD), 1, (0, {})),
+    ],
+)
+def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(
+    known: ConsumerState, attempt: int, shown: tuple[int, Hold]
+) -> None:
+    host = provider(VCPU=room(8, 2 if known.holding else 0))
+    (verdict,) = run(claim(HELD, attempt=attempt), providers={A: host}, consumers={VM: known}).verdicts
+    assert (verdict.attempt, verdict.holding) == shown
+
+
 def test_the_same_attempt_again_is_answered_with_what_it_holds() -> None:
     decision = run(
         claim({B: {"VCPU": 1}}, HELD),

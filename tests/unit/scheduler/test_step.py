@@ -40,7 +40,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, step
+from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, probed, step, with_probe
 from scheduler_worker.domain.view import HostsView
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -82,6 +82,27 @@ def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
     assert isinstance(stepped.state.result, HostClaimed) and stepped.state.result.selections[0].host_uuid == other
     elsewhere = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
     assert isinstance(elsewhere.state.result, ClaimStranded)
+
+
+@pytest.mark.parametrize("probing", [False, True])
+def test_a_later_claim_of_its_cell_is_recovered_where_it_is(*, probing: bool) -> None:
+    """The request failed, its delete ended it as never built, and the machine ran on with its allocation."""
+    case = ClaimCase(surely_unclaimed=not probing)
+    other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
+    changed = {"consumer_generation": 3, "holding": {other: {"VCPU": 1}}}
+    state = replace(with_probe(case.state, case.hosts.selector), choice=None) if probing else case.state
+    stepped = case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, attempt=2, **changed)
+    result = stepped.state.result
+    assert isinstance(result, HostClaimed) and stepped.commands == (Forget(),)
+    assert (result.attempt, result.consumer_generation, len(result.selections)) == (2, 3, 1)
+    assert (result.selections[0].host_uuid, result.selections[0].allocations) == (other, changed["holding"])
+    answer = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, attempt=2, **changed)
+    assert probed(state, answer, case.hosts.selector, now=7.0).state.result == result, "before the first choice, too"
+    gone = case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, attempt=2, holding={"no such host": {"VCPU": 1}})
+    assert isinstance(gone.state.result, ClaimStranded)
+    assert not isinstance(case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, **changed).state.result, HostClaimed), (
+        "another client's allocation has no attempt"
+    )
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
