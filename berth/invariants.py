@@ -27,7 +27,7 @@ KEPT = "kept"  # another cell has it: this one keeps its stopped machine, to whi
 AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset({"active", RESIZED})
-# Of a request: nobody wants its instance.
+# Of a request: no client wants its instance.
 ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
 
 

@@ -54,7 +54,7 @@ class BrokerCluster:
                 time.sleep(POLL_S)
 
     def _described(self) -> str:
-        """What each node knows of the others, and the end of its log."""
+        """The nodes that each node knows, and the end of its log."""
         return "\n".join(
             "\n".join((f"{node.node} does not run with all the others", node.evaluate(SEEN), *_logged(node)))
             for node in self.nodes
