@@ -16,7 +16,7 @@ from msgspec import Struct
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
 from bus.contracts.objects import FenceRecord
 from bus.contracts.operations import AdminState
-from bus.turns import InParts
+from bus.turns import InParts, next_turn
 from scheduler_worker.domain.flavors import ZONE_KEY
 from scheduler_worker.domain.hosts import NO_SERVICE, Mask, Rows
 from scheduler_worker.domain.selector import Selector
@@ -24,6 +24,8 @@ from scheduler_worker.domain.selector import Selector
 # In one turn of the event loop: hosts that are listed, 1 to 2 ms, and those whose records are made, 2 to 5.
 HOSTS_AT_ONCE = 1_000
 RECORDS_AT_ONCE = 250
+# Lists of `HOSTS_AT_ONCE` that are freed in one turn: 1 to 3 ms.
+LISTS_FREED_AT_ONCE = 10
 
 
 class _Host(Struct, frozen=True):
@@ -50,7 +52,13 @@ async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str,
     found = heapq.merge(*parts, key=_order_of(query))
     async for part in InParts(itertools.islice(found, query.limit), RECORDS_AT_ONCE):
         records += _records(part, selector, fences)
-    return HostsPage(hosts=tuple(records), feed_sequence=sequence, more=next(found, None) is not None)
+    more = next(found, None) is not None
+    del found  # it refers to the lists
+    # The last ones are freed in the turn that encodes the answer, 8 to 10 ms: all 40,000 hosts would add up to 8.
+    while len(parts) > LISTS_FREED_AT_ONCE:
+        del parts[-LISTS_FREED_AT_ONCE:]
+        await next_turn()
+    return HostsPage(hosts=tuple(records), feed_sequence=sequence, more=more)
 
 
 def _order_of(query: HostsQuery) -> Callable[[_Host], tuple[str, str]]:

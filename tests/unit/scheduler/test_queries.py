@@ -191,6 +191,32 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
     assert len(page.hosts) == {None: 8, 2: 8, 6: 7}[leaves_at]
 
 
+async def test_item_16_the_lists_of_all_hosts_are_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """40,000 hosts were freed in the turn in which the answer was encoded, 15 to 20 ms in all."""
+    monkeypatch.setattr(host_records, "HOSTS_AT_ONCE", 2)
+    monkeypatch.setattr(host_records, "RECORDS_AT_ONCE", 2)
+    monkeypatch.setattr(host_records, "LISTS_FREED_AT_ONCE", 2)
+    freed = Counter[int]()
+    turn = 0
+
+    class Host:
+        def __init__(self, name: str, uuid: str, *, is_in_book: bool) -> None:
+            self.name, self.uuid, self.is_in_book = name, uuid, is_in_book
+
+        def __del__(self) -> None:
+            freed[turn] += 1
+
+    monkeypatch.setattr(host_records, "_Host", Host)
+    hosts = Hosts([PLENTY] * 20, cells=["c1"] * 20)
+    listing = asyncio.create_task(hosts_page(HostsQuery(limit=3), hosts.selector, {}))
+    while not listing.done():
+        await asyncio.sleep(0)
+        turn += 1
+    page = await listing
+    assert [host.name for host in page.hosts] == ["h0", "h1", "h10"] and page.more
+    assert freed.total() == 20 and max(freed.values()) <= 2 * 2 + 2
+
+
 KNOWN, UNKNOWN, PAGE = (f"{number:08x}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 
 
