@@ -9,7 +9,7 @@ decision about a host stands in a column of its own, which no announcement chang
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,11 @@ class HostTable:
     def index_of(self, uuid: str) -> int | None:
         """The host's index, or None when no service has announced it."""
         return self._index.get(uuid)
+
+    def indexes_of(self, uuids: Iterable[str]) -> list[int]:
+        """The hosts' indexes; NO_SERVICE for those that no service has announced."""
+        index_of = self._index.get
+        return [index_of(uuid, NO_SERVICE) for uuid in uuids]
 
     def find(self, name: str) -> list[str]:
         """The uuids of the hosts with this name or uuid, in announcement order."""

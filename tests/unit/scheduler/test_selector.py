@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -331,6 +333,26 @@ def test_hosts_that_no_service_announced_are_counted() -> None:
     other = Hosts([PLENTY] * 3, seed=9)
     hosts.book.load(hosts.states + other.states[2:], 0)
     assert hosts.selector.explain(hosts.spec(host=other.uuids[2]), {}).unannounced == 1
+
+
+def test_item_16_hosts_are_found_in_the_table_again_without_a_call_for_each() -> None:
+    """One more of 40,000 hosts took the next decisions, or the next list of services, 8 to 17 ms, in one turn."""
+    hosts = Hosts([PLENTY] * 500)
+    selector, called = hosts.selector, Counter[str]()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        called[frame.f_code.co_name] += event == "call"
+
+    assert selector.announced_in_book().tolist() == list(range(500))
+    hosts.announce(["c1"] * 500 + ["c2"], {}, sequence=2)
+    hosts.book.load(hosts.states[1:], 2)
+    sys.setprofile(count)
+    try:
+        found = selector.announced_in_book()
+    finally:
+        sys.setprofile(None)
+    assert found.tolist() == list(range(1, 500))
+    assert called.total() < 50, called
 
 
 def test_what_an_earlier_claim_holds() -> None:
