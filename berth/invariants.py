@@ -130,7 +130,8 @@ class MoveFact(Struct, frozen=True):
 class GangFact(Struct, frozen=True, kw_only=True):
     """One request for several machines. members: all of them; min_count: how many start together at least.
 
-    sent: those that have been given to a cell; withdrawn: those that were deleted before.
+    sent: those that have been given to a cell; withdrawn: those that were deleted before. earlier: those about which
+    an earlier run of the request has decided, whose record is lost.
     """
 
     uuid: str
@@ -138,6 +139,7 @@ class GangFact(Struct, frozen=True, kw_only=True):
     min_count: int
     sent: int
     withdrawn: int
+    earlier: int = 0
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -292,7 +294,7 @@ def _open_moves(facts: Facts) -> Iterator[str]:
 def _partial_gangs(gangs: Sequence[GangFact]) -> Iterator[str]:
     for gang in gangs:
         enough = min(gang.min_count, gang.members - gang.withdrawn)
-        if 0 < gang.sent < enough:
+        if gang.sent and gang.sent + gang.earlier < enough:
             yield f"{gang.uuid}: {gang.sent} of {gang.members} were started, and {enough} start together"
 
 

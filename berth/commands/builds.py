@@ -12,6 +12,7 @@ from msgspec import Struct
 from rich.console import Console
 from rich.text import Text
 
+from berth.added_cells import with_added_cells
 from berth.client import BuildClient, Track
 from berth.commands.common import (
     EXIT_NO,
@@ -77,6 +78,7 @@ def delete(
 
 async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
     """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
+    site = await with_added_cells(site)
     site.check_cell(cell)
     async with client(site.settings) as berth:
         records = [await _record(berth, uuid) for uuid in uuids]
@@ -92,7 +94,7 @@ async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
     finally:
         await bus.close()
     for one in records:
-        out.print(f"{one.instance_uuid} is deleted by {cell}; `berth audit` shows when it is gone", soft_wrap=True)
+        out.print(f"{one.instance_uuid}: {cell} is commanded to delete it; `berth audit` lists what is left")
 
 
 def show(

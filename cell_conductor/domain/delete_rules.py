@@ -86,6 +86,14 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     return Step(left.instance, (*others, *left.commands))
 
 
+def is_anothers(instance: Instance, event: DeleteRequested) -> bool:
+    """Whether the instance is of another project than the delete names: nothing is deleted for it.
+
+    Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.
+    """
+    return instance.spec is not None and event.project_id not in ("", instance.spec.project_id)
+
+
 def _remember(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     remembered = rules.tombstone(instance, event, context) if instance.state is State.ABSENT else Step(instance)
     if not event.begun:

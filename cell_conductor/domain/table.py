@@ -59,7 +59,8 @@ class IllegalStep(BrokenInvariant):
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildRequested: Rule(
-            adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
+            adopt_rules.start_or_adopt,
+            (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP, State.FAILED),
         ),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
@@ -304,6 +305,8 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
+    if isinstance(event, DeleteRequested) and delete_rules.is_anothers(instance, event):
+        return Step(instance)
     if isinstance(event, MoveRequested):
         instance = departure_rules.numbered_above(instance, event.request)
         answered = leave_rules.follow_outdated(instance, event, context)

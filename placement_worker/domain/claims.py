@@ -217,13 +217,16 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
-    """The refusal of a claim that is not the newest; what holds the consumer is shown to its own project."""
+    """The refusal of a claim that is not the newest. To its own project it shows what the consumer holds, and the later
+    attempt: not that of a migration, whose uuid a client may have requested a build under.
+    """
     if known is None or not known.holding:
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED)
     refused = ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
     if known.project_id != claim.project_id:
         return refused
-    return replace(refused, holding=known.holding, attempt=known.attempt if known.attempt > claim.attempt else 0)
+    is_later = known.attempt > claim.attempt and known.consumer_type == claim.consumer_type
+    return replace(refused, holding=known.holding, attempt=known.attempt if is_later else 0)
 
 
 def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimVerdict:

@@ -114,7 +114,10 @@ def conclude_all(
 
 
 def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
-    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry."""
+    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry.
+
+    A member that its cell has claimed for has started with its gang before.
+    """
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else gang.min_count)
@@ -124,7 +127,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
-        if gang is not None and is_short and isinstance(result, HostClaimed):
+        if gang is not None and is_short and isinstance(result, HostClaimed) and not result.is_its_cells:
             result = GangIncomplete(gang, started, result.claims, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded

@@ -64,6 +64,11 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
 
+    @property
+    def is_its_cells(self) -> bool:
+        """Whether the cell has claimed it, which has had the build since an earlier run of the request."""
+        return self.attempt > FIRST_ATTEMPT
+
 
 class PlacementRefused(Struct, frozen=True):
     """Placement refused for good; the request must not be tried again."""

@@ -88,7 +88,7 @@ def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selecto
 def is_its_cells(answer: ClaimResult) -> bool:
     """Whether the cell of this request holds the claim, under a later attempt than a scheduler makes.
 
-    An allocation that another client of placement's API has made has no attempt.
+    An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
     """
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
 

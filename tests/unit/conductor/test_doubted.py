@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
 from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
 from bus.contracts.placement import Claim, Release
@@ -102,6 +103,34 @@ def test_a_build_under_a_later_attempt_is_one_that_this_database_has_lost() -> N
     assert isinstance(next_claim, Claim) and next_claim.attempt == 4
     released = question_of(run(late, start=Instance(uuid=UUID, state=State.TOMBSTONE)).instance)
     assert isinstance(released, Release) and (released.attempt or 0) >= 3
+
+
+def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_claim_and_its_machine() -> None:
+    """The claim was released, and the next report had the machine destroyed that the client had as active."""
+    late = replace(
+        requested(SET_BACK_AT + 100.0), attempt=2, given_up=Refusal(code="broker.delivery_limit", reason="r")
+    )
+    ended = step(Instance(uuid=UUID), late, PATIENCE)
+    (event,) = announced(ended)
+    assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
+    assert ended.instance.state is State.FAILED and question_of(ended.instance) is None
+    for attempt, on in ((2, 1), (1, 1), (1, 2), (2, 2)):
+        found = differences(
+            report_of(attempt, on), [brief(ended.instance)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
+        )
+        assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], (attempt, on)
+        assert not is_over(ended.instance, attempt, host(on))
+    first = step(Instance(uuid=UUID), replace(late, attempt=1), PATIENCE).instance
+    assert isinstance(question_of(first), Release), "a scheduler's claim that no cell has built on is released"
+
+
+def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_that_has_released() -> None:
+    over = replace(in_doubt(), state=State.FAILED, attempt=2, newest=3, requested_at=0.0)
+    late = requested(SET_BACK_AT + 100.0)
+    for attempt in (2, 3):
+        again = run(replace(late, attempt=attempt, found=()), start=over)
+        assert [one.state for one in announced(again)] == [BuildState.FAILED] and not spawns(again)
+    assert spawns(run(replace(late, attempt=4, found=()), start=over)) == [(4, host(1))]
 
 
 def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:

@@ -15,6 +15,7 @@ from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
     RELEASED,
+    SPEC,
     TIMED_OUT,
     UUID,
     announced,
@@ -48,6 +49,15 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert question_of(gone.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=gone.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
+
+
+def test_a_delete_for_another_project_changes_nothing() -> None:
+    """An operator, or a request that another client has made under this uuid, names the wrong one."""
+    up = run(queried(), spawned()).instance
+    theirs = replace(DELETE, project_id="theirs")
+    assert run(theirs, start=up) == Step(up)
+    assert run(replace(DELETE, project_id=SPEC.project_id), start=up).instance.state is State.DELETING
+    assert run(theirs).instance.state is State.TOMBSTONE, "it is no instance here"
 
 
 def test_a_second_delete_is_answered_with_the_end_once_more() -> None:

@@ -143,6 +143,8 @@ def test_who_may_claim(known: ConsumerState | None, fields: dict[str, Any], expe
         (holder(HELD, attempt=0), 1, (0, HELD)),  # of the REST API
         (holder(FENCE, attempt=2), 1, (0, {})),
         (ConsumerState(1, 2, "another", "u", "INSTANCE", HELD), 1, (0, {})),
+        (ConsumerState(1, 2, "p", "u", "MIGRATION", HELD), 1, (0, HELD)),  # a move's request of this uuid
+        (ConsumerState(1, 2, "p", "u", "", HELD), 1, (0, HELD)),  # of an old client of the REST API
     ],
 )
 def test_a_refusal_names_the_later_attempt_that_holds_the_consumer(

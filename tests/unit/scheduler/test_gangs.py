@@ -14,12 +14,15 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta, encode
 from bus.contracts.build import BuildRequest, FlavorCount, member_uuids
+from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
-from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.builds import Author, Gang
+from scheduler_worker.domain.decisions import Circumstances, conclude
 from scheduler_worker.domain.gangs import claimable, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -37,6 +40,7 @@ UUID_ = "00000000-0000-4000-8000-000000000001"
 REQUEST = BuildRequest(instance_uuid=UUID_, project_id="p", flavor="m1.small")
 REFUSED = PlacementRefused("claim.invalid", "")
 CLAIMED = HostClaimed(cell="c1", selections=(), consumer_generation=1, passed=1, score=0.0, claims=1)
+SELECTION = Selection(host_uuid=UUID_, host="h", service="s", allocations={UUID_: {"VCPU": 1}})
 UNANSWERED = PlacementUnavailable("away")
 
 
@@ -135,6 +139,24 @@ def test_what_one_member_means_for_the_others(
     plain = ["left_out" if isinstance(one, PlacementRefused) and one.code == "gang.left_out"
              else words.get(type(one), one) for one in found]  # fmt: skip
     assert tuple(plain) == after
+
+
+@pytest.mark.parametrize(("attempt", "started"), [(1, False), (2, True)])
+def test_a_member_that_its_cell_has_claimed_for_goes_to_its_cell_without_the_others(
+    attempt: int, *, started: bool
+) -> None:
+    """A restore: it failed with its gang, and its machine ran on with its allocation."""
+    there = replace(CLAIMED, attempt=attempt, selections=(SELECTION,))
+    members = members_of(taken(replace(REQUEST, count=2, min_count=2)), start=1)
+    requests = [PlacementRequest(request=one.request, spec=Hosts([]).spec(), gang=one.gang) for one in members]
+    placed = [
+        PlacedBuild(*pair, result)
+        for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
+    ]
+    around = Circumstances(author=Author(who="s", at=1.0), warming_up=False, nearest=3)
+    (_, first), (_, second) = conclude(placed, around)
+    assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
+    assert (first.claimed is not None, second.claimed) == (started, None)
 
 
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
