@@ -232,6 +232,33 @@ async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> No
     assert ended.claims == len(ended.lost) == len(cluster.claims) == 3
 
 
+async def test_what_no_host_can_take_is_located_before_it_fails(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore in a full cloud: what ran already failed with `no_valid_host`, and its delete did not reach its cell."""
+    hosts = cluster.hosts
+    ruled_out = hosts.request(ignore_hosts=tuple(hosts.selector.name_of(uuid) for uuid in hosts.uuids))
+    (failed,) = await cluster.place(ruled_out)
+    assert isinstance(failed, NoValidHost) and cluster.claims == []
+    assert [one.consumers for one in cluster.port.located] == [(ruled_out.instance_uuid,)]
+    held = {hosts.uuids[4]: {"VCPU": 1}}
+
+    async def locate(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(hosts={uuid: tuple(held) for uuid in one.consumers}) for one in requests]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.port, "locate", locate)
+        cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, holding=held, attempt=2)
+        (found,) = await cluster.place(ruled_out)
+        assert isinstance(found, HostClaimed) and (found.attempt, len(cluster.claims)) == (2, 1)
+        cluster.answer = lambda _: result(ClaimOutcome.CONSUMER_CHANGED)
+        (foreign,) = await cluster.place(ruled_out)
+        assert isinstance(foreign, NoValidHost), "another client's allocation changes nothing"
+    cluster.port.unavailable = True
+    (unanswered,) = await cluster.place(ruled_out)
+    assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
+
+
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
     """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
     hosts = cluster.hosts
