@@ -235,17 +235,17 @@ class Database:
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("transaction", **self._traced)
         await self._slot()
-        fenced = False
+        unusable = False
         try:
             held = await self._take(by_key=by_key)
             try:
                 yield held
             except (DBAPIError, asyncpg.PostgresError, DatabaseUnavailable) as error:
                 # A server that was made read-only while we were connected; or no statement can follow on this session.
-                fenced = _sqlstate(error) == READ_ONLY or _is_connection_error(error)
+                unusable = _sqlstate(error) == READ_ONLY or _is_connection_error(error)
                 raise
             finally:
-                if self._closed or fenced or held.driver.is_closed() or held.driver.is_in_transaction():
+                if self._closed or unusable or held.driver.is_closed() or held.driver.is_in_transaction():
                     await asyncio.shield(self._drop(held))  # a cancelled caller must not leak the connection
                 else:
                     self._spare.append(held)

@@ -120,7 +120,8 @@ async def test_a_host_that_is_fenced_again_is_not_given_back_by_the_older_decisi
 
 async def test_a_fence_that_is_commanded_once_more_is_a_new_decision_also_with_the_same_reason(world: World) -> None:
     """The host ran when it was fenced first, and is off now: its cell is notified, and its evacuations begin anew. A
-    configuration that has the fence already, and a command that is delivered twice, state nothing new.
+    configuration that has the fence already states nothing new; a command that is delivered twice is in
+    `test_host_decisions.py`.
     """
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
