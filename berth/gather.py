@@ -97,7 +97,7 @@ _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
 _GANGS = """
 SELECT gang::text, max(gang_min), count(*), count(cell), count(*) FILTER (WHERE cell IS NULL AND delete_requested),
-       count(*) FILTER (WHERE code = ANY(ARRAY['claim.consumer_changed', 'gang.left_out'])), min(created_at)
+       min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
@@ -224,8 +224,8 @@ async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
     epoch.
     """
     return [
-        GangFact(uuid=uuid, members=members, min_count=least, sent=sent, withdrawn=withdrawn, earlier=earlier)
-        for uuid, least, members, sent, withdrawn, earlier, requested_at in await _rows(scheduler, _GANGS)
+        GangFact(uuid=uuid, members=members, min_count=least, sent=sent, withdrawn=withdrawn)
+        for uuid, least, members, sent, withdrawn, requested_at in await _rows(scheduler, _GANGS)
         if requested_at > after
     ]
 

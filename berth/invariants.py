@@ -130,8 +130,7 @@ class MoveFact(Struct, frozen=True):
 class GangFact(Struct, frozen=True, kw_only=True):
     """One request for several machines. members: all of them; min_count: how many start together at least.
 
-    sent: those that have been given to a cell; withdrawn: those that were deleted before. earlier: those about which
-    an earlier run of the request has decided, whose record is lost.
+    sent: those that have been given to a cell; withdrawn: those that were deleted before.
     """
 
     uuid: str
@@ -139,7 +138,6 @@ class GangFact(Struct, frozen=True, kw_only=True):
     min_count: int
     sent: int
     withdrawn: int
-    earlier: int = 0
 
 
 class Facts(Struct, frozen=True, kw_only=True):
@@ -294,7 +292,7 @@ def _open_moves(facts: Facts) -> Iterator[str]:
 def _partial_gangs(gangs: Sequence[GangFact]) -> Iterator[str]:
     for gang in gangs:
         enough = min(gang.min_count, gang.members - gang.withdrawn)
-        if gang.sent and gang.sent + gang.earlier < enough:
+        if 0 < gang.sent < enough:
             yield f"{gang.uuid}: {gang.sent} of {gang.members} were started, and {enough} start together"
 
 

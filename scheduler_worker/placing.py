@@ -114,7 +114,8 @@ class Placer:
         speculative.clear()  # from here on each round drops the choices that it does not claim
         states = await self._in_rounds(states)
         if any(is_without_any_claim(state) for state in states):
-            states = await self._in_rounds(await self._with_forgotten_claims(states))
+            states = await self._recover_gangs(await self._with_forgotten_claims(states))
+            states = await self._in_rounds(with_gang_results(states))
         return [result_of(state) for state in states]
 
     async def _in_rounds(self, states: list[PlacementState]) -> list[PlacementState]:

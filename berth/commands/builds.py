@@ -78,7 +78,8 @@ def delete(
 
 async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
     """Command the cell to delete instances whose requests have ended, so that no delete of a client reaches it."""
-    site = await with_added_cells(site)
+    if cell not in site.settings.cells:
+        site = await with_added_cells(site)
     site.check_cell(cell)
     async with client(site.settings) as berth:
         records = [await _record(berth, uuid) for uuid in uuids]

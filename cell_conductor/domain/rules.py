@@ -93,13 +93,13 @@ def numbered_on(instance: Instance) -> Instance:
 def _end_unbuilt(instance: Instance, why: Refusal, at: float, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
-    A claim under a later attempt belongs to a build that this database has lost, whose machine may run: both stay.
+    A claim under a later attempt belongs to a build that this database has lost. Its machine may run: it is kept.
     """
     if instance.attempt > 1:
         reason = f"the cell has lost its record of this instance; {why.code} {why.reason}".strip()
         unsure = _with_attempt(numbered_on(instance), "unknown", at=at, code=OUTCOME_UNKNOWN, reason=reason)
         unsure = replace(unsure, doubted=True, reused_from=1, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
-        return _end_failed(unsure, at, context)
+        return Step(steps.ask(unsure, State.GIVING_UP, at, context))
     passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
     return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, context))
 

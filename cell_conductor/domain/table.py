@@ -59,8 +59,7 @@ class IllegalStep(BrokenInvariant):
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildRequested: Rule(
-            adopt_rules.start_or_adopt,
-            (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP, State.FAILED),
+            adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine

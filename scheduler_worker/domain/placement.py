@@ -181,8 +181,8 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
 
 
 def is_without_any_claim(state: PlacementState) -> bool:
-    """Whether no host can take it, and placement was sent no claim of it: its answer would show what it holds."""
-    return isinstance(state.result, NoValidHost) and not state.claims
+    """Whether no host can take it or its gang, and placement was sent no claim: its answer would show what it holds."""
+    return isinstance(state.result, NoValidHost | GangIncomplete) and not state.claims
 
 
 def result_of(state: PlacementState) -> PlacementResult:

@@ -64,8 +64,10 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
         return _recover(state, candidates, answer, selector, now=now)
     if is_its_cells(answer):
         return _recover(state, (), answer, selector, now=now)
-    if choice is None:
+    if choice is None and not is_anothers(answer):
         return PlacementStep(_after_probe(state, selector))
+    if choice is None:
+        return PlacementStep(_after_refusal(state, answer))
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
@@ -91,6 +93,11 @@ def is_its_cells(answer: ClaimResult) -> bool:
     An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
     """
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
+
+
+def is_anothers(answer: ClaimResult) -> bool:
+    """Whether another client of placement's API holds something under this uuid, which is never released for it."""
+    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.consumer_generation is not None
 
 
 def with_probe(state: PlacementState, selector: Selector) -> PlacementState:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ComputeHosts, Destroy, HostReport, Running
+from bus.contracts.cell import ComputeHosts, Destroy, FoundMachine, HostReport, Running
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
@@ -105,21 +105,23 @@ def test_a_build_under_a_later_attempt_is_one_that_this_database_has_lost() -> N
     assert isinstance(released, Release) and (released.attempt or 0) >= 3
 
 
-def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_claim_and_its_machine() -> None:
-    """The claim was released, and the next report had the machine destroyed that the client had as active."""
+def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_machine() -> None:
+    """The next report had the machine destroyed that the client had as active."""
     late = replace(
         requested(SET_BACK_AT + 100.0), attempt=2, given_up=Refusal(code="broker.delivery_limit", reason="r")
     )
-    ended = step(Instance(uuid=UUID), late, PATIENCE)
+    over = step(Instance(uuid=UUID), late, PATIENCE)
+    assert (over.instance.state, over.commands) == (State.GIVING_UP, ())
+    ended = step(over.instance, RELEASED, PATIENCE)
     (event,) = announced(ended)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
-    assert ended.instance.state is State.FAILED and question_of(ended.instance) is None
-    for attempt, on in ((2, 1), (1, 1), (1, 2), (2, 2)):
-        found = differences(
-            report_of(attempt, on), [brief(ended.instance)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
-        )
-        assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], (attempt, on)
-        assert not is_over(ended.instance, attempt, host(on))
+    for record in (over.instance, ended.instance):
+        for attempt, on in ((2, 1), (1, 1), (1, 2), (2, 2)):
+            found = differences(
+                report_of(attempt, on), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
+            )
+            assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], (attempt, on)
+            assert not is_over(record, attempt, host(on))
     first = step(Instance(uuid=UUID), replace(late, attempt=1), PATIENCE).instance
     assert isinstance(question_of(first), Release), "a scheduler's claim that no cell has built on is released"
 
@@ -131,6 +133,10 @@ def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_tha
         again = run(replace(late, attempt=attempt, found=()), start=over)
         assert [one.state for one in announced(again)] == [BuildState.FAILED] and not spawns(again)
     assert spawns(run(replace(late, attempt=4, found=()), start=over)) == [(4, host(1))]
+    machine = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(2), host="host-2", service="s1", attempt=2, project_id="p", built=True
+    )
+    assert run(replace(late, attempt=2, found=(machine,)), start=over).instance.state is State.ADOPTING
 
 
 def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:

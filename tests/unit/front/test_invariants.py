@@ -284,12 +284,6 @@ def test_a_gang_of_which_a_part_was_started_is_a_breach(sent: int, withdrawn: in
     assert broken(replace(SOUND, gangs=[gang])) == (set() if whole else {"gangs_whole"})
 
 
-def test_members_of_a_gang_that_an_earlier_run_has_started_are_enough_with_the_others() -> None:
-    gang = GangFact(uuid=ONE, members=3, min_count=2, sent=1, withdrawn=0, earlier=1)
-    assert broken(replace(SOUND, gangs=[gang])) == set()
-    assert broken(replace(SOUND, gangs=[replace(gang, min_count=3)])) == {"gangs_whole"}
-
-
 def test_a_delete_that_was_given_up_is_no_second_end_of_its_build() -> None:
     """A chaos run in which 380 deletes were given up was judged as 380 builds that had ended twice."""
     assert SOUND.events is not None
