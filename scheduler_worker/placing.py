@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -20,7 +19,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import MAX_NAMED, Claim, ClaimAll, ClaimOutcome, ClaimResult, LocateRequest
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
@@ -41,12 +40,10 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementStep,
-    PlacementUnavailable,
     Settle,
     claim_of,
     initial_state,
     is_lost,
-    is_without_any_claim,
     result_of,
     unavailable_after,
 )
@@ -111,23 +108,16 @@ class Placer:
         speculative = chosen or {}
         states = [speculative.get(one.request.instance_uuid) or initial_state(one, self._selector) for one in requests]
         states = with_gang_results(await self._recover_gangs(await self._with_peers(states)))
+        rounds = Retrying(self._claim_rounds, self._clock, self._rng)
         speculative.clear()  # from here on each round drops the choices that it does not claim
-        states = await self._in_rounds(states)
-        if any(is_without_any_claim(state) for state in states):
-            states = await self._recover_gangs(await self._with_forgotten_claims(states))
-            states = await self._in_rounds(with_gang_results(states))
-        return [result_of(state) for state in states]
-
-    async def _in_rounds(self, states: list[PlacementState]) -> list[PlacementState]:
-        """The states after the last round, within the bounds of one delivery."""
 
         async def next_round() -> bool:
             nonlocal states
             states = await self._round(states)
             return all(state.result is not None for state in states)
 
-        await Retrying(self._claim_rounds, self._clock, self._rng).until(next_round)
-        return states
+        await rounds.until(next_round)
+        return [result_of(state) for state in states]
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
@@ -271,33 +261,6 @@ class Placer:
                 spec = state.spec.with_peers(peers_of(state.request, page), uuid)
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
-
-    async def _with_forgotten_claims(self, states: list[PlacementState]) -> list[PlacementState]:
-        """The requests that no host can take, and that hold something nevertheless, go on with a probe for that claim.
-
-        The record of an earlier run is lost, as after a restore. Its instance may be why there is no room.
-        """
-        by_project: dict[str, list[str]] = defaultdict(list)
-        for state in states:
-            if is_without_any_claim(state):
-                by_project[state.request.project_id].append(state.request.instance_uuid)
-        requests = [
-            LocateRequest(project_id=project, consumers=tuple(uuids[start : start + MAX_NAMED]))
-            for project, uuids in by_project.items()
-            for start in range(0, len(uuids), MAX_NAMED)
-        ]
-        held, unanswered = set[str](), dict[str, PlacementUnavailable]()
-        for request, page in zip(requests, await self._claims.locate(requests), strict=True):
-            if isinstance(page, Fault):
-                unanswered |= dict.fromkeys(request.consumers, unavailable_after(page))
-            else:
-                held |= page.hosts.keys()
-        return [
-            replace(state, result=unanswered.get(uuid), surely_unclaimed=False)
-            if (uuid := state.request.instance_uuid) in held or uuid in unanswered
-            else state
-            for state in states
-        ]
 
     async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
         """The claims that an earlier run may have made for a gang are found before its members choose: all at once."""

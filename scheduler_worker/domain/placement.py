@@ -180,11 +180,6 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
     )
 
 
-def is_without_any_claim(state: PlacementState) -> bool:
-    """Whether no host can take it or its gang, and placement was sent no claim: its answer would show what it holds."""
-    return isinstance(state.result, NoValidHost | GangIncomplete) and not state.claims
-
-
 def result_of(state: PlacementState) -> PlacementResult:
     """The result after the last round, with the claims that got nothing before it."""
     result = state.result or ClaimsContended(state.claims)

@@ -84,7 +84,7 @@ def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selecto
         return PlacementStep(replace(state, result=_after_fault(answer)))
     if answer.outcome is ClaimOutcome.CLAIMED or is_its_cells(answer):
         return _recover(state, (), answer, selector, now=now)
-    return PlacementStep(state)
+    return PlacementStep(_after_refusal(state, answer) if is_anothers(answer) else state)
 
 
 def is_its_cells(answer: ClaimResult) -> bool:

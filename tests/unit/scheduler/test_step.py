@@ -22,6 +22,7 @@ from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import decision
 from scheduler_worker.domain.placement import (
+    CONSUMER_CHANGED,
     ClaimStranded,
     Forget,
     GangIncomplete,
@@ -98,6 +99,14 @@ def test_a_later_claim_of_its_cell_is_recovered_where_it_is(*, probing: bool) ->
     assert (result.selections[0].host_uuid, result.selections[0].allocations) == (other, changed["holding"])
     answer = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, attempt=2, **changed)
     assert probed(state, answer, case.hosts.selector, now=7.0).state.result == result, "before the first choice, too"
+    foreign = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3)
+    for ended in (
+        probed(state, foreign, case.hosts.selector, now=7.0),
+        step(state, foreign, case.hosts.selector, now=7.0),
+    ):
+        assert isinstance(ended.state.result, PlacementRefused) and ended.state.result.code == CONSUMER_CHANGED, (
+            "a failed build of any other code would release it"
+        )
     gone = case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, attempt=2, holding={"no such host": {"VCPU": 1}})
     assert isinstance(gone.state.result, ClaimStranded)
     assert not isinstance(case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, **changed).state.result, HostClaimed), (
