@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
-from bus.contracts.placement import Release
+from bus.contracts.placement import LocateRequest, Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import is_unused
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.deletes import (
     PendingDelete,
-    end_unbuilt,
+    end_cancelled,
     plan_deletes,
     refusal_of,
     refuse_unknown,
@@ -28,13 +31,25 @@ from scheduler_worker.domain.pending import PendingBuild, accepted
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
 from scheduler_worker.store.port import SchedulerStore
 
+log = structlog.get_logger(__name__)
+
 
 class Cancellations:
     """Carries out deletes, cancels builds that are not to be dispatched, and releases their claims."""
 
-    def __init__(self, store: SchedulerStore, claims: ClaimPort, *, clock: Clock, process: str) -> None:
+    def __init__(
+        self,
+        store: SchedulerStore,
+        claims: ClaimPort,
+        cell_of_host: Callable[[str], str | None],
+        *,
+        clock: Clock,
+        process: str,
+    ) -> None:
+        """`cell_of_host(uuid)`: the cell that last announced a host."""
         self._store = store
         self._claims = claims
+        self._cell_of_host = cell_of_host
         self._clock = clock
         self._who = process
 
@@ -85,12 +100,12 @@ class Cancellations:
             # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
         unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
-        await self.release(unused)
+        kept = await self._release(unused)
         author = self._author()
         async with self._store.unit() as unit:
             locked = await unit.lock([pending.instance_uuid for pending in unused])
             ended = [
-                end_unbuilt(build, author, "while it was being scheduled")
+                end_cancelled(build, author, kept)
                 for build in locked.values()
                 if build.delete_requested and build.state is BuildState.ACCEPTED
             ]
@@ -102,19 +117,63 @@ class Cancellations:
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
     async def release(self, builds: Sequence[PendingBuild]) -> None:
-        """Release the claims that earlier runs may hold, and fence those that they may still make.
+        """Release the claims that earlier runs of builds that have ended may hold, and fence those that they may still
+        make.
 
+        A failed build whose claim is kept gets the cell of that claim on record, so that its delete reaches the cell.
         Raises Transient when placement does not answer.
         """
-        if not builds:
+        cells = {uuid: cell for uuid, cell in (await self._release(builds)).items() if cell is not None}
+        if not cells:
             return
+        author = self._author()
+        async with self._store.unit() as unit:
+            locked = await unit.lock(list(cells))
+            updates = [
+                BuildUpdate(
+                    build=replace(build, cell=cells[uuid]),
+                    timeline=(
+                        author.entry("kept", f"an allocation that is older than this request, in {cells[uuid]}"),
+                    ),
+                )
+                for uuid, build in locked.items()
+                if build.state is BuildState.FAILED and build.cell is None
+            ]
+            await unit.update(updates, author.at)
+
+    async def _release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
+        """Release claims; return the cells of those instances that hold an older allocation, which is kept.
+
+        The record of the request that this allocation was made for is lost, as after a restore, and its instance may
+        run. Raises Transient when placement does not answer.
+        """
+        if not builds:
+            return {}
         releases = [
-            Release(consumer=pending.instance_uuid, attempt=FIRST_ATTEMPT, project_id=pending.request.project_id)
+            Release(
+                consumer=pending.instance_uuid,
+                attempt=FIRST_ATTEMPT,
+                project_id=pending.request.project_id,
+                claimed_since=pending.claimed_since,
+            )
             for pending in builds
         ]
-        for answer in await self._claims.release(releases):
+        older: list[LocateRequest] = []
+        for release, answer in zip(releases, await self._claims.release(releases), strict=True):
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
+            if answer.outcome == "older":
+                assert release.project_id is not None
+                older.append(LocateRequest(project_id=release.project_id, consumers=(release.consumer,)))
+        kept: dict[str, str | None] = {}
+        for request, page in zip(older, await self._claims.locate(older) if older else (), strict=True):
+            if isinstance(page, Fault):
+                raise unavailable_after(page) from page
+            (uuid,) = request.consumers
+            hosts = page.hosts.get(uuid, ())
+            kept[uuid] = next((cell for host in hosts if (cell := self._cell_of_host(host)) is not None), None)
+            log.warning("claim.older_than_request", instance=uuid, cause=uuid, hosts=hosts, cell=kept[uuid])
+        return kept
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())

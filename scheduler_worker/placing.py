@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -19,7 +20,7 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
+from bus.contracts.placement import MAX_NAMED, Claim, ClaimAll, ClaimOutcome, ClaimResult, LocateRequest
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
@@ -40,10 +41,12 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementStep,
+    PlacementUnavailable,
     Settle,
     claim_of,
     initial_state,
     is_lost,
+    is_without_any_claim,
     result_of,
     unavailable_after,
 )
@@ -117,7 +120,7 @@ class Placer:
             return all(state.result is not None for state in states)
 
         await rounds.until(next_round)
-        return [result_of(state) for state in states]
+        return [result_of(state) for state in await self._recover_forgotten(states)]
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
@@ -265,12 +268,44 @@ class Placer:
     async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
         """The claims that an earlier run may have made for a gang are found before its members choose: all at once."""
         again = [one for one in states if one.gang is not None and not one.surely_unclaimed and one.result is None]
-        probing = [one for one in (with_probe(one, self._selector) for one in again) if one.probe is not None]
-        if not probing:
+        return merged(states, await self._probe(again))
+
+    async def _recover_forgotten(self, states: list[PlacementState]) -> list[PlacementState]:
+        """The claims of instances that no host has room for, and that run already: the record of their request is lost,
+        as after a restore. They may be why there is no room.
+        """
+        ended = [one for one in states if is_without_any_claim(one)]
+        if not ended:
             return states
-        answers = await claim_gangs(self._claims, self._gang_claims(by_gang(replace(a, choice=None) for a in probing)))
-        now = self._clock.time()
-        return merged(
-            states,
-            [probed(one, answers[one.request.instance_uuid], self._selector, now=now).state for one in probing],
-        )
+        by_project: dict[str, list[str]] = defaultdict(list)
+        for state in ended:
+            by_project[state.request.project_id].append(state.request.instance_uuid)
+        requests = [
+            LocateRequest(project_id=project, consumers=tuple(uuids[start : start + MAX_NAMED]))
+            for project, uuids in by_project.items()
+            for start in range(0, len(uuids), MAX_NAMED)
+        ]
+        held, unanswered = set[str](), dict[str, PlacementUnavailable]()
+        for request, page in zip(requests, await self._claims.locate(requests), strict=True):
+            if isinstance(page, Fault):
+                unanswered |= dict.fromkeys(request.consumers, unavailable_after(page))
+            else:
+                held |= page.hosts.keys()
+        after = merged(states, await self._probe([one for one in ended if one.request.instance_uuid in held]))
+        return [replace(one, result=unanswered.get(one.request.instance_uuid, one.result)) for one in after]
+
+    async def _probe(self, states: Sequence[PlacementState]) -> list[PlacementState]:
+        """The states with what placement shows that each holds, by a claim that never fits."""
+        probing = [replace(with_probe(one, self._selector), choice=None) for one in states]
+        probing = [one for one in probing if one.probe is not None]
+        if not probing:
+            return []
+        singles = [one for one in probing if one.gang is None]
+        gangs = by_gang([one for one in probing if one.gang is not None])
+        answers = await self._submit(singles, gangs)
+        now, after = self._clock.time(), list[PlacementState]()
+        for state, answer in zip([*singles, *itertools.chain.from_iterable(gangs)], answers, strict=True):
+            stepped = probed(state, answer, self._selector, now=now)
+            self._carry_out(stepped)
+            after.append(stepped.state)
+        return after

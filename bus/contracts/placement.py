@@ -326,18 +326,21 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
-    of a migration: an instance may have been built under the uuid of a move's request.
+    of a migration: an instance may have been built under the uuid of a move's request. claimed_since: when given, only
+    an allocation whose consumer is on record since then (seconds since the epoch): an older one is of an earlier
+    request for the same uuid, which a database that was set back may have lost while its instance runs.
     """
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
     project_id: Word | None = None
     of_migration: bool = False
+    claimed_since: float | None = None
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
-    """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds
-    it).
+    """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
+    (it was made before `claimed_since`, and is kept).
     """
 
     outcome: str

@@ -59,6 +59,11 @@ def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
     return list(named)
 
 
+def dated_consumers(items: Sequence[ClaimItem]) -> list[str]:
+    """The consumers whose release depends on since when they are on record."""
+    return [item.consumer for item in items if isinstance(item, Release) and item.claimed_since is not None]
+
+
 def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
     """Every provider that the items name or these consumers hold."""
     wanted: set[str] = set()

@@ -19,7 +19,14 @@ from bus.contracts.placement import (
     Change,
 )
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claim_items import ClaimReply, expected_consumers, projects_of, providers_of, reply
+from placement_worker.domain.claim_items import (
+    ClaimReply,
+    dated_consumers,
+    expected_consumers,
+    projects_of,
+    providers_of,
+    reply,
+)
 from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import (
@@ -58,6 +65,7 @@ WRITTEN = (1, 7, 1, 4, 3, 2)
 
 NO_LIMITS: Mapping[tuple[str, str], int] = {}
 
+RECORDED_AT = "SELECT uuid::text, extract(epoch FROM created_at)::float8 FROM consumers WHERE uuid = ANY($1::uuid[])"
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 
 _ConsumerRow = tuple[str, int, int, str, str, str]
@@ -103,7 +111,18 @@ async def apply(
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    decision = decide(items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects)
+    dated = dated_consumers(items)
+    recorded_at = dict(await connection.fetch(RECORDED_AT, dated)) if dated else {}
+    decision = decide(
+        items,
+        locked.found,
+        locked.providers,
+        names.class_ids,
+        foreign,
+        groups=groups,
+        projects=projects,
+        recorded_at=recorded_at,
+    )
     await members.write(connection, decision.joined)  # before `write` locks the feed's counter
     sequence = await write(
         connection,

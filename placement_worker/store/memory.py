@@ -45,6 +45,7 @@ from placement_worker.domain.allocation_migration import migrating_classes
 from placement_worker.domain.claim_items import (
     ClaimReply,
     consumers_of,
+    dated_consumers,
     groups_of,
     lost_claims,
     projects_of,
@@ -127,7 +128,18 @@ class MemoryBook:
             foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
             groups = {key: table.alive(key) for key in groups_of(items)}
             projects = {project: table.held_by(project) for project in projects_of(items)}
-            decision = decide(items, consumers, providers, table.classes, foreign, groups=groups, projects=projects)
+            decision = decide(
+                items,
+                consumers,
+                providers,
+                table.classes,
+                foreign,
+                groups=groups,
+                projects=projects,
+                recorded_at={
+                    uuid: table.consumers[uuid].created_at for uuid in dated_consumers(items) if uuid in table.consumers
+                },
+            )
             await transaction.statement()
             self.write(transaction, decision)
             sequence = await self.append(transaction, changes_of(decision))

@@ -36,6 +36,7 @@ class ConsumerRow(Struct):
     consumer: ConsumerState
     released_at: float | None
     updated_at: float
+    created_at: float
 
     def is_over(self, before: float) -> bool:
         """Whether the row is only a fence and was released before this time (seconds since the epoch)."""
@@ -121,7 +122,9 @@ class MemoryBookTable(MemoryDatabase):
             if consumer is None:
                 self.consumers.pop(uuid, None)
             else:
-                self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now)
+                known = self.consumers.get(uuid)
+                created_at = now if known is None else known.created_at
+                self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now, created_at)
 
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider, which is the cell of its root."""

@@ -16,6 +16,7 @@ from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild
@@ -41,7 +42,6 @@ HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 Conclusion = DecidedBuild | Outcome
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
-STRANDED = "claim.stranded"
 INCOMPLETE = "gang.incomplete"
 
 

@@ -18,11 +18,20 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import DELETED, OFF_RECORD, Author, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import (
+    DELETED,
+    FAILED_OR_REFUSED,
+    OFF_RECORD,
+    Author,
+    BuildUpdate,
+    NewBuild,
+    RecordedBuild,
+)
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
+STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
 
@@ -101,12 +110,44 @@ def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
     if build.cell is None:
         return end_unbuilt(build, author, "it was never built")
     begun = build.state in (BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED)
+    return delete_in_cell(build, build.cell, author, begun=begun)
+
+
+def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bool) -> BuildEnd:
+    """Pass a delete to the cell that has the instance. begun: as in CellDelete."""
     command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
-    line = author.entry("delete_requested", f"passed to cell {build.cell}")
-    deleting = replace(build, state=BuildState.DELETING, delete_requested=True)
-    return BuildEnd(
-        BuildUpdate(build=deleting, timeline=(line,)), OutboxMessage(build.cell, command, build.instance_uuid)
+    line = author.entry("delete_requested", f"passed to cell {cell}")
+    deleting = replace(build, state=BuildState.DELETING, delete_requested=True, cell=cell)
+    return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), OutboxMessage(cell, command, build.instance_uuid))
+
+
+def end_cancelled(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd:
+    """The end of a build that a delete stops while it is being scheduled.
+
+    kept: the cells of instances that hold an older allocation, which is not released; None: it is not known which cell.
+    """
+    uuid = build.instance_uuid
+    if uuid not in kept:
+        return end_unbuilt(build, author, "while it was being scheduled")
+    cell = kept[uuid]
+    if cell is not None:
+        return delete_in_cell(build, cell, author, begun=True)
+    reason = f"instance {uuid} holds an allocation that is older than this request, on a host of no known cell"
+    event = BuildEvent(
+        instance_uuid=uuid,
+        project_id=build.project_id,
+        state=BuildState.FAILED,
+        sequence=FAILED_OR_REFUSED,
+        terminal=True,
+        code=STRANDED,
+        reason=reason,
+        at=author.at,
     )
+    failed = replace(
+        build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True, code=STRANDED, reason=reason
+    )
+    update = BuildUpdate(build=failed, timeline=(author.entry("failed", f"{STRANDED}: {reason}"),))
+    return BuildEnd(update, OutboxMessage(API, event, uuid))
 
 
 def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:

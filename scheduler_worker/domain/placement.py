@@ -180,6 +180,11 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
     )
 
 
+def is_without_any_claim(state: PlacementState) -> bool:
+    """Whether it ends without a host, and placement was sent no claim of it, whose answer shows what it holds."""
+    return isinstance(state.result, NoValidHost | GangIncomplete) and not state.claims
+
+
 def result_of(state: PlacementState) -> PlacementResult:
     """The result after the last round, with the claims that got nothing before it."""
     result = state.result or ClaimsContended(state.claims)

@@ -25,7 +25,7 @@ def test_a_member_that_was_deleted_after_its_claim_was_started(deletes: list[str
     watch.requested(MEMBERS, 2)
     for uuid in MEMBERS[:2]:
         consumer = ConsumerState(1, 1, "red", "u", "INSTANCE", {HOST: {"VCPU": 1}})
-        book.consumers[uuid] = ConsumerRow(consumer, None, 0.0)
+        book.consumers[uuid] = ConsumerRow(consumer, None, 0.0, 0.0)
     watch()
     for uuid in deletes:
         watch.deleted(uuid)

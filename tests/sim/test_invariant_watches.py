@@ -367,7 +367,7 @@ async def test_what_another_client_claims_without_limits_is_no_breach_of_a_quota
             uuid=HERE, name="h", parent=None, root=HERE, generation=1, shape=1, inventories={}, used={}, traits=(),
             aggregates=(),
         )  # fmt: skip
-        world.book.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0)
+        world.book.consumers[INSTANCE] = ConsumerRow(consumer, None, 0.0, 0.0)
         if breaks:
             with pytest.raises(Breach, match="red holds 7 VCPU of 6"):
                 world.peer_watch()

@@ -56,7 +56,7 @@ class Deployment:
 
     def hold(self, consumer: str, at: int, kind: str = "INSTANCE") -> None:
         state = ConsumerState(1, 1, "red", "u", kind, {self.places[at][1]: AMOUNTS})
-        self.world.book.consumers[consumer] = ConsumerRow(state, None, 0.0)
+        self.world.book.consumers[consumer] = ConsumerRow(state, None, 0.0, 0.0)
 
     def run(self, at: int, attempt: int = 1, *, runs: bool = True) -> Guest:
         """A machine that is there already."""

@@ -59,13 +59,13 @@ class PeerWorld:
     def hold(self, vm: int, host: int | None, vcpus: int = 1, *, after_s: float = 1.0) -> None:
         self.clock.now += after_s
         holding = {} if host is None else {HOSTS[host]: {"VCPU": vcpus}}
-        self.book.consumers[VMS[vm]] = ConsumerRow(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None, 0.0)
+        self.book.consumers[VMS[vm]] = ConsumerRow(ConsumerState(1, 1, "red", "u", "INSTANCE", holding), None, 0.0, 0.0)
         self.watch()
 
     def migrate(self, consumer_type: str, vcpus: int) -> None:
         """A migration holds its source on the first host, with the next commit."""
         migration = ConsumerState(1, 2, "red", "u", consumer_type, {HOSTS[0]: {"VCPU": vcpus}})
-        self.book.consumers["migration"] = ConsumerRow(migration, None, 0.0)
+        self.book.consumers["migration"] = ConsumerRow(migration, None, 0.0, 0.0)
 
     def send(self, vm: int, *hosts: int) -> None:
         selections = tuple(

@@ -114,10 +114,13 @@ async def test_the_claim_of_a_forgotten_record_is_found_by_the_next_scheduler(
     assert world.builds[0][1].selections[0].host_uuid == host
 
 
-async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell_and_ends_there(world: World) -> None:
+@pytest.mark.parametrize("is_full", [False, True])
+async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell_and_ends_there(
+    world: World, *, is_full: bool
+) -> None:
     """A restore: the cell had claimed under attempt 2. The request failed, and its delete ended it as never built."""
     await world.scheduler("s1", CONFIG)
-    first, second = await world.add_hosts("c1", 2)
+    first, second = await world.add_hosts("c1", 2, **ROOM_FOR_ONE)
     request = world.request()
     chosen = await world.active(request)
     here, other = (first, second) if chosen == "c1-0" else (second, first)
@@ -133,13 +136,17 @@ async def test_a_later_claim_of_the_cell_of_a_forgotten_record_goes_to_that_cell
     answer = await world.buses["c1"].request(claim, ClaimResult, timeout_s=PATIENCE_S)
     assert answer.outcome is ClaimOutcome.CLAIMED
     await forgotten(world, request.instance_uuid)
+    if is_full:
+        await fill(world, here)
+        book = world.replicas["s1"]
+        await world.eventually(lambda: not book.free("VCPU", book.rows_of_roots()).any())
     world.builds.clear()
     world.events.clear()
     await world.ask(request)
     ((cell, build),) = await world.until(lambda: world.builds)
     assert (cell, build.attempt, build.consumer_generation) == ("c1", 2, answer.consumer_generation)
     assert [(one.host_uuid, one.allocations) for one in build.selections] == [(other, {other: {"VCPU": 1}})]
-    assert here not in await world.used()
+    assert (here in await world.used()) is is_full
     event = await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert (event.attempt, event.cell) == (2, "c1")
     await world.delete(request)

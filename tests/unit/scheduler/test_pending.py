@@ -11,7 +11,7 @@ from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated, is_unused
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.pending import TOO_OLD, PendingBuild, new_build, pending_build
+from scheduler_worker.domain.pending import CLOCKS_APART_S, TOO_OLD, PendingBuild, new_build, pending_build
 from tests.unit.scheduler.hosts import Hosts
 
 UUID = "00000000-0000-4000-8000-000000000001"
@@ -35,6 +35,13 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
         build = new_build(pending, Author("s", 1.0)).build
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
+
+
+def test_no_run_of_a_request_can_have_claimed_before_it_was_sent() -> None:
+    """What its instance holds for longer is not released with it; the two clocks may differ."""
+    assert taken(sent_at=990.0).claimed_since == 990.0 - CLOCKS_APART_S
+    assert taken(sent_at=5000.0).claimed_since == 1000.0 - CLOCKS_APART_S, "its client's clock is ahead"
+    assert taken().claimed_since is None, "another client's request without a time: of a copy it would be too late"
 
 
 def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decision() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from msgspec import structs
@@ -15,6 +15,8 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Change,
     Claim,
+    ClaimAll,
+    ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
     LocatePage,
@@ -29,6 +31,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
+    CONSUMER_CHANGED,
     ClaimsContended,
     HostClaimed,
     PlacementRefused,
@@ -230,6 +233,70 @@ async def test_the_bound_on_rounds_is_not_no_host_either(cluster: Cluster) -> No
     (ended,) = await placer.place([PlacementRequest(request=request, spec=cluster.hosts.spec())])
     assert isinstance(ended, ClaimsContended)
     assert ended.claims == len(ended.lost) == len(cluster.claims) == 3
+
+
+def nowhere(cluster: Cluster) -> BuildRequest:
+    """A request that no host can take."""
+    hosts = cluster.hosts
+    return hosts.request(ignore_hosts=tuple(hosts.selector.name_of(uuid) for uuid in hosts.uuids))
+
+
+def forgotten(cluster: Cluster) -> ClaimResult:
+    """Placement's answer about an instance that its cell has claimed for under attempt 2."""
+    held = {cluster.hosts.uuids[4]: {"VCPU": 1}}
+    return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=2, holding=held, attempt=2)
+
+
+def located_there(cluster: Cluster) -> Callable[[Sequence[LocateRequest]], Awaitable[list[LocatePage]]]:
+    """Placement's answer that each instance holds something."""
+
+    async def locate(requests: Sequence[LocateRequest]) -> list[LocatePage]:
+        return [LocatePage(hosts=dict.fromkeys(one.consumers, (cluster.hosts.uuids[4],))) for one in requests]
+
+    return locate
+
+
+@pytest.mark.parametrize("min_count", [1, 2])
+async def test_members_of_a_gang_that_no_host_can_take_are_located_before_they_fail(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, min_count: int
+) -> None:
+    first = nowhere(cluster)
+    second = structs.replace(cluster.hosts.request(), instance_uuid=new_uuid(cluster.hosts.rng))
+    gang = Gang(uuid=first.instance_uuid, size=2, min_count=min_count)
+
+    async def answered(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult]:
+        return [ClaimAllResult(results=(forgotten(cluster),) * len(one.claims)) for one in gangs]
+
+    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
+    monkeypatch.setattr(cluster.port, "submit_gangs", answered)
+    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
+    found = [isinstance(one, HostClaimed) and one.is_its_cells for one in placed]
+    assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
+
+
+async def test_what_no_host_can_take_is_located_before_it_fails(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
+    ruled_out = nowhere(cluster)
+    (failed,) = await cluster.place(ruled_out)
+    assert isinstance(failed, NoValidHost) and cluster.claims == []
+    assert [one.consumers for one in cluster.port.located] == [(ruled_out.instance_uuid,)]
+    its_cells = forgotten(cluster)
+    with monkeypatch.context() as patched:
+        patched.setattr(cluster.port, "locate", located_there(cluster))
+        cluster.answer = lambda _: its_cells
+        (found,) = await cluster.place(ruled_out)
+        assert isinstance(found, HostClaimed) and (found.attempt, len(cluster.claims)) == (2, 1)
+        cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=1)
+        (foreign,) = await cluster.place(ruled_out)
+        assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED, "it would be released"
+        cluster.answer = lambda _: result(ClaimOutcome.CONSUMER_CHANGED)
+        (fenced,) = await cluster.place(ruled_out)
+        assert isinstance(fenced, NoValidHost) and not fenced.claims, "nothing was claimed that is to be released"
+    cluster.port.unavailable = True
+    (unanswered,) = await cluster.place(ruled_out)
+    assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
 
 
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:

@@ -1,0 +1,132 @@
+"""After a restore: instances run, their requests are not on record any more, and their clients publish these again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import asyncpg
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import BuildRequest, BuildState, DeleteRequest, member_uuids
+from bus.contracts.placement import Release, ReleaseResult
+from scheduler_worker.domain import decisions
+from scheduler_worker.domain.pending import CLOCKS_APART_S
+from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, fill
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+
+async def forget(world: World, *uuids: str) -> None:
+    """Their records are lost, and some time passes: what they hold is older than any request that is sent from now."""
+    connection = await asyncpg.connect(world.url)
+    gone = await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = ANY($1)", uuids)
+    assert gone == f"DELETE {len(uuids)}"
+    older = "UPDATE placement.consumers SET created_at = created_at - make_interval(secs => $2) WHERE uuid = ANY($1)"
+    assert await connection.execute(older, uuids, 2 * CLOCKS_APART_S) == f"UPDATE {len(uuids)}"
+    await connection.close()
+    world.builds.clear()
+    world.events.clear()
+
+
+async def running(world: World) -> tuple[BuildRequest, str]:
+    """An instance on the only host, which has room for no other; its request is forgotten."""
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    request = world.request()
+    await world.active(request)
+    await forget(world, request.instance_uuid)
+    return request, host
+
+
+async def without_announcement(world: World, host: str) -> None:
+    """Its compute service announces this host no more."""
+    await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    del world.hosts["c1"][host]
+    await world.announce("c1")
+    await world.eventually(lambda: all(one.live_service_of(host) is None for one in world.tables.values()))
+
+
+async def test_a_full_cloud_gives_the_request_to_the_cell_that_has_its_instance(world: World) -> None:
+    request, host = await running(world)
+    book = world.replicas["s1"]
+    await world.eventually(lambda: not book.free("VCPU", book.rows_of_roots()).any())
+    await world.ask(request)
+    ((cell, build),) = await world.until(lambda: world.builds)
+    assert (cell, build.attempt, build.selections[0].host_uuid) == ("c1", 1, host)
+    assert set(await world.used()) == {host}
+
+
+async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reaches_the_cell(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host of the instance is not announced, so the request fails; the machine runs on there."""
+    monkeypatch.setattr(decisions, "RETRIES", 1)
+    request, host = await running(world)
+    await without_announcement(world, host)
+    await world.ask(request)
+    failed = await world.ended(request.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
+    await world.ask(request)  # on record as failed: it releases nothing either
+    other = world.request()
+    await world.ask(other)
+    await world.ended(other.instance_uuid, BuildState.SCHEDULED)
+    assert host in await world.used()
+    await world.delete(request)
+    ((cell, delete),) = await world.until(lambda: world.deletes)
+    assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
+    assert host in await world.used()
+    await world.announced("c1", request, BuildState.DELETED, 12, terminal=True)
+    await world.ended(request.instance_uuid, BuildState.DELETED)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(world: World, *, is_known: bool) -> None:
+    """The delete goes to the cell; where no scheduler knows the cell of the host, it ends as what it is: failed."""
+    request, host = await running(world)
+    await world.stop("s1")
+    if not is_known:
+        del world.hosts["c1"][host]
+    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
+    await world.scheduler("s2", CONFIG)
+    await world.announce("c1")
+    table = world.tables["s2"]
+    await world.eventually(lambda: (table.last_cell_of(host) == "c1") is is_known)
+    await world.ask(request, delete)  # one batch
+    if is_known:
+        ((cell, command),) = await world.until(lambda: world.deletes)
+        assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
+    else:
+        failed = await world.ended(request.instance_uuid)
+        assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
+    assert set(await world.used()) == {host}
+    assert BuildState.DELETED not in world.states(request.instance_uuid)
+
+
+async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:
+    """One member had failed before the restore; its host is taken."""
+    await world.scheduler("s1", CONFIG)
+    hosts = await world.add_hosts("c1", 2, **ROOM_FOR_ONE)
+    request = world.request(count=2)
+    first, second = member_uuids(request)
+    await world.ask(request)
+    await world.ended(first, BuildState.SCHEDULED)
+    name = (await world.ended(second, BuildState.SCHEDULED)).host
+    await world.buses[API].request(Release(consumer=second), ReleaseResult, timeout_s=PATIENCE_S)
+    free = hosts[0] if name == "c1-0" else hosts[1]
+    await fill(world, free)
+    await forget(world, first)
+    connection = await asyncpg.connect(world.url)
+    await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
+    await connection.close()
+    await world.ask(request)
+    assert (await world.ended(first)).code == "gang.incomplete"
+    await world.ended(second)
+    assert set(await world.used()) == set(hosts)
+    async with asyncio.timeout(PATIENCE_S):
+        while (record := await world.show(first)) is None or record.cell != "c1":
+            pass
+    await world.delete(world.request(instance_uuid=first))
+    ((cell, delete),) = await world.until(lambda: world.deletes)
+    assert (cell, delete.instance_uuid) == ("c1", first)
