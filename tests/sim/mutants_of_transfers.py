@@ -155,7 +155,7 @@ FOUND_BY: dict[str, int] = {
     "leaves_while_it_runs": 1,
     "kept_one_starts_when_time_is_over": 2,
     "kept_one_is_destroyed_too_early": 1,
-    "allocation_is_released_before_the_machine_is_gone": 1,
+    "allocation_is_released_before_the_machine_is_gone": 2,
     "given_back_with_its_machine": 12,
     "delete_does_not_go_back": 37,
 }
