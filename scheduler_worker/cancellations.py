@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -12,7 +12,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
-from bus.contracts.placement import LocateRequest, Release
+from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
@@ -37,19 +37,9 @@ log = structlog.get_logger(__name__)
 class Cancellations:
     """Carries out deletes, cancels builds that are not to be dispatched, and releases their claims."""
 
-    def __init__(
-        self,
-        store: SchedulerStore,
-        claims: ClaimPort,
-        cell_of_host: Callable[[str], str | None],
-        *,
-        clock: Clock,
-        process: str,
-    ) -> None:
-        """`cell_of_host(uuid)`: the cell that last announced a host."""
+    def __init__(self, store: SchedulerStore, claims: ClaimPort, *, clock: Clock, process: str) -> None:
         self._store = store
         self._claims = claims
-        self._cell_of_host = cell_of_host
         self._clock = clock
         self._who = process
 
@@ -158,21 +148,14 @@ class Cancellations:
             )
             for pending in builds
         ]
-        older: list[LocateRequest] = []
+        kept: dict[str, str | None] = {}
         for release, answer in zip(releases, await self._claims.release(releases), strict=True):
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
             if answer.outcome == "older":
-                assert release.project_id is not None
-                older.append(LocateRequest(project_id=release.project_id, consumers=(release.consumer,)))
-        kept: dict[str, str | None] = {}
-        for request, page in zip(older, await self._claims.locate(older) if older else (), strict=True):
-            if isinstance(page, Fault):
-                raise unavailable_after(page) from page
-            (uuid,) = request.consumers
-            hosts = page.hosts.get(uuid, ())
-            kept[uuid] = next((cell for host in hosts if (cell := self._cell_of_host(host)) is not None), None)
-            log.warning("claim.older_than_request", instance=uuid, cause=uuid, hosts=hosts, cell=kept[uuid])
+                uuid = release.consumer
+                kept[uuid] = answer.cell
+                log.warning("claim.older_than_request", instance=uuid, cause=uuid, cell=answer.cell)
         return kept
 
     def _author(self) -> Author:

@@ -197,7 +197,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     @property
     def judges_forgotten(self) -> bool:
         """Whether what a restored database has forgotten is judged as everything else."""
-        return "builds-forgotten" in self.widenings
+        return bool({"builds-forgotten", "requests-forgotten"} & set(self.widenings))
 
     @property
     def has_rest_clients(self) -> bool:

@@ -25,6 +25,8 @@ from compute_sim.domain.reserved import with_reserved
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
@@ -348,7 +350,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
         },
         roots={p.uuid: p.root for p in book.providers.values()},
-        requests={uuid: one.state.value for uuid, one in builds.recorded.items() if uuid not in lost},
+        requests={uuid: _standing(one) for uuid, one in builds.recorded.items() if uuid not in lost},
         cells=dict(builds.cells),
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
@@ -367,11 +369,19 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         ],
         feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
         audit=list(_audit(book)),
-        accepted=[uuid for uuid in accepted if uuid not in lost],
+        accepted=[uuid for uuid in accepted if uuid not in lost and uuid not in world.listener.exempt],
         events=[event for event in world.listener.events.values() if event.instance_uuid not in world.listener.exempt],
         changes=book.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )
+
+
+def _standing(build: RecordedBuild) -> str:
+    """The state of a request. One that has failed because the host of its instance was not announced after a set-back
+    has the cell of that instance on record: it runs, and `berth check` names it, until it is deleted.
+    """
+    is_kept = build.state is BuildState.FAILED and build.code == STRANDED and build.cell is not None
+    return (BuildState.ACTIVE if is_kept else build.state).value
 
 
 def _source_of(instance: Instance) -> SourceFact | None:

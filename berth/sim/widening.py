@@ -55,11 +55,12 @@ class Widening(StrEnum):
         "transfers-restored"  # as transfers, and the database of a cell or of the schedulers is set back
     )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
+    REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
 WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.TRANSFERS_RESTORED}
-WIDENED -= {Widening.BUILDS_FORGOTTEN}
+WIDENED -= {Widening.BUILDS_FORGOTTEN, Widening.REQUESTS_FORGOTTEN}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
@@ -394,6 +395,7 @@ def _transfers_restored(rng: random.Random, plan: Plan) -> Plan:
 
 
 FORGOTTEN_AT_S = 23.0
+REQUESTS_FORGOTTEN_AT_S = 48.0
 
 
 def _builds_forgotten(rng: random.Random, plan: Plan) -> Plan:
@@ -417,6 +419,36 @@ def _builds_forgotten(rng: random.Random, plan: Plan) -> Plan:
         computes=Faults(delay_min_s=0.1, delay_max_s=0.5, fail_rate=rng.uniform(0.1, 0.4)),
         orders=(*builds, copied, back, *deletes),
         load_s=45.0,
+        widenings=(),
+    )
+
+
+def _requests_forgotten(rng: random.Random, plan: Plan) -> Plan:
+    """The schedulers' database is set back to before all requests, and each client publishes its request again; some
+    delete it in the same moment. What runs by then is older than these requests. A compute service is away for a while
+    in half of the runs, so that hosts of instances are not announced.
+    """
+    builds = [replace(one, at=rng.uniform(1.0, 8.0)) for one in plan.orders if one.action is Action.BUILD]
+    copied = Order(at=0.5, action=Action.BACKUP, service="scheduler", uuid=new_uuid(rng))
+    back = replace(copied, at=REQUESTS_FORGOTTEN_AT_S, action=Action.RESTORE, seconds=rng.uniform(0.1, 1.0), size=1)
+    again = [replace(one, at=REQUESTS_FORGOTTEN_AT_S + rng.uniform(2.0, 8.0), action=Action.REPEAT) for one in builds]
+    deletes = [
+        replace(one, at=one.at + rng.choice((0.0, 0.0, 30.0)), action=Action.DELETE)
+        for one in again
+        if rng.random() < 0.5
+    ]
+    cell = replace(plan.cells[0], metal=())
+    service, _ = rng.choice(cell.services)
+    leave = Order(
+        at=REQUESTS_FORGOTTEN_AT_S - 3.0, action=Action.LEAVE, service=service, seconds=rng.uniform(8.0, 40.0)
+    )
+    return replace(
+        plan.without_faults(),
+        cells=(cell,),
+        metal=None,
+        rates=Rates(duplicate=rng.choice((0.0, 0.3))),
+        orders=(*builds, copied, back, *again, *deletes, *([leave] if rng.random() < 0.5 else [])),
+        load_s=REQUESTS_FORGOTTEN_AT_S + 45.0,
         widenings=(),
     )
 
@@ -527,4 +559,5 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.TRANSFERS_RESTORED: _transfers_restored,
     Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
     Widening.BUILDS_FORGOTTEN: _builds_forgotten,
+    Widening.REQUESTS_FORGOTTEN: _requests_forgotten,
 }

@@ -340,11 +340,13 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
     """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
-    (it was made before `claimed_since`, and is kept).
+    (it was made before `claimed_since`, and is kept). cell: with `older`, the cell of its host (None: the book does not
+    know it).
     """
 
     outcome: str
     sequence: int = 0
+    cell: Word | None = None
 
 
 class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):

@@ -26,7 +26,7 @@ from placement_worker.domain.claim_verdict import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
-from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
 ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
 
@@ -152,8 +152,14 @@ def _single_verdicts(verdicts: Sequence[ClaimVerdict]) -> Iterator[ClaimVerdict]
         yield from verdict.of_gang or (verdict,)
 
 
-def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOVE_CELLS) -> ClaimReply:
-    """The reply to one item."""
+def reply(
+    item: ClaimItem,
+    verdict: ClaimVerdict,
+    sequence: int,
+    bus: str = ABOVE_CELLS,
+    cells: Mapping[str, str] | None = None,
+) -> ClaimReply:
+    """The reply to one item. cells: those of the providers."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
         return _claim_result(verdict, number, bus)
@@ -162,7 +168,7 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
             results=tuple(_claim_result(one, sequence if one.changed else 0, bus) for one in verdict.of_gang)
         )
     if isinstance(item, Release):
-        return ReleaseResult(outcome=verdict.outcome, sequence=number)
+        return ReleaseResult(outcome=verdict.outcome, sequence=number, cell=_cell_of(verdict.holding, cells or {}))
     if isinstance(item, Revert):
         return RevertResult(
             outcome=verdict.outcome,
@@ -178,6 +184,11 @@ def reply(item: ClaimItem, verdict: ClaimVerdict, sequence: int, bus: str = ABOV
         sequence=number,
         reason=verdict.reason,
     )
+
+
+def _cell_of(holding: Holding, cells: Mapping[str, str]) -> str | None:
+    """The cell of the host of an allocation; None: it was not reported by one."""
+    return next((cell for uuid in holding if (cell := cells.get(uuid, ABOVE_CELLS)) != ABOVE_CELLS), None)
 
 
 def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:

@@ -418,7 +418,7 @@ def _release(ledger: ClaimLedger, release: Release, recorded_at: float | None) -
     if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     if release.claimed_since is not None and recorded_at is not None and recorded_at < release.claimed_since:
-        return ClaimVerdict(outcome="older", consumer_generation=known.generation)
+        return ClaimVerdict(outcome="older", consumer_generation=known.generation, holding=known.holding)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))

@@ -137,7 +137,7 @@ async def apply(
     verdicts: Sequence[ClaimVerdict] = decision.verdicts
     if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
         verdicts = await holders.named(connection, items, verdicts, names)
-    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
+    return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
 
 
 async def lock(

@@ -125,7 +125,8 @@ class MemoryBook:
                 uuid: table.consumers[uuid].consumer for uuid in consumers_of(items) if uuid in table.consumers
             }
             providers = await self.lock_providers(transaction, sorted(providers_of(items, consumers)))
-            foreign = frozenset(uuid for uuid in providers if is_closed(table.cell(uuid), bus))
+            cells = {uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None}
+            foreign = frozenset(uuid for uuid in providers if is_closed(cells.get(uuid), bus))
             groups = {key: table.alive(key) for key in groups_of(items)}
             projects = {project: table.held_by(project) for project in projects_of(items)}
             decision = decide(
@@ -150,7 +151,7 @@ class MemoryBook:
                 for place, (consumer, lacking) in lost_claims(items, verdicts).items()
             }
             verdicts = with_holders(verdicts, found)
-        return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
+        return [reply(item, verdict, sequence, bus, cells) for item, verdict in zip(items, verdicts, strict=True)]
 
     async def lock_providers(
         self, transaction: MemoryDatabaseTransaction, wanted: Sequence[str]

@@ -30,22 +30,14 @@ async def forget(world: World, *uuids: str) -> None:
     world.events.clear()
 
 
-async def running(world: World) -> tuple[BuildRequest, str]:
+async def running(world: World, on: str = "c1") -> tuple[BuildRequest, str]:
     """An instance on the only host, which has room for no other; its request is forgotten."""
     await world.scheduler("s1", CONFIG)
-    (host,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
+    (host,) = await world.add_hosts("c1", 1, on=on, **ROOM_FOR_ONE)
     request = world.request()
     await world.active(request)
     await forget(world, request.instance_uuid)
     return request, host
-
-
-async def without_announcement(world: World, host: str) -> None:
-    """Its compute service announces this host no more."""
-    await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
-    del world.hosts["c1"][host]
-    await world.announce("c1")
-    await world.eventually(lambda: all(one.live_service_of(host) is None for one in world.tables.values()))
 
 
 async def test_a_full_cloud_gives_the_request_to_the_cell_that_has_its_instance(world: World) -> None:
@@ -64,7 +56,10 @@ async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reach
     """The host of the instance is not announced, so the request fails; the machine runs on there."""
     monkeypatch.setattr(decisions, "RETRIES", 1)
     request, host = await running(world)
-    await without_announcement(world, host)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", CONFIG)
+    await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
     await world.ask(request)
     failed = await world.ended(request.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
@@ -81,20 +76,13 @@ async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reach
     await world.ended(request.instance_uuid, BuildState.DELETED)
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(world: World, *, is_known: bool) -> None:
-    """The delete goes to the cell; where no scheduler knows the cell of the host, it ends as what it is: failed."""
-    request, host = await running(world)
-    await world.stop("s1")
-    if not is_known:
-        del world.hosts["c1"][host]
+@pytest.mark.parametrize("on", ["c1", API])
+async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(world: World, on: str) -> None:
+    """The delete goes to the cell; where the book does not know the cell of the host, it ends as what it is: failed."""
+    request, host = await running(world, on)
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
-    await world.scheduler("s2", CONFIG)
-    await world.announce("c1")
-    table = world.tables["s2"]
-    await world.eventually(lambda: (table.last_cell_of(host) == "c1") is is_known)
     await world.ask(request, delete)  # one batch
-    if is_known:
+    if on == "c1":
         ((cell, command),) = await world.until(lambda: world.deletes)
         assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
     else:
@@ -107,7 +95,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(w
 async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:
     """One member had failed before the restore; its host is taken."""
     await world.scheduler("s1", CONFIG)
-    hosts = await world.add_hosts("c1", 2, **ROOM_FOR_ONE)
+    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)
     first, second = member_uuids(request)
     await world.ask(request)

@@ -222,15 +222,18 @@ class World:
 
     # --- hosts
 
-    async def add_hosts(self, cell: str, count: int, **inventory: int) -> list[str]:
-        """New hosts with these amounts, in the book and announced, and known to every scheduler. Their uuids."""
+    async def add_hosts(self, cell: str, count: int, *, on: str = API, **inventory: int) -> list[str]:
+        """New hosts with these amounts, in the book and announced, and known to every scheduler. Their uuids.
+
+        on: the bus that they are reported on, which the book has as their cell.
+        """
         amounts = inventory or {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}
         uuids = []
         for _ in range(count):
             uuid = new_uuid(self.rng)
             name = f"{cell}-{len(self.hosts[cell])}"
             self.hosts[cell][uuid] = HostReport(uuid=uuid, name=name)
-            await self.report(uuid, name, amounts)
+            await self.report(uuid, name, amounts, on=on)
             uuids.append(uuid)
         await self.announce(cell)
         await self.eventually(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
@@ -244,12 +247,14 @@ class World:
         amounts: dict[str, int],
         traits: tuple[str, ...] = (),
         aggregates: tuple[str, ...] = (),
+        *,
+        on: str = API,
     ) -> None:
         self._version += 1
         inventories = {key: Inventory(total=total, max_unit=total) for key, total in amounts.items()}
         provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits, aggregates=aggregates)
         update = InventoryUpdate(source="world", version=self._version, root_uuid=uuid, providers=(provider,))
-        answer = await self.buses[API].request(update, InventoryResult, timeout_s=PATIENCE_S)
+        answer = await self.buses[on].request(update, InventoryResult, timeout_s=PATIENCE_S)
         assert answer.outcome == "applied", answer
 
     async def announce(self, cell: str) -> None:
