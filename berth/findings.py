@@ -215,7 +215,9 @@ def _records(facts: Facts, unsettled: AbstractSet[str]) -> Iterator[AuditFinding
             yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason)
         elif one.state in ALIVE and request in ENDED:
             reason = f"{one.state} in {one.cell}, and its request is {request}"
-            yield _finding(Kind.UNREQUESTED, one.instance_uuid, reason, f"berth delete --cell {one.cell}")
+            yield _finding(
+                Kind.UNREQUESTED, one.instance_uuid, reason, f"berth delete {one.instance_uuid} --cell {one.cell}"
+            )
 
 
 def _machines(

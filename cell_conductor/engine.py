@@ -26,7 +26,7 @@ from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import is_searched, is_unsearched
 from .domain.arrival_doubts import is_searched_for
-from .domain.delete_rules import is_anothers
+from .domain.delete_rules import is_of_another_project
 from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
@@ -315,7 +315,9 @@ class Engine:
             if self._search is not None and is_unsearched(before, instance_event.event, context.set_back_at):
                 raise Transient("the database was set back since this was taken", code="cell.database_set_back")
             stepped = step(before, instance_event.event, context)
-            if isinstance(instance_event.event, DeleteRequested) and is_anothers(before, instance_event.event):
+            if isinstance(instance_event.event, DeleteRequested) and is_of_another_project(
+                before, instance_event.event
+            ):
                 log.warning("instance.delete_refused", instance=before.uuid, reason="it is of another project")
             if misses_proof(before, stepped.instance) and not self._fences.is_recent:
                 raise Transient("the fence may be on record and not read yet", code="fence.unread")

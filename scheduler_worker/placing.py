@@ -303,9 +303,9 @@ class Placer:
         singles = [one for one in probing if one.gang is None]
         gangs = by_gang([one for one in probing if one.gang is not None])
         answers = await self._submit(singles, gangs)
-        now, after = self._clock.time(), list[PlacementState]()
+        now, found = self._clock.time(), list[PlacementState]()
         for state, answer in zip([*singles, *itertools.chain.from_iterable(gangs)], answers, strict=True):
             stepped = probed(state, answer, self._selector, now=now)
             self._carry_out(stepped)
-            after.append(stepped.state)
-        return after
+            found.append(stepped.state)
+        return found

@@ -272,7 +272,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "  AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested\n",
         "  AND NOT build_requests.delete_requested\n",
     ),
-    "C-5": ("scheduler_worker/cancellations.py", "        await self.release(unused)\n", ""),
+    "C-5": (
+        "scheduler_worker/cancellations.py",
+        "        kept = await self._release(unused)\n",
+        "        kept: dict[str, str | None] = {}\n",
+    ),
     "C-9": (
         "placement_worker/domain/claims.py",
         ("    ledger.move(holding_of(known), wanted)\n    if claim.server_group"),
@@ -471,7 +475,11 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "state=state, deadline=at + context.claim_retry_s, since=at)",
         "state=state, deadline=None, since=at)",
     ),
-    "T-8": ("scheduler_worker/cancellations.py", "        await self.release(unused)\n", ""),
+    "T-8": (
+        "scheduler_worker/cancellations.py",
+        "        kept = await self._release(unused)\n",
+        "        kept: dict[str, str | None] = {}\n",
+    ),
     "T-9": (
         "placement_worker/domain/reports.py",
         "        used=used,\n        traits",

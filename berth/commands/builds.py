@@ -59,6 +59,8 @@ def delete(
 ) -> None:
     """Delete machines, or stop their builds wherever they stand."""
     requested = list(dict.fromkeys(uuids))
+    if cell is not None and (wait or as_json):
+        raise typer.BadParameter("the cell does not answer: leave --wait and --json away", param_hint="--cell")
 
     async def body() -> int:
         if cell is not None:

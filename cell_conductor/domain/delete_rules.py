@@ -86,7 +86,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
     return Step(left.instance, (*others, *left.commands))
 
 
-def is_anothers(instance: Instance, event: DeleteRequested) -> bool:
+def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:
     """Whether the instance is of another project than the delete names: nothing is deleted for it.
 
     Schedulers send none: they give a build to a cell by its project's claim. An operator may name a wrong instance.

@@ -304,7 +304,7 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
-    if isinstance(event, DeleteRequested) and delete_rules.is_anothers(instance, event):
+    if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
     if isinstance(event, MoveRequested):
         instance = departure_rules.numbered_above(instance, event.request)

@@ -127,7 +127,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
-        if gang is not None and is_short and isinstance(result, HostClaimed) and not result.is_its_cells:
+        if gang is not None and is_short and isinstance(result, HostClaimed) and not result.held_by_cell:
             result = GangIncomplete(gang, started, result.claims, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded

@@ -59,8 +59,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. redelivered: an
     earlier delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its
     retries are exhausted, or are about to be; None: they are not. refusal: why it is refused at once, if it is new.
-    claimed_since: the earliest time at which a run of this request can have claimed (None: not known). What its
-    instance holds for longer is of an earlier request, whose record may be lost while the instance runs.
+    claimed_since: the earliest time at which a run of this request can have claimed (None: not known). An older
+    allocation of its instance is of an earlier request, whose record may be lost while the instance runs.
     """
 
     position: int

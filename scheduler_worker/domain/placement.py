@@ -65,7 +65,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     attempt: int = FIRST_ATTEMPT
 
     @property
-    def is_its_cells(self) -> bool:
+    def held_by_cell(self) -> bool:
         """Whether the cell has claimed it, which has had the build since an earlier run of the request."""
         return self.attempt > FIRST_ATTEMPT
 

@@ -62,9 +62,9 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
             return _claimed(state, choice, option, answer, selector, now=now)
         candidates = () if choice is None else (choice.selected, *choice.alternates)
         return _recover(state, candidates, answer, selector, now=now)
-    if is_its_cells(answer):
+    if held_by_cell(answer):
         return _recover(state, (), answer, selector, now=now)
-    if choice is None and not is_anothers(answer):
+    if choice is None and not is_held_by_another(answer):
         return PlacementStep(_after_probe(state, selector))
     if choice is None:
         return PlacementStep(_after_refusal(state, answer))
@@ -82,12 +82,12 @@ def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selecto
     state = replace(state, claims=state.claims + 1)
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=_after_fault(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED or is_its_cells(answer):
+    if answer.outcome is ClaimOutcome.CLAIMED or held_by_cell(answer):
         return _recover(state, (), answer, selector, now=now)
-    return PlacementStep(_after_refusal(state, answer) if is_anothers(answer) else state)
+    return PlacementStep(_after_refusal(state, answer) if is_held_by_another(answer) else state)
 
 
-def is_its_cells(answer: ClaimResult) -> bool:
+def held_by_cell(answer: ClaimResult) -> bool:
     """Whether the cell of this request holds the claim, under a later attempt than a scheduler makes.
 
     An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
@@ -95,7 +95,7 @@ def is_its_cells(answer: ClaimResult) -> bool:
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
 
 
-def is_anothers(answer: ClaimResult) -> bool:
+def is_held_by_another(answer: ClaimResult) -> bool:
     """Whether another client of placement's API holds something under this uuid, which is never released for it."""
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.consumer_generation is not None
 

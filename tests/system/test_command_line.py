@@ -226,7 +226,7 @@ def test_an_operator_deletes_in_its_cell_what_no_client_can_delete(berth: Berth)
 
     assert asyncio.run(read("scheduler", end)) == "deleted"
     (finding,) = [json.loads(line) for line in berth("audit", "--json").out.splitlines()]
-    assert (finding["kind"], finding["repair"]) == ("unrequested", f"berth delete --cell {cell}")
+    assert (finding["kind"], finding["repair"]) == ("unrequested", f"berth delete {found} --cell {cell}")
     assert berth("delete", found, "--cell", cell).status == 0
     until = time.monotonic() + TIMEOUT_S
     while asyncio.run(read(f"cell_{cell}", left)) != "deleted":
@@ -367,6 +367,8 @@ def test_settings_are_shown_without_their_secrets(berth: Berth) -> None:
 WRONG: list[tuple[int, str, tuple[str, ...], dict[str, str]]] = [
     (USAGE, "not a UUID", ("show", "nonsense"), {}),
     (USAGE, "not a UUID", ("delete", "nonsense"), {}),
+    (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--wait"), {}),
+    (USAGE, "leave --wait and --json away", ("delete", UNKNOWN, "--cell", "cell1", "--json"), {}),
     (USAGE, "not a UUID", ("boot", "--flavor", "m1.small", "--uuid", "1"), {}),
     (USAGE, "--flavor", ("boot",), {}),
     (USAGE, "--project", ("boot", "--flavor", "m1.small", "--project", "a b"), {}),

@@ -38,7 +38,7 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
 
 
 def test_no_run_of_a_request_can_have_claimed_before_it_was_sent() -> None:
-    """What its instance holds for longer is not released with it; the two clocks may differ."""
+    """An older allocation of its instance is not released with it; the two clocks may differ."""
     assert taken(sent_at=990.0).claimed_since == 990.0 - CLOCKS_APART_S
     assert taken(sent_at=5000.0).claimed_since == 1000.0 - CLOCKS_APART_S, "its client's clock is ahead"
     assert taken().claimed_since is None, "another client's request without a time: of a copy it would be too late"

@@ -270,7 +270,7 @@ async def test_members_of_a_gang_that_no_host_can_take_are_located_before_they_f
     monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
     monkeypatch.setattr(cluster.port, "submit_gangs", answered)
     placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
-    found = [isinstance(one, HostClaimed) and one.is_its_cells for one in placed]
+    found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
     assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
 
 
