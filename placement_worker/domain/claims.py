@@ -71,15 +71,15 @@ def decide(
     *,
     groups: Mapping[GroupKey, Members] | None = None,
     projects: Mapping[str, Mapping[str, int]] | None = None,
-    recorded_at: Mapping[str, float] | None = None,
+    since: Mapping[str, float] | None = None,
 ) -> Decision:
     """Decide a group in order; each item sees the effects of earlier ones.
 
     consumers, providers: every row that an item names or that a named consumer holds; a missing row does not exist.
     foreign: providers of other cells than the requester's. For the requester these providers are gone, and a consumer
     that holds allocations of them belongs to another cell. groups: the members of every server group that an item
-    names. projects: the total that the consumers of each project with limits hold. Both are locked. recorded_at: since
-    when the consumers of `dated_consumers` are on record (seconds since the epoch); one that is missing is new.
+    names. projects: the total that the consumers of each project with limits hold. Both are locked. since: when
+    the consumers of `dated_consumers` came on record (seconds since the epoch); one that is missing is new.
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
@@ -90,7 +90,7 @@ def decide(
         elif isinstance(item, ClaimAll):
             verdicts.append(_claim_all(ledger, item))
         elif isinstance(item, Release):
-            verdicts.append(_release(ledger, item, (recorded_at or {}).get(item.consumer)))
+            verdicts.append(_release(ledger, item, (since or {}).get(item.consumer)))
         elif isinstance(item, Revert):
             verdicts.append(_revert(ledger, item))
         else:

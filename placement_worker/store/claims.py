@@ -111,17 +111,9 @@ async def apply(
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    dated = dated_consumers(items)
-    recorded_at = dict(await connection.fetch(RECORDED_AT, dated)) if dated else {}
+    since = await _on_record_since(connection, dated_consumers(items))
     decision = decide(
-        items,
-        locked.found,
-        locked.providers,
-        names.class_ids,
-        foreign,
-        groups=groups,
-        projects=projects,
-        recorded_at=recorded_at,
+        items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects, since=since
     )
     await members.write(connection, decision.joined)  # before `write` locks the feed's counter
     sequence = await write(
@@ -138,6 +130,10 @@ async def apply(
     if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
         verdicts = await holders.named(connection, items, verdicts, names)
     return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
+
+
+async def _on_record_since(connection: asyncpg.Connection, consumers: Sequence[str]) -> Mapping[str, float]:
+    return dict(await connection.fetch(RECORDED_AT, consumers)) if consumers else {}
 
 
 async def lock(
