@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -37,9 +37,19 @@ log = structlog.get_logger(__name__)
 class Cancellations:
     """Carries out deletes, cancels builds that are not to be dispatched, and releases their claims."""
 
-    def __init__(self, store: SchedulerStore, claims: ClaimPort, *, clock: Clock, process: str) -> None:
+    def __init__(
+        self,
+        store: SchedulerStore,
+        claims: ClaimPort,
+        cell_of_host: Callable[[str], str | None],
+        *,
+        clock: Clock,
+        process: str,
+    ) -> None:
+        """`cell_of_host(uuid)`: the cell that last announced a host."""
         self._store = store
         self._claims = claims
+        self._cell_of_host = cell_of_host
         self._clock = clock
         self._who = process
 
@@ -100,8 +110,8 @@ class Cancellations:
                 if build.delete_requested and build.state is BuildState.ACCEPTED
             ]
             for end in ended:
-                if end.message is not None:
-                    unit.emit(end.message)
+                for message in end.messages:
+                    unit.emit(message)
             await unit.update([end.update for end in ended], author.at)
         metrics.count_ended(end.update.build for end in ended)
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
@@ -144,7 +154,7 @@ class Cancellations:
                 consumer=pending.instance_uuid,
                 attempt=FIRST_ATTEMPT,
                 project_id=pending.request.project_id,
-                claimed_since=pending.claimed_since,
+                claimed_within_s=pending.claimed_within_s,
             )
             for pending in builds
         ]
@@ -154,8 +164,9 @@ class Cancellations:
                 raise unavailable_after(answer) from answer
             if answer.outcome == "older":
                 uuid = release.consumer
-                kept[uuid] = answer.cell
-                log.warning("claim.older_than_request", instance=uuid, cause=uuid, cell=answer.cell)
+                announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
+                kept[uuid] = answer.cell or next(announced, None)
+                log.warning("claim.older_than_request", instance=uuid, cause=uuid, cell=kept[uuid])
         return kept
 
     def _author(self) -> Author:

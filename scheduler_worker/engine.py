@@ -150,7 +150,7 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._cancellations = Cancellations(store, claims, clock=clock, process=self._who)
+        self._cancellations = Cancellations(store, claims, selector.table.last_cell_of, clock=clock, process=self._who)
         self._recorder = RequestRecorder(store, self._cancellations, clock=clock, process=self._who)
         self._placer = Placer(claims, selector, follower, clock=clock, rng=rng, config=config)
         self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before

@@ -30,7 +30,14 @@ from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.gangs import by_gang, claimable, merged, with_gang_results, within_bounds
+from scheduler_worker.domain.gangs import (
+    by_gang,
+    claimable,
+    merged,
+    with_forgotten_claims,
+    with_gang_results,
+    within_bounds,
+)
 from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
@@ -272,7 +279,7 @@ class Placer:
 
     async def _recover_forgotten(self, states: list[PlacementState]) -> list[PlacementState]:
         """The claims of instances that no host has room for, and that run already: the record of their request is lost,
-        as after a restore. They may be why there is no room.
+        as after a restore. They may be why there is no room. A claim that cannot be dispatched is not released.
         """
         ended = [one for one in states if is_without_any_claim(one)]
         if not ended:
@@ -291,7 +298,8 @@ class Placer:
                 unanswered |= dict.fromkeys(request.consumers, unavailable_after(page))
             else:
                 held |= page.hosts.keys()
-        after = merged(states, await self._probe([one for one in ended if one.request.instance_uuid in held]))
+        probing = [one for one in ended if one.request.instance_uuid in held]
+        after = merged(states, with_forgotten_claims(probing, await self._probe(probing)))
         return [replace(one, result=unanswered.get(one.request.instance_uuid, one.result)) for one in after]
 
     async def _probe(self, states: Sequence[PlacementState]) -> list[PlacementState]:

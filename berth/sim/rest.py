@@ -26,6 +26,7 @@ from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.decisions import INCOMPLETE, NO_HOST
 from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.fences import fence_of
@@ -377,10 +378,11 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
 
 
 def _standing(build: RecordedBuild) -> str:
-    """The state of a request. One that has failed because the host of its instance was not announced after a set-back
+    """The state of a request. One that has failed after a set-back, because the host of its instance was not announced,
     has the cell of that instance on record: it runs, and `berth check` names it, until it is deleted.
     """
-    is_kept = build.state is BuildState.FAILED and build.code == STRANDED and build.cell is not None
+    codes = (STRANDED, NO_HOST, INCOMPLETE)  # a scheduler's: their builds have no cell otherwise
+    is_kept = build.state is BuildState.FAILED and build.code in codes and build.cell is not None
     return (BuildState.ACTIVE if is_kept else build.state).value
 
 

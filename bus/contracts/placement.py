@@ -326,26 +326,28 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
-    of a migration: an instance may have been built under the uuid of a move's request. claimed_since: when given, only
-    an allocation whose consumer is on record since then (seconds since the epoch): an older one is of an earlier
-    request for the same uuid, which a database that was set back may have lost while its instance runs.
+    of a migration: an instance may have been built under the uuid of a move's request. claimed_within_s: when
+    given, only an allocation whose consumer came on record within this time, in seconds, by placement's own clock: an
+    older one is of an earlier request for the same uuid, which a database that was set back may have lost while its
+    instance runs.
     """
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
     project_id: Word | None = None
     of_migration: bool = False
-    claimed_since: float | None = None
+    claimed_within_s: Annotated[float, Bound(ge=0)] | None = None
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
     """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
-    (it was made before `claimed_since`, and is kept). cell: with `older`, the cell of its host (None: the book does not
-    know it).
+    (it was made before that time, and is kept). hosts: with `older`, the roots that it is on; cell: their cell (None:
+    no cell has reported them).
     """
 
     outcome: str
     sequence: int = 0
+    hosts: tuple[Uuid, ...] = ()
     cell: Word | None = None
 
 

@@ -26,7 +26,7 @@ from placement_worker.domain.claim_verdict import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import group_key
-from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
 
 ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
 
@@ -60,8 +60,8 @@ def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
 
 
 def dated_consumers(items: Sequence[ClaimItem]) -> list[str]:
-    """The consumers whose release depends on since when they are on record."""
-    return [item.consumer for item in items if isinstance(item, Release) and item.claimed_since is not None]
+    """The consumers whose release depends on for how long they have been on record."""
+    return [item.consumer for item in items if isinstance(item, Release) and item.claimed_within_s is not None]
 
 
 def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
@@ -168,7 +168,8 @@ def reply(
             results=tuple(_claim_result(one, sequence if one.changed else 0, bus) for one in verdict.of_gang)
         )
     if isinstance(item, Release):
-        return ReleaseResult(outcome=verdict.outcome, sequence=number, cell=_cell_of(verdict.holding, cells or {}))
+        cell = _cell_of(verdict.hosts, cells or {})
+        return ReleaseResult(outcome=verdict.outcome, sequence=number, hosts=verdict.hosts, cell=cell)
     if isinstance(item, Revert):
         return RevertResult(
             outcome=verdict.outcome,
@@ -186,9 +187,9 @@ def reply(
     )
 
 
-def _cell_of(holding: Holding, cells: Mapping[str, str]) -> str | None:
-    """The cell of the host of an allocation; None: it was not reported by one."""
-    return next((cell for uuid in holding if (cell := cells.get(uuid, ABOVE_CELLS)) != ABOVE_CELLS), None)
+def _cell_of(hosts: Sequence[str], cells: Mapping[str, str]) -> str | None:
+    """The cell of the hosts of an allocation; None: no cell has reported them."""
+    return next((cell for uuid in hosts if (cell := cells.get(uuid, ABOVE_CELLS)) != ABOVE_CELLS), None)
 
 
 def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:

@@ -71,15 +71,15 @@ def decide(
     *,
     groups: Mapping[GroupKey, Members] | None = None,
     projects: Mapping[str, Mapping[str, int]] | None = None,
-    since: Mapping[str, float] | None = None,
+    ages_s: Mapping[str, float] | None = None,
 ) -> Decision:
     """Decide a group in order; each item sees the effects of earlier ones.
 
     consumers, providers: every row that an item names or that a named consumer holds; a missing row does not exist.
     foreign: providers of other cells than the requester's. For the requester these providers are gone, and a consumer
     that holds allocations of them belongs to another cell. groups: the members of every server group that an item
-    names. projects: the total that the consumers of each project with limits hold. Both are locked. since: when
-    the consumers of `dated_consumers` came on record (seconds since the epoch); one that is missing is new.
+    names. projects: the total that the consumers of each project with limits hold. Both are locked. ages_s: for how
+    long the consumers of `dated_consumers` have been on record, in seconds; one that is missing is new.
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
@@ -90,7 +90,7 @@ def decide(
         elif isinstance(item, ClaimAll):
             verdicts.append(_claim_all(ledger, item))
         elif isinstance(item, Release):
-            verdicts.append(_release(ledger, item, (since or {}).get(item.consumer)))
+            verdicts.append(_release(ledger, item, (ages_s or {}).get(item.consumer, 0.0)))
         elif isinstance(item, Revert):
             verdicts.append(_revert(ledger, item))
         else:
@@ -402,7 +402,7 @@ def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holdi
     return ClaimOutcome.INVALID if invalid else _CLAIMED
 
 
-def _release(ledger: ClaimLedger, release: Release, recorded_at: float | None) -> ClaimVerdict:
+def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdict:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.holding:
@@ -417,8 +417,9 @@ def _release(ledger: ClaimLedger, release: Release, recorded_at: float | None) -
     is_another |= release.project_id not in (None, known.project_id)
     if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
-    if release.claimed_since is not None and recorded_at is not None and recorded_at < release.claimed_since:
-        return ClaimVerdict(outcome="older", consumer_generation=known.generation, holding=known.holding)
+    if release.claimed_within_s is not None and age_s > release.claimed_within_s:
+        roots = sorted({ledger.providers[uuid].root for uuid in known.holding if uuid in ledger.providers})
+        return ClaimVerdict(outcome="older", consumer_generation=known.generation, hosts=tuple(roots))
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))

@@ -65,7 +65,10 @@ WRITTEN = (1, 7, 1, 4, 3, 2)
 
 NO_LIMITS: Mapping[tuple[str, str], int] = {}
 
-RECORDED_AT = "SELECT uuid::text, extract(epoch FROM created_at)::float8 FROM consumers WHERE uuid = ANY($1::uuid[])"
+AGES = """
+SELECT uuid::text, extract(epoch FROM clock_timestamp() - created_at)::float8
+FROM consumers WHERE uuid = ANY($1::uuid[])
+"""
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 
 _ConsumerRow = tuple[str, int, int, str, str, str]
@@ -111,9 +114,9 @@ async def apply(
     held = await limits.by_project(connection, locked.usage, names)
     projects = {project: held.get(project, {}) for project in limited}
     foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    since = await _on_record_since(connection, dated_consumers(items))
+    ages_s = await _ages_of(connection, dated_consumers(items))
     decision = decide(
-        items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects, since=since
+        items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects, ages_s=ages_s
     )
     await members.write(connection, decision.joined)  # before `write` locks the feed's counter
     sequence = await write(
@@ -132,8 +135,8 @@ async def apply(
     return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
 
 
-async def _on_record_since(connection: asyncpg.Connection, consumers: Sequence[str]) -> Mapping[str, float]:
-    return dict(await connection.fetch(RECORDED_AT, consumers)) if consumers else {}
+async def _ages_of(connection: asyncpg.Connection, consumers: Sequence[str]) -> Mapping[str, float]:
+    return dict(await connection.fetch(AGES, consumers)) if consumers else {}
 
 
 async def lock(

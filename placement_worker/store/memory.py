@@ -129,9 +129,9 @@ class MemoryBook:
             foreign = frozenset(uuid for uuid in providers if is_closed(cells.get(uuid), bus))
             groups = {key: table.alive(key) for key in groups_of(items)}
             projects = {project: table.held_by(project) for project in projects_of(items)}
-            since = {uuid: table.consumers[uuid].created_at for uuid in dated_consumers(items) if uuid in consumers}
+            ages_s = {uuid: table.age_s(uuid) for uuid in dated_consumers(items) if uuid in consumers}
             decision = decide(
-                items, consumers, providers, table.classes, foreign, groups=groups, projects=projects, since=since
+                items, consumers, providers, table.classes, foreign, groups=groups, projects=projects, ages_s=ages_s
             )
             await transaction.statement()
             self.write(transaction, decision)

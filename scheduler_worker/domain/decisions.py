@@ -144,6 +144,8 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
     """The decision to write of a placement's result."""
     request = placed.request
+    if isinstance(result, NoValidHost | GangIncomplete) and result.is_held:
+        placed = PlacedBuild(replace(placed.pending, claimed_within_s=0.0), request, result)
     return DecidedBuild(
         pending=placed.pending,
         decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
@@ -196,8 +198,10 @@ def retry_of(result: PlacementResult) -> Retry | None:
 
 
 def may_hold_claim(result: PlacementResult) -> bool:
-    """Whether a claim was sent: it may be delivered twice, and its second answer be lost."""
-    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0
+    """Whether a claim was sent, which may be delivered twice, and its second answer be lost; or an older one is held,
+    whose cell is to be found.
+    """
+    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0 or result.is_held
 
 
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:

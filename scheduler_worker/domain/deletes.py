@@ -31,7 +31,7 @@ from scheduler_worker.domain.builds import (
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
-STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces
+STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, or of no known cell
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
 
@@ -57,10 +57,10 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
 
 
 class BuildEnd(Struct, frozen=True):
-    """The effect of a delete on one build: its new record, and the message that it leads to, if any."""
+    """The effect of a delete on one build: its new record, and the messages that it leads to."""
 
     update: BuildUpdate
-    message: OutboxMessage | None = None
+    messages: tuple[OutboxMessage, ...] = ()
 
 
 def pending_delete(received: Received, position: int) -> PendingDelete:
@@ -90,8 +90,7 @@ def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, Recorded
             if uuid not in ended and (end := _delete(build, author)) is not None:
                 ended.add(uuid)
                 plan.updates.append(end.update)
-                if end.message is not None:
-                    plan.messages.append(end.message)
+                plan.messages.extend(end.messages)
     return plan
 
 
@@ -118,7 +117,7 @@ def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bo
     command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
     line = author.entry("delete_requested", f"passed to cell {cell}")
     deleting = replace(build, state=BuildState.DELETING, delete_requested=True, cell=cell)
-    return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), OutboxMessage(cell, command, build.instance_uuid))
+    return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), (OutboxMessage(cell, command, build.instance_uuid),))
 
 
 def end_cancelled(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd:
@@ -147,7 +146,8 @@ def end_cancelled(build: RecordedBuild, author: Author, kept: Mapping[str, str |
         build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True, code=STRANDED, reason=reason
     )
     update = BuildUpdate(build=failed, timeline=(author.entry("failed", f"{STRANDED}: {reason}"),))
-    return BuildEnd(update, OutboxMessage(API, event, uuid))
+    refused = replace(event, state=BuildState.REFUSED, sequence=OFF_RECORD)  # the end of the delete
+    return BuildEnd(update, (OutboxMessage(API, event, uuid), OutboxMessage(API, refused, uuid)))
 
 
 def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
@@ -162,7 +162,7 @@ def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
     )
     deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
     update = BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),))
-    return BuildEnd(update, OutboxMessage(API, event, build.instance_uuid))
+    return BuildEnd(update, (OutboxMessage(API, event, build.instance_uuid),))
 
 
 def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:

@@ -31,7 +31,7 @@ FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
 MAX_NAME = 255  # of an instance
-CLOCKS_APART_S = 30.0  # the most that the clocks of a client and of placement's database are assumed to differ
+CLOCKS_APART_S = 30.0  # the most that the clocks of a client and of a scheduler are assumed to differ
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
@@ -59,7 +59,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. redelivered: an
     earlier delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its
     retries are exhausted, or are about to be; None: they are not. refusal: why it is refused at once, if it is new.
-    claimed_since: the earliest time at which a run of this request can have claimed (None: not known). An older
+    claimed_within_s: for how long a run of this request can have held a claim, in seconds (None: not known). An older
     allocation of its instance is of an earlier request, whose record may be lost while the instance runs.
     """
 
@@ -73,7 +73,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     given_up: Refusal | None = None
     refusal: Refusal | None = None
     gang: Gang | None = None
-    claimed_since: float | None = None
+    claimed_within_s: float | None = None
 
     @property
     def is_later_member(self) -> bool:
@@ -117,8 +117,17 @@ def pending_build(
         delivery=meta.attempt,
         given_up=given_up_of(received),
         refusal=refusal,
-        claimed_since=min(meta.sent_at, now) - CLOCKS_APART_S if meta.sent_at > 0 else None,
+        claimed_within_s=_claimed_within(received, now),
     )
+
+
+def _claimed_within(received: Received, now: float) -> float | None:
+    """As in PendingBuild. Not known without a time of sending, or of a copy whose client's clock is ahead."""
+    meta = received.meta
+    is_copy = received.redelivered or meta.attempt > 0
+    if meta.sent_at <= 0 or (is_copy and meta.sent_at > now):
+        return None
+    return max(0.0, now - meta.sent_at) + CLOCKS_APART_S
 
 
 def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:

@@ -94,13 +94,14 @@ class ClaimStranded(Struct, frozen=True):
 
 class GangIncomplete(Struct, frozen=True):
     """The build had a host, but fewer members of its gang had one than must start together. claims: submitted for it
-    until then.
+    until then. is_held: as in NoValidHost.
     """
 
     gang: Gang
     placed: int
     claims: int
     lost: tuple[ClaimLoss, ...] = ()
+    is_held: bool = False
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete

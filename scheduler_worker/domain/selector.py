@@ -43,12 +43,14 @@ class NoValidHost(Struct, frozen=True):
     """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
 
     claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
+    is_held: its instance holds an older allocation, which this request neither takes over nor releases.
     """
 
     funnel: tuple[FunnelStep, ...]
     unannounced: int = 0
     claims: int = 0
     lost: tuple[ClaimLoss, ...] = ()
+    is_held: bool = False
 
     @property
     def remaining(self) -> int:

@@ -8,45 +8,47 @@ import pytest
 
 from bus.contracts.placement import Release, ReleaseResult
 from placement_worker.store.port import PlacementStore
+from tests.contract.books import HOSTS
 from tests.contract.test_moves import at, build, claimed, make, store, used
 
 __all__ = ["make", "store"]  # fixtures
 
 HOUR_S = 3600.0
+OLD_S = 0.2
 
 
-@pytest.mark.parametrize(
-    ("later_s", "outcome"), [(HOUR_S, "older"), (-HOUR_S, "released"), (None, "released")], ids=str
-)
-async def test_an_allocation_is_released_unless_it_is_older(
-    store: PlacementStore, later_s: float | None, outcome: str
-) -> None:
+@pytest.mark.parametrize("within_s", [0.0, HOUR_S, None])
+async def test_an_allocation_is_released_unless_it_is_older(store: PlacementStore, within_s: float | None) -> None:
     await claimed(store, build(0, 0))
-    since = None if later_s is None else time.time() + later_s
-    release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_since=since)
+    is_kept = within_s == 0.0
+    outcome = "older" if is_kept else "released"
+    release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_within_s=within_s)
     for _ in range(2):
         (reply,) = await store.apply([release])
         assert isinstance(reply, ReleaseResult)
         assert reply.outcome == outcome
-        assert await used(store) == (at(0, 4) if outcome == "older" else {})
-        outcome = outcome if outcome == "older" else "absent"
+        assert reply.hosts == ((HOSTS[0],) if is_kept else ())
+        assert await used(store) == (at(0, 4) if is_kept else {})
+        outcome = "older" if is_kept else "absent"
     (again,) = await claimed(store, build(0, 0))
-    assert again.outcome == ("claimed" if outcome == "older" else "consumer_changed"), "only a release fences"
+    assert again.outcome == ("claimed" if is_kept else "consumer_changed"), "only a release fences"
 
 
 async def test_a_later_claim_of_its_consumer_makes_it_no_newer(store: PlacementStore) -> None:
     await claimed(store, build(0, 0))
-    since = time.time()
+    began = time.monotonic()
+    while time.monotonic() - began < OLD_S:
+        await used(store)
     (later,) = await claimed(store, build(0, 0, 2, attempt=2, consumer_generation=1))
     assert later.outcome == "claimed"
-    (reply,) = await store.apply([Release(consumer=build(0, 0).consumer, attempt=2, claimed_since=since)])
+    (reply,) = await store.apply([Release(consumer=build(0, 0).consumer, attempt=2, claimed_within_s=OLD_S)])
     assert isinstance(reply, ReleaseResult)
     assert (reply.outcome, await used(store)) == ("older", at(0, 2))
 
 
 async def test_a_claim_of_the_same_group_is_not_older(store: PlacementStore) -> None:
     claim = build(0, 0)
-    release = Release(consumer=claim.consumer, attempt=1, project_id="p", claimed_since=time.time() - HOUR_S)
+    release = Release(consumer=claim.consumer, attempt=1, project_id="p", claimed_within_s=HOUR_S)
     _, reply = await store.apply([claim, release])
     assert isinstance(reply, ReleaseResult)
     assert reply.outcome == "released"

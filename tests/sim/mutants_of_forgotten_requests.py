@@ -22,7 +22,7 @@ from scheduler_worker.placing import Placer
 def older_claims_are_released() -> AbstractContextManager[Any]:
     """An allocation is released with its request, however old it is."""
 
-    def undated(*, claimed_since: float | None, **fields: Any) -> Release:
+    def undated(*, claimed_within_s: float | None, **fields: Any) -> Release:
         return Release(**fields)
 
     return patch.object(cancellations, "Release", undated)
@@ -65,7 +65,7 @@ FOUND_BY: dict[str, int] = {
     "older_claims_are_released": 1,
     "full_clouds_are_not_looked_up": 1,
     "cells_of_kept_claims_are_not_recorded": 18,
-    "kept_instances_are_called_deleted": 1,
+    "kept_instances_are_called_deleted": 7,
 }
 BREAKS: dict[str, str] = {
     "older_claims_are_released": "never_running_unclaimed",

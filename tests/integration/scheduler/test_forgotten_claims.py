@@ -18,25 +18,25 @@ from tests.integration.scheduler.world import PATIENCE_S, World
 pytestmark = pytest.mark.postgres
 
 
-async def forget(world: World, *uuids: str) -> None:
-    """Their records are lost, and some time passes: what they hold is older than any request that is sent from now."""
+async def forget(world: World, *uuids: str, aged: bool = True) -> None:
+    """Their records are lost. aged: their allocations are older than any request that is sent from now."""
     connection = await asyncpg.connect(world.url)
     gone = await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = ANY($1)", uuids)
     assert gone == f"DELETE {len(uuids)}"
     older = "UPDATE placement.consumers SET created_at = created_at - make_interval(secs => $2) WHERE uuid = ANY($1)"
-    assert await connection.execute(older, uuids, 2 * CLOCKS_APART_S) == f"UPDATE {len(uuids)}"
+    assert await connection.execute(older, uuids, 2 * CLOCKS_APART_S if aged else 0.0) == f"UPDATE {len(uuids)}"
     await connection.close()
     world.builds.clear()
     world.events.clear()
 
 
-async def running(world: World, on: str = "c1") -> tuple[BuildRequest, str]:
+async def running(world: World, on: str = "c1", *, aged: bool = True) -> tuple[BuildRequest, str]:
     """An instance on the only host, which has room for no other; its request is forgotten."""
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on=on, **ROOM_FOR_ONE)
     request = world.request()
     await world.active(request)
-    await forget(world, request.instance_uuid)
+    await forget(world, request.instance_uuid, aged=aged)
     return request, host
 
 
@@ -76,20 +76,44 @@ async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reach
     await world.ended(request.instance_uuid, BuildState.DELETED)
 
 
-@pytest.mark.parametrize("on", ["c1", API])
-async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(world: World, on: str) -> None:
-    """The delete goes to the cell; where the book does not know the cell of the host, it ends as what it is: failed."""
+@pytest.mark.parametrize(("on", "is_announced"), [("c1", False), (API, True), (API, False)])
+async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
+    world: World, on: str, *, is_announced: bool
+) -> None:
+    """The delete goes to the cell, by the book or by the announcements; else both requests end as what they are."""
     request, host = await running(world, on)
+    if not is_announced:
+        await world.stop("s1")
+        del world.hosts["c1"][host]
+        await world.scheduler("s2", CONFIG)
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
     await world.ask(request, delete)  # one batch
-    if on == "c1":
+    if on == "c1" or is_announced:
         ((cell, command),) = await world.until(lambda: world.deletes)
         assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
     else:
-        failed = await world.ended(request.instance_uuid)
-        assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
+        failed = await world.ended(request.instance_uuid, BuildState.FAILED)
+        refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
+        assert (failed.code, refused.code, refused.sequence) == ("claim.stranded", "claim.stranded", 0)
     assert set(await world.used()) == {host}
     assert BuildState.DELETED not in world.states(request.instance_uuid)
+
+
+async def test_a_request_that_has_sent_no_claim_releases_none_however_young_it_is(world: World) -> None:
+    """No host has room, and that of the instance is not announced."""
+    request, host = await running(world, aged=False)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", CONFIG)
+    book = world.replicas["s2"]
+    await world.eventually(lambda: book.row_of(host) is not None)
+    await world.ask(request)
+    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    await world.ask(request)
+    other = world.request(flavor="no.such")
+    await world.ask(other)
+    await world.ended(other.instance_uuid)
+    assert set(await world.used()) == {host}
 
 
 async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:
@@ -109,7 +133,7 @@ async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world
     await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
     await connection.close()
     await world.ask(request)
-    assert (await world.ended(first)).code == "gang.incomplete"
+    assert (await world.ended(first)).code == "no_valid_host"
     await world.ended(second)
     assert set(await world.used()) == set(hosts)
     async with asyncio.timeout(PATIENCE_S):

@@ -37,11 +37,12 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
         assert (build.state, build.terminal, build.code) == (BuildState.REFUSED, True, code)
 
 
-def test_no_run_of_a_request_can_have_claimed_before_it_was_sent() -> None:
+def test_a_run_of_a_request_holds_a_claim_no_longer_than_since_it_was_sent() -> None:
     """An older allocation of its instance is not released with it; the two clocks may differ."""
-    assert taken(sent_at=990.0).claimed_since == 990.0 - CLOCKS_APART_S
-    assert taken(sent_at=5000.0).claimed_since == 1000.0 - CLOCKS_APART_S, "its client's clock is ahead"
-    assert taken().claimed_since is None, "another client's request without a time: of a copy it would be too late"
+    assert taken(sent_at=990.0).claimed_within_s == 10.0 + CLOCKS_APART_S
+    assert taken(sent_at=5000.0).claimed_within_s == CLOCKS_APART_S, "its client's clock is ahead"
+    assert taken(sent_at=5000.0, attempt=1).claimed_within_s is None, "a copy came later than the first by any time"
+    assert taken().claimed_within_s is None, "another client's request without a time"
 
 
 def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decision() -> None:

@@ -33,6 +33,7 @@ from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     ClaimsContended,
+    GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -272,6 +273,43 @@ async def test_members_of_a_gang_that_no_host_can_take_are_located_before_they_f
     placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
     found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
     assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
+
+
+@pytest.mark.parametrize("held", [1, 2])
+async def test_a_gang_that_stays_short_has_sent_no_claim(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, held: int
+) -> None:
+    """A claim that its scheduler made is dispatched with enough others; else none of the gang's is to be released."""
+    first = nowhere(cluster)
+    second = structs.replace(first, instance_uuid=new_uuid(cluster.hosts.rng))
+    gang = Gang(uuid=first.instance_uuid, size=2, min_count=2)
+    here = cluster.hosts.uuids[4]
+    ours = ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding={here: {"VCPU": 1}})
+
+    async def answered(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult]:
+        results = (*[ours] * held, *[result(ClaimOutcome.CONSUMER_CHANGED)] * 2)
+        return [ClaimAllResult(results=results[: len(one.claims)]) for one in gangs]
+
+    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
+    monkeypatch.setattr(cluster.port, "submit_gangs", answered)
+    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
+    if held == 2:
+        assert [isinstance(one, HostClaimed) for one in placed] == [True, True]
+    else:
+        ended = [one for one in placed if isinstance(one, NoValidHost | GangIncomplete)]
+        assert [(one.claims, one.is_held) for one in ended] == [(0, True), (0, False)]
+
+
+async def test_a_claim_on_a_host_that_is_not_announced_leaves_it_without_a_claim(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
+    cluster.answer = lambda _: ClaimResult(
+        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding={"gone": {"VCPU": 1}}
+    )
+    (failed,) = await cluster.place(nowhere(cluster))
+    assert isinstance(failed, NoValidHost)
+    assert (failed.claims, failed.is_held) == (0, True), "its failure releases nothing, and its cell is looked for"
 
 
 async def test_what_no_host_can_take_is_located_before_it_fails(
