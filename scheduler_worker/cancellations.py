@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
-from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
@@ -18,7 +17,7 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import is_unused
-from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
     PendingDelete,
     end_cancelled,
@@ -26,6 +25,7 @@ from scheduler_worker.domain.deletes import (
     refusal_of,
     refuse_unknown,
     tombstones,
+    with_cell,
 )
 from scheduler_worker.domain.pending import PendingBuild, accepted
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
@@ -129,17 +129,11 @@ class Cancellations:
         author = self._author()
         async with self._store.unit() as unit:
             locked = await unit.lock(list(cells))
-            updates = [
-                BuildUpdate(
-                    build=replace(build, cell=cells[uuid]),
-                    timeline=(
-                        author.entry("kept", f"an allocation that is older than this request, in {cells[uuid]}"),
-                    ),
-                )
-                for uuid, build in locked.items()
-                if build.state is BuildState.FAILED and build.cell is None
-            ]
-            await unit.update(updates, author.at)
+            ends = [end for uuid, build in locked.items() if (end := with_cell(build, cells[uuid], author)) is not None]
+            for end in ends:
+                for message in end.messages:
+                    unit.emit(message)
+            await unit.update([end.update for end in ends], author.at)
 
     async def _release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
         """Release claims; return the cells of those instances that hold an older allocation, which is kept.

@@ -35,7 +35,7 @@ from scheduler_worker.domain.decision_messages import messages_of, to_clients
 from scheduler_worker.domain.decisions import Circumstances, Conclusion, by_request, conclude_all, prepare, with_stages
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.pending import PendingBuild, accepted, first_event, new_build, stamps_of
+from scheduler_worker.domain.pending import PendingBuild, accepted, as_copy, first_event, new_build, stamps_of
 from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import CONSUMER_CHANGED, PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
@@ -170,7 +170,8 @@ class SchedulingEngine:
             to_cancel: list[PendingBuild] = []
             to_place: list[tuple[PendingBuild, bool]] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
-            for pending, admission in zip(builds, admissions, strict=True):
+            for taken, admission in zip(builds, admissions, strict=True):
+                pending = as_copy(taken, admission.recorded_at)
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif admission.cancelled or pending.instance_uuid in deleted:

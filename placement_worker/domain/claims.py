@@ -415,6 +415,7 @@ def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdic
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
+    is_another |= release.claimed_within_s is not None and known.attempt == 0  # not of a scheduler or a cell
     if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     if release.claimed_within_s is not None and age_s > release.claimed_within_s:

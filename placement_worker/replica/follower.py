@@ -353,9 +353,10 @@ class Follower:
                 timeout_s=self._limits.request_timeout_s,
                 cause="replica.snapshot",
             )
-            if first is None or page.history != first.history:
-                first, after = page, None
-                loading = Loading()
+            if first is not None and page.history != first.history:  # this page begins where the former one ended
+                first, after, loading = None, None, Loading()
+                continue
+            first = first or page
             await loading.add(page.providers)
             if not page.more:
                 self._finish(loading, first)

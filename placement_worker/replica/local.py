@@ -81,9 +81,10 @@ class LocalReplica:
         after: str | None = None
         while True:  # ends: pages continue by uuid, and the history seldom changes
             page = await self._source.snapshot(after, PAGE)
-            if first is None or page.history != first.history:
-                first, after = page, None
-                loading = Loading()
+            if first is not None and page.history != first.history:  # this page begins where the former one ended
+                first, after, loading = None, None, Loading()
+                continue
+            first = first or page
             await loading.add(page.providers)
             if not page.more:
                 break

@@ -23,7 +23,8 @@ class Admission(Struct, frozen=True, kw_only=True):
 
     label: for the metrics. surely_unclaimed: this delivery put it on record and no earlier one can have claimed.
     cancelled: a delete came before the decision. release: an earlier run may hold a claim that no cell will use.
-    event: published to the project, because no other event of this request will follow. withdrawn: a delete has ended
+    recorded_at: when an earlier copy came on record. event: published to the project, because no other event of this
+    request will follow. withdrawn: a delete has ended
     it, or will: its gang does not wait for it.
     """
 
@@ -34,6 +35,7 @@ class Admission(Struct, frozen=True, kw_only=True):
     release: bool = False
     event: BuildEvent | None = None
     withdrawn: bool = False
+    recorded_at: float | None = None
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -117,7 +119,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         return Admission(
             outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
         )
-    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested)
+    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested, recorded_at=known.recorded_at)
 
 
 def admit_without_first(pending: PendingBuild) -> Admission:

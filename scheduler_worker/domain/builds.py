@@ -69,7 +69,9 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
 
 
 class BuildStatus(Struct, frozen=True, kw_only=True):
-    """The record of a request that came again. cell: where it was dispatched to, together with its claim."""
+    """The record of a request that came again. cell: where it was dispatched to, together with its claim. recorded_at:
+    when the first copy came on record (seconds since the epoch; None: not known).
+    """
 
     state: BuildState
     digest: bytes
@@ -77,6 +79,7 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
     project_id: str
     cell: str | None = None
     code: str = ""
+    recorded_at: float | None = None
 
 
 class Gang(Struct, frozen=True, kw_only=True):

@@ -86,7 +86,9 @@ def prepare(
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
     failed = unsatisfiable(pending.request, spec, hosts, author)
-    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=not surely_unclaimed)
+    if surely_unclaimed:  # an allocation is an older request's, as after a restore: its cell is found, and it is kept
+        pending = replace(pending, claimed_within_s=0.0)
+    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=True)
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:

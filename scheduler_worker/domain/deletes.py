@@ -120,6 +120,20 @@ def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bo
     return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), (OutboxMessage(cell, command, build.instance_uuid),))
 
 
+def with_cell(build: RecordedBuild, cell: str, author: Author) -> BuildEnd | None:
+    """A build that has failed, with the cell in which its instance has an older allocation: its delete goes there.
+
+    A delete that came meanwhile is passed on: it ended the build as one that no cell has. None: nothing changes.
+    """
+    is_deleted = build.state is BuildState.DELETED and build.delete_requested and build.code != UNKNOWN
+    if build.cell is not None or not (is_deleted or build.state is BuildState.FAILED):
+        return None
+    line = author.entry("kept", f"an allocation that is older than this request, in {cell}")
+    update = BuildUpdate(build=replace(build, cell=cell), timeline=(line,))
+    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=True)
+    return BuildEnd(update, (OutboxMessage(cell, command, build.instance_uuid),) if is_deleted else ())
+
+
 def end_cancelled(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd:
     """The end of a build that a delete stops while it is being scheduled.
 

@@ -130,6 +130,14 @@ def _claimed_within(received: Received, now: float) -> float | None:
     return max(0.0, now - meta.sent_at) + CLOCKS_APART_S
 
 
+def as_copy(pending: PendingBuild, recorded_at: float | None) -> PendingBuild:
+    """The request as a copy of one that came on record then: the other may have claimed since that time."""
+    if recorded_at is None or pending.claimed_within_s is None:
+        return pending
+    within_s = max(pending.claimed_within_s, pending.taken_at - recorded_at + CLOCKS_APART_S)
+    return replace(pending, claimed_within_s=within_s)
+
+
 def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
     """The request with the server group that it names; it goes on record so, and keeps that rule."""
     if request.group is None or request.server_group is not None:

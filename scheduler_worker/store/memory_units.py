@@ -71,6 +71,7 @@ class MemoryBuildUnit:
                 project_id=build.project_id,
                 cell=build.cell,
                 code=build.code,
+                recorded_at=table.records[uuid].created_at,
             )
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None

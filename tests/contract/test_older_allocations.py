@@ -52,3 +52,12 @@ async def test_a_claim_of_the_same_group_is_not_older(store: PlacementStore) -> 
     _, reply = await store.apply([claim, release])
     assert isinstance(reply, ReleaseResult)
     assert reply.outcome == "released"
+
+
+async def test_an_allocation_of_another_client_is_not_released(store: PlacementStore) -> None:
+    """It has no attempt, though it is of the same project."""
+    await claimed(store, build(0, 0, attempt=0))
+    release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_within_s=HOUR_S)
+    (reply,) = await store.apply([release])
+    assert isinstance(reply, ReleaseResult)
+    assert (reply.outcome, await used(store)) == ("consumer_changed", at(0, 4))

@@ -270,3 +270,10 @@ async def test_several_questions_are_answered_together_and_each_alone(store: Pla
         ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
     ]
     assert await store.locate([]) == []
+
+
+async def test_a_member_that_is_swapped_beside_a_claim_for_its_new_host_alone(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    replies = await store.apply([swap(0, 1), member(1, 1)])
+    assert [str(reply.outcome) for reply in replies] == ["claimed", "ruled_out"]
+    assert await members(store) == {HOSTS[1]: 1}

@@ -45,6 +45,8 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
 
     await book.store.apply([member(consumer)])
     await book.store.apply([Release(consumer=consumer, attempt=1)])
+    async with book.database.raw() as forgetting:  # its fence is purged first: only then is the member one to trim
+        await forgetting.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
     async with book.database.raw() as claiming:
         (reply,) = await claims.apply(claiming, [member(consumer, 2)], book.store.names, ABOVE_CELLS)
         assert reply.outcome == "claimed"

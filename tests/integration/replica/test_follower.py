@@ -323,6 +323,7 @@ async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_si
         stage.source.write()
     async with playing(stage) as follower:
         await stage.until_true()
+        await until(follower.ready.is_set, stage.clock)
         snapshots = stage.source.snapshots
         stage.source.begin_again()
         for _ in range(20 + more):
@@ -355,3 +356,66 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
         await stage.source.announce_head()
         await until(lambda: stage.book.history == "h2", stage.clock)
         assert list(stage.book.assumed_keys()) == []
+
+
+@pytest.mark.parametrize("announced", ["changes", "head"])
+async def test_a_book_that_was_set_back_is_noticed_by_its_feed_alone(announced: str) -> None:
+    stage = Stage()
+    for _ in range(20):
+        stage.source.write()
+    async with playing(stage) as follower:
+        await stage.until_true()
+        await until(follower.ready.is_set, stage.clock)
+        snapshots = stage.source.snapshots
+        stage.source.begin_again()
+        for _ in range(20):
+            stage.source.write()
+        stage.source.unpublished.clear()
+        for _ in range(200):  # a busy feed: never silent, never behind
+            if announced == "changes":
+                stage.source.write()
+                await stage.source.notify()
+            else:
+                await stage.source.announce_head()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            stage.clock.advance(0.1)
+        assert stage.source.snapshots == snapshots + 1
+        assert stage.book.history == "h2"
+
+
+@pytest.mark.parametrize("later", [0, 3], ids=["no change since", "changes since"])
+async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_before(later: int) -> None:
+    """Changes that came before belong to numbers which the book has given again."""
+    stage = Stage()
+    source = stage.source
+    for _ in range(60):
+        source.write()
+    source.unpublished.clear()
+    announced_soon: list[asyncio.Task[None]] = []
+
+    def on_page() -> None:
+        if source.pages == 1:
+            for _ in range(5):
+                source.write()  # 61 to 65, of the former history: kept until the snapshot is read
+            announced_soon.append(asyncio.create_task(source.notify()))
+        elif source.pages == 4:
+            source.begin_again()
+            for _ in range(60):
+                source.write()
+            source.unpublished.clear()
+            for _ in range(later):
+                source.write()  # 61 to 63, of the new one
+            announced_soon.append(asyncio.create_task(source.notify()))
+
+    source.on_page = on_page
+    async with playing(stage) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        await asyncio.gather(*announced_soon)
+        for _ in range(100):
+            await source.announce_head()
+            for _ in range(20):
+                await asyncio.sleep(0)
+            stage.clock.advance(0.1)
+        assert stage.book.history == "h2"
+        assert stage.is_true(), (stage.book.sequence, source.head)

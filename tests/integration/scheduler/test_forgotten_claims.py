@@ -10,9 +10,11 @@ import pytest
 from bus.bus import API
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest, member_uuids
 from bus.contracts.placement import Release, ReleaseResult
+from scheduler_worker.claims import BusClaims
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decisions
 from scheduler_worker.domain.pending import CLOCKS_APART_S
-from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, fill
+from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -114,6 +116,46 @@ async def test_a_request_that_has_sent_no_claim_releases_none_however_young_it_i
     await world.ask(other)
     await world.ended(other.instance_uuid)
     assert set(await world.used()) == {host}
+
+
+async def test_a_request_for_a_host_that_is_not_announced_gets_the_cell_that_has_its_instance(world: World) -> None:
+    """It fails before anything is looked up; its delete reaches the cell, and released is nothing, however young."""
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    request = world.request(host="c1-0")
+    await world.active(request)
+    await forget(world, request.instance_uuid, aged=False)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", CONFIG)
+    await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
+    await world.ask(request)
+    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    async with asyncio.timeout(PATIENCE_S):
+        while (record := await world.show(request.instance_uuid)) is None or record.cell != "c1":
+            pass
+    assert host in await world.used()
+
+
+async def test_a_delete_that_comes_before_the_cell_is_found_is_passed_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decisions, "RETRIES", 1)
+    request, host = await running(world)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    releasing = Gate(monkeypatch, BusClaims, "release")
+    await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
+    await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
+    await world.ask(request)
+    await releasing.wait()
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
+    await world.delete(request)
+    await world.ended(request.instance_uuid, BuildState.DELETED)
+    releasing.open.set()
+    ((cell, delete),) = await world.until(lambda: world.deletes)
+    assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
+    assert host in await world.used()
 
 
 async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:

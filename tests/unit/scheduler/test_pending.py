@@ -11,7 +11,7 @@ from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated, is_unused
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.pending import CLOCKS_APART_S, TOO_OLD, PendingBuild, new_build, pending_build
+from scheduler_worker.domain.pending import CLOCKS_APART_S, TOO_OLD, PendingBuild, as_copy, new_build, pending_build
 from tests.unit.scheduler.hosts import Hosts
 
 UUID = "00000000-0000-4000-8000-000000000001"
@@ -43,6 +43,17 @@ def test_a_run_of_a_request_holds_a_claim_no_longer_than_since_it_was_sent() -> 
     assert taken(sent_at=5000.0).claimed_within_s == CLOCKS_APART_S, "its client's clock is ahead"
     assert taken(sent_at=5000.0, attempt=1).claimed_within_s is None, "a copy came later than the first by any time"
     assert taken().claimed_within_s is None, "another client's request without a time"
+
+
+def test_a_copy_may_hold_the_claim_of_the_copy_that_came_on_record_first() -> None:
+    """A client that has had no answer publishes its request again, later than the first scheduler's claim."""
+    copy = taken(sent_at=990.0)
+    admission = admit_known(copy, status(recorded_at=900.0))
+    assert as_copy(copy, admission.recorded_at).claimed_within_s == 100.0 + CLOCKS_APART_S
+    assert as_copy(copy, 995.0) == as_copy(copy, None) == copy
+    assert as_copy(taken(), 900.0).claimed_within_s is None
+    ended = admit_known(copy, status(state=BuildState.FAILED, recorded_at=900.0))
+    assert ended.recorded_at is None, "what an audit has claimed since is not the copy's"
 
 
 def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decision() -> None:
