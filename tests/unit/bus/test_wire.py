@@ -373,6 +373,13 @@ def test_a_field_that_a_clients_request_does_not_have_is_refused_by_name(fields:
     assert named in found.reason, found.reason
 
 
+def test_a_field_that_a_delete_does_not_have_is_refused_by_name() -> None:
+    body = msgspec.json.encode({"type": "build.delete.v1", "instance_uuid": UUID, "project_id": "p", "forced": True})
+    (found,) = read(arrived(body, routing_key="build.delete.p"))
+    assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
+    assert "unknown field `forced`" in found.reason, found.reason
+
+
 @pytest.mark.parametrize(
     "properties",
     [

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
@@ -405,3 +406,20 @@ async def test_unconfirmed_results_are_published_again_by_the_next_start() -> No
     again = Service(driver, service.records)
     await again.agent.resume()
     assert [(r.instance_uuid, r.outcome) for r in again.results] == [(INSTANCES[1], ComputeOutcome.ACTIVE)]
+
+
+@pytest.mark.parametrize("command", [spawn(0, 2), destroy(0, 2)], ids=["spawn", "destroy"])
+async def test_a_machine_on_record_of_another_deployment_is_neither_replaced_nor_reported_destroyed(
+    command: Spawn | Destroy,
+) -> None:
+    service = Service(Scripted())
+    await service.agent.resume()
+    mine, other = "10000000-0000-4000-8000-000000000000", "20000000-0000-4000-8000-000000000000"
+    service.agent.take([replace(spawn(0, 1), deployment=other)])
+    await service.rest()
+    service.results.clear()
+    service.agent.take([replace(command, deployment=mine)])
+    await service.rest()
+    assert [(one.outcome, one.attempt) for one in service.results] == [(ComputeOutcome.FAILED, 2)]
+    assert service.driver.machines == {(HOSTS[0], INSTANCES[0]): 1}
+    assert (service.driver.destroys, service.driver.misused) == (0, [])
