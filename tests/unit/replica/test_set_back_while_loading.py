@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from bus.contracts.placement import ChangesPage, FeedHead, SnapshotPage
 from placement_worker.replica.local import LocalReplica
-
-from .books import provider
+from tests.unit.replica.books import provider
 
 
 class SetBackAfter:
