@@ -24,8 +24,7 @@ class Admission(Struct, frozen=True, kw_only=True):
     label: for the metrics. surely_unclaimed: this delivery put it on record and no earlier one can have claimed.
     cancelled: a delete came before the decision. release: an earlier run may hold a claim that no cell will use.
     recorded_at: when an earlier copy came on record. event: published to the project, because no other event of this
-    request will follow. withdrawn: a delete has ended
-    it, or will: its gang does not wait for it.
+    request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
     """
 
     outcome: Outcome | None = None

@@ -14,6 +14,7 @@ from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decisions
 from scheduler_worker.domain.pending import CLOCKS_APART_S
+from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -156,6 +157,34 @@ async def test_a_delete_that_comes_before_the_cell_is_found_is_passed_on(
     ((cell, delete),) = await world.until(lambda: world.deletes)
     assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
     assert host in await world.used()
+
+
+async def test_a_copy_releases_the_claim_of_the_copy_that_came_on_record_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client has sent it again a minute later: no cell has the build, and its claim is not an older request's."""
+    monkeypatch.setattr(decisions, "RETRIES", 1)
+    writing = Gate(monkeypatch, SchedulingEngine, "_write")
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    request = world.request()
+    await world.ask(request)
+    await writing.wait()
+    await world.kill("s1")
+    del world.hosts["c1"][host]
+    connection = await asyncpg.connect(world.url)
+    minute = 2 * CLOCKS_APART_S
+    await connection.execute("UPDATE scheduler.build_requests SET created_at = created_at - $1", minute)
+    await connection.execute(
+        "UPDATE placement.consumers SET created_at = created_at - make_interval(secs => $1)", minute
+    )
+    await connection.close()
+    await world.scheduler("s2", CONFIG)
+    await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
+    async with asyncio.timeout(PATIENCE_S):
+        while await world.used():
+            pass
 
 
 async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:
