@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
+from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
@@ -19,13 +20,13 @@ from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import is_unused
 from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
+    DeletePlan,
     PendingDelete,
-    end_cancelled,
+    end_without_cell,
     plan_deletes,
     refusal_of,
     refuse_unknown,
     tombstones,
-    with_cell,
 )
 from scheduler_worker.domain.pending import PendingBuild, accepted
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
@@ -54,11 +55,26 @@ class Cancellations:
         self._who = process
 
     async def delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
-        """Carry out deletes in one transaction: outcomes by position, and the instances that are to be deleted."""
+        """Carry out deletes: outcomes by position, and the instances that are to be deleted.
+
+        One transaction; one more for those of builds that no cell has, after placement is queried. Safe to repeat.
+        Raises Transient when placement does not answer.
+        """
+        plan = await self._carry_out(deletes)
+        if not plan.unbuilt:
+            return plan.outcomes, plan.accepted
+        kept = await self._release([_release_of(one.request, within_s=0.0) for one in plan.unbuilt])
+        of_unbuilt = await self._carry_out(plan.unbuilt, kept)
+        return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
+
+    async def _carry_out(
+        self, deletes: Sequence[PendingDelete], kept: Mapping[str, str | None] | None = None
+    ) -> DeletePlan:
+        """Carry out deletes in one transaction. kept: as of `plan_deletes`."""
         author = self._author()
         async with self._store.unit() as unit:
             builds = await unit.lock([one.request.instance_uuid for one in deletes])
-            plan = plan_deletes(deletes, builds, author)
+            plan = plan_deletes(deletes, builds, author, kept)
             for message in plan.messages:
                 unit.emit(message)
             await unit.update(plan.updates, author.at)
@@ -66,10 +82,10 @@ class Cancellations:
             refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
             for message in messages:
                 unit.emit(message)
-        metrics.count_ended(m.message for m in plan.messages if isinstance(m.message, BuildEvent))
+        metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
         metrics.count_requests("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
         metrics.count_requests("delete", "unknown", len(refused))
-        return plan.outcomes | refused, plan.accepted
+        return replace(plan, outcomes=plan.outcomes | refused)
 
     async def refuse(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
         """Publish that these deletes will not be carried out, where they are not under way or over already."""
@@ -100,12 +116,12 @@ class Cancellations:
             # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
         unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
-        kept = await self._release(unused)
+        kept = await self.release(unused)
         author = self._author()
         async with self._store.unit() as unit:
             locked = await unit.lock([pending.instance_uuid for pending in unused])
             ended = [
-                end_cancelled(build, author, kept)
+                end_without_cell(build, author, kept, "while it was being scheduled")
                 for build in locked.values()
                 if build.delete_requested and build.state is BuildState.ACCEPTED
             ]
@@ -116,52 +132,41 @@ class Cancellations:
         metrics.count_ended(end.update.build for end in ended)
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
-    async def release(self, builds: Sequence[PendingBuild]) -> None:
+    async def release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
         """Release the claims that earlier runs of builds that have ended may hold, and fence those that they may still
-        make.
-
-        A failed build whose claim is kept gets the cell of that claim on record, so that its delete reaches the cell.
-        Raises Transient when placement does not answer.
+        make. Returns and raises as `_release`.
         """
-        cells = {uuid: cell for uuid, cell in (await self._release(builds)).items() if cell is not None}
-        if not cells:
-            return
-        author = self._author()
-        async with self._store.unit() as unit:
-            locked = await unit.lock(list(cells))
-            ends = [end for uuid, build in locked.items() if (end := with_cell(build, cells[uuid], author)) is not None]
-            for end in ends:
-                for message in end.messages:
-                    unit.emit(message)
-            await unit.update([end.update for end in ends], author.at)
+        return await self._release([_release_of(one.request, within_s=one.claimed_within_s) for one in builds])
 
-    async def _release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
-        """Release claims; return the cells of those instances that hold an older allocation, which is kept.
+    async def _release(self, releases: Sequence[Release]) -> Mapping[str, str | None]:
+        """Release claims; return the cells of those instances that hold an allocation of an earlier request, which is
+        kept.
 
-        The record of the request that this allocation was made for is lost, as after a restore, and its instance may
-        run. Raises Transient when placement does not answer.
+        The record of that request is lost, as after a restore, and its instance may run. Raises Transient when
+        placement does not answer.
         """
-        if not builds:
-            return {}
-        releases = [
-            Release(
-                consumer=pending.instance_uuid,
-                attempt=FIRST_ATTEMPT,
-                project_id=pending.request.project_id,
-                claimed_within_s=pending.claimed_within_s,
-            )
-            for pending in builds
-        ]
         kept: dict[str, str | None] = {}
-        for release, answer in zip(releases, await self._claims.release(releases), strict=True):
+        for release, answer in zip(releases, await self._claims.release(releases) if releases else (), strict=True):
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
             if answer.outcome == "older":
                 uuid = release.consumer
                 announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
                 kept[uuid] = answer.cell or next(announced, None)
-                log.warning("claim.older_than_request", instance=uuid, cause=uuid, cell=kept[uuid])
+                log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=kept[uuid])
         return kept
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())
+
+
+def _release_of(request: BuildRequest | DeleteRequest, *, within_s: float | None) -> Release:
+    """The release of a scheduler's claim. within_s: how old it may be (0.0: nothing is released, and what an earlier
+    request holds is named; None: not known).
+    """
+    return Release(
+        consumer=request.instance_uuid,
+        attempt=FIRST_ATTEMPT,
+        project_id=request.project_id,
+        claimed_within_s=within_s,
+    )

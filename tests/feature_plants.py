@@ -274,7 +274,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "C-5": (
         "scheduler_worker/cancellations.py",
-        "        kept = await self._release(unused)\n",
+        "        kept = await self.release(unused)\n",
         "        kept: dict[str, str | None] = {}\n",
     ),
     "C-9": (
@@ -477,7 +477,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "T-8": (
         "scheduler_worker/cancellations.py",
-        "        kept = await self._release(unused)\n",
+        "        kept = await self.release(unused)\n",
         "        kept: dict[str, str | None] = {}\n",
     ),
     "T-9": (

@@ -12,6 +12,7 @@ from berth.sim.load import Client
 from berth.sim.peer_watch import OVER_QUOTA, resources_of_flavor
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import Action
+from berth.sim.standing import standing
 from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
@@ -25,9 +26,6 @@ from compute_sim.domain.reserved import with_reserved
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory import MemoryBookTable
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.decisions import INCOMPLETE, NO_HOST
-from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
@@ -182,14 +180,14 @@ def given_back(world: World) -> list[str]:
 def check_quota_refusals(world: World) -> str:
     """The error in the answer to projects that may hold nothing at all; "" when it names their quota."""
     hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
-    for uuid, standing in world.builds.recorded.items():
-        if standing.project_id == NONE_ALLOWED:
+    for uuid, build in world.builds.recorded.items():
+        if build.project_id == NONE_ALLOWED:
             # Machines that a restored database does not know keep their resources: there may be none left.
             full = bool(world.taken_back) or not any(
                 host.enabled and _has_vcpu(world, host.plan.uuid) for host in hosts
             )
-            rightly = standing.code == OVER_QUOTA or full
-            return "" if rightly and standing.state is BuildState.FAILED else f"{uuid}: {standing.code}"
+            rightly = build.code == OVER_QUOTA or full
+            return "" if rightly and build.state is BuildState.FAILED else f"{uuid}: {build.code}"
     return f"no project of {NONE_ALLOWED} is on record"
 
 
@@ -351,7 +349,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
             if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
         },
         roots={p.uuid: p.root for p in book.providers.values()},
-        requests={uuid: _standing(one) for uuid, one in builds.recorded.items() if uuid not in lost},
+        requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
         cells=dict(builds.cells),
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
@@ -375,15 +373,6 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         changes=book.changes,
         connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
     )
-
-
-def _standing(build: RecordedBuild) -> str:
-    """The state of a request. One that has failed after a set-back, because the host of its instance was not announced,
-    has the cell of that instance on record: it runs, and `berth check` names it, until it is deleted.
-    """
-    codes = (STRANDED, NO_HOST, INCOMPLETE)  # a scheduler's: their builds have no cell otherwise
-    is_kept = build.state is BuildState.FAILED and build.code in codes and build.cell is not None
-    return (BuildState.ACTIVE if is_kept else build.state).value
 
 
 def _source_of(instance: Instance) -> SourceFact | None:

@@ -327,9 +327,9 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
     of a migration: an instance may have been built under the uuid of a move's request. claimed_within_s: when
-    given, only an allocation whose consumer came on record within this time, in seconds, by placement's own clock: an
-    older one is of an earlier request for the same uuid, which a database that was set back may have lost while its
-    instance runs.
+    given, only an allocation whose consumer came on record within this time, in seconds, by placement's own clock (0.0:
+    none): an older one, or one of a later attempt, is of an earlier request for the same uuid, which a database that
+    was set back may have lost while its instance runs.
     """
 
     consumer: Uuid
@@ -341,8 +341,8 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
     """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
-    (it was made before that time, and is kept). hosts: with `older`, the roots that it is on; cell: their cell (None:
-    no cell has reported them).
+    (it is of an earlier request, by `claimed_within_s`, and is kept). hosts: with `older`, the roots that it is
+    on; cell: their cell (None: no cell has reported them).
     """
 
     outcome: str

@@ -65,11 +65,12 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     """A build that is new here: its machine is adopted, if the cell was found to have one.
 
     A machine on its first host that is of its first attempt is no other machine: the command there is repeated, and
-    answered.
+    answered; unless an earlier record has released that attempt.
     """
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
-    is_new = any((one.attempt, one.host_uuid) == first for one in event.found or ())
+    is_held = event.attempt > instance.newest
+    is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or event.given_up is not None or is_new:
         return rules.start_build(instance, event, context)
     return _adopt(replace(rules.numbered_on(requested), reused_from=1), event.found, event.at, context)

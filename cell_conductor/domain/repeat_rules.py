@@ -14,13 +14,15 @@ from .steps import Step, StepContext, announce
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
-    copy is not. Nor is one whose claim was this build's own, which is released by now, unless its machine is found.
+    copy is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that is found is
+    claimed anew.
     """
-    is_released = 1 < event.attempt <= instance.last_attempt and not event.found
-    if event.requested_at <= instance.requested_at or is_released:
+    is_released = 1 < event.attempt <= instance.last_attempt
+    if event.requested_at <= instance.requested_at or (is_released and not event.found):
         was_active = any(record.outcome == "active" for record in instance.history)
         return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
-    return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence), event, context)
+    newest = instance.last_attempt if is_released else 0
+    return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence, newest=newest), event, context)
 
 
 def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:

@@ -416,9 +416,11 @@ def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdic
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
     is_another |= release.claimed_within_s is not None and known.attempt == 0  # not of a scheduler or a cell
-    if is_another or (attempt is not None and known.attempt > attempt):
+    is_later = attempt is not None and known.attempt > attempt
+    within_s = release.claimed_within_s
+    if is_another or (is_later and within_s is None):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
-    if release.claimed_within_s is not None and age_s > release.claimed_within_s:
+    if within_s is not None and (is_later or max(age_s, 0.0) >= within_s):
         roots = sorted({ledger.providers[uuid].root for uuid in known.holding if uuid in ledger.providers})
         return ClaimVerdict(outcome="older", consumer_generation=known.generation, hosts=tuple(roots))
     ledger.move(known.holding, NOTHING)

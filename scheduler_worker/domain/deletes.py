@@ -32,6 +32,7 @@ from scheduler_worker.domain.builds import (
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
 STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, or of no known cell
+STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
 
@@ -46,7 +47,7 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
     """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
-    late.
+    late; unbuilt: of builds that no cell has, which are planned once it is known what their instances hold.
     """
 
     outcomes: dict[int, Outcome]
@@ -54,6 +55,7 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
+    unbuilt: list[PendingDelete]
 
 
 class BuildEnd(Struct, frozen=True):
@@ -69,9 +71,17 @@ def pending_delete(received: Received, position: int) -> PendingDelete:
     return PendingDelete(position=position, request=received.message, delivery=received.meta.attempt)
 
 
-def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, RecordedBuild], author: Author) -> DeletePlan:
-    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`."""
-    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[])
+def plan_deletes(
+    deletes: Sequence[PendingDelete],
+    builds: Mapping[str, RecordedBuild],
+    author: Author,
+    kept: Mapping[str, str | None] | None = None,
+) -> DeletePlan:
+    """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
+
+    kept: as of `end_without_cell`; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
+    """
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
     ended: set[str] = set()
     for pending in deletes:
         request = pending.request
@@ -84,17 +94,19 @@ def plan_deletes(deletes: Sequence[PendingDelete], builds: Mapping[str, Recorded
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        elif kept is None and build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED):
+            plan.unbuilt.append(pending)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             plan.accepted.add(uuid)
-            if uuid not in ended and (end := _delete(build, author)) is not None:
+            if uuid not in ended and (end := _delete(build, author, kept or {})) is not None:
                 ended.add(uuid)
                 plan.updates.append(end.update)
                 plan.messages.extend(end.messages)
     return plan
 
 
-def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
+def _delete(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd | None:
     """The effect of a delete on one build; None: it was requested before."""
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         return None
@@ -107,7 +119,7 @@ def _delete(build: RecordedBuild, author: Author) -> BuildEnd | None:
             BuildUpdate(build=replace(build, delete_requested=True), timeline=(author.entry("delete_requested"),))
         )
     if build.cell is None:
-        return end_unbuilt(build, author, "it was never built")
+        return end_without_cell(build, author, kept, "it was never built")
     begun = build.state in (BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED)
     return delete_in_cell(build, build.cell, author, begun=begun)
 
@@ -120,63 +132,39 @@ def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bo
     return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), (OutboxMessage(cell, command, build.instance_uuid),))
 
 
-def with_cell(build: RecordedBuild, cell: str, author: Author) -> BuildEnd | None:
-    """A build that has failed, with the cell in which its instance has an older allocation: its delete goes there.
+def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, str | None], detail: str) -> BuildEnd:
+    """The end, by a delete, of a build that its record gives to no cell.
 
-    A delete that came meanwhile is passed on: it ended the build as one that no cell has. None: nothing changes.
-    """
-    is_deleted = build.state is BuildState.DELETED and build.delete_requested and build.code != UNKNOWN
-    if build.cell is not None or not (is_deleted or build.state is BuildState.FAILED):
-        return None
-    line = author.entry("kept", f"an allocation that is older than this request, in {cell}")
-    update = BuildUpdate(build=replace(build, cell=cell), timeline=(line,))
-    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=True)
-    return BuildEnd(update, (OutboxMessage(cell, command, build.instance_uuid),) if is_deleted else ())
-
-
-def end_cancelled(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd:
-    """The end of a build that a delete stops while it is being scheduled.
-
-    kept: the cells of instances that hold an older allocation, which is not released; None: it is not known which cell.
+    kept: the cells of instances that hold an allocation of an earlier request, which is not released: its record is
+    lost, as after a restore, and the instance may run. None: it is not known which cell. detail: for the timeline.
     """
     uuid = build.instance_uuid
     if uuid not in kept:
-        return end_unbuilt(build, author, "while it was being scheduled")
+        deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
+        event = _end(build, BuildState.DELETED, DELETED, author)
+        return BuildEnd(
+            BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),)), (OutboxMessage(API, event, uuid),)
+        )
     cell = kept[uuid]
     if cell is not None:
         return delete_in_cell(build, cell, author, begun=True)
-    reason = f"instance {uuid} holds an allocation that is older than this request, on a host of no known cell"
-    event = BuildEvent(
-        instance_uuid=uuid,
-        project_id=build.project_id,
+    why = Refusal(code=STRANDED, reason=STRANDED_REASON)
+    refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), uuid)  # of the delete
+    if build.terminal:
+        line = author.entry("delete_refused", f"{STRANDED}: {STRANDED_REASON}")
+        return BuildEnd(BuildUpdate(build=build, timeline=(line,)), (refused,))
+    failed = replace(
+        build,
         state=BuildState.FAILED,
         sequence=FAILED_OR_REFUSED,
         terminal=True,
-        code=STRANDED,
-        reason=reason,
-        at=author.at,
+        code=why.code,
+        reason=why.reason,
+        delete_requested=False,
     )
-    failed = replace(
-        build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True, code=STRANDED, reason=reason
-    )
-    update = BuildUpdate(build=failed, timeline=(author.entry("failed", f"{STRANDED}: {reason}"),))
-    refused = replace(event, state=BuildState.REFUSED, sequence=OFF_RECORD)  # the end of the delete
-    return BuildEnd(update, (OutboxMessage(API, event, uuid), OutboxMessage(API, refused, uuid)))
-
-
-def end_unbuilt(build: RecordedBuild, author: Author, detail: str) -> BuildEnd:
-    """The end of a build that no cell has: one terminal event, for the build and for its delete."""
-    event = BuildEvent(
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        state=BuildState.DELETED,
-        sequence=DELETED,
-        terminal=True,
-        at=author.at,
-    )
-    deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
-    update = BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),))
-    return BuildEnd(update, (OutboxMessage(API, event, build.instance_uuid),))
+    event = _end(build, BuildState.FAILED, FAILED_OR_REFUSED, author, why)
+    line = author.entry("failed", f"{STRANDED}: {STRANDED_REASON}")
+    return BuildEnd(BuildUpdate(build=failed, timeline=(line,)), (OutboxMessage(API, event, uuid), refused))
 
 
 def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:
@@ -192,12 +180,12 @@ def refuse_unknown(
 
     Where no tombstone is on record, the build request has just been recorded.
     """
+    why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
     final = [one for one in unknown if one.request.instance_uuid in on_record]
-    refused: dict[int, Outcome] = {
-        one.position: Done(reply=Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)) for one in final
-    }
+    refused: dict[int, Outcome] = {one.position: Done(reply=why) for one in final}
     return refused, [
-        OutboxMessage(API, _no_such_instance(one.request, author), one.request.instance_uuid) for one in final
+        OutboxMessage(API, _end(one.request, BuildState.REFUSED, DELETED, author, why), one.request.instance_uuid)
+        for one in final
     ]
 
 
@@ -214,16 +202,7 @@ def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None
         or build.state in (BuildState.DELETING, BuildState.DELETED)
     ):
         return None
-    return BuildEvent(
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        state=BuildState.REFUSED,
-        sequence=OFF_RECORD,
-        terminal=True,
-        code=why.code,
-        reason=why.reason,
-        at=author.at,
-    )
+    return _end(request, BuildState.REFUSED, OFF_RECORD, author, why)
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
@@ -243,14 +222,17 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
     )
 
 
-def _no_such_instance(request: DeleteRequest, author: Author) -> BuildEvent:
+def _end(
+    of: RecordedBuild | DeleteRequest, state: BuildState, sequence: int, author: Author, why: Refusal | None = None
+) -> BuildEvent:
+    """The terminal event of a build or of a delete."""
     return BuildEvent(
-        instance_uuid=request.instance_uuid,
-        project_id=request.project_id,
-        state=BuildState.REFUSED,
-        sequence=DELETED,
+        instance_uuid=of.instance_uuid,
+        project_id=of.project_id,
+        state=state,
+        sequence=sequence,
         terminal=True,
-        code=UNKNOWN,
-        reason=UNKNOWN_REASON,
+        code="" if why is None else why.code,
+        reason="" if why is None else why.reason,
         at=author.at,
     )

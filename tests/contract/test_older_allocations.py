@@ -61,3 +61,12 @@ async def test_an_allocation_of_another_client_is_not_released(store: PlacementS
     (reply,) = await store.apply([release])
     assert isinstance(reply, ReleaseResult)
     assert (reply.outcome, await used(store)) == ("consumer_changed", at(0, 4))
+
+
+@pytest.mark.parametrize("within_s", [0.0, HOUR_S])
+async def test_an_allocation_of_a_later_attempt_is_an_older_one(store: PlacementStore, within_s: float) -> None:
+    await claimed(store, build(0, 0, attempt=2))
+    release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_within_s=within_s)
+    (reply,) = await store.apply([release])
+    assert isinstance(reply, ReleaseResult)
+    assert (reply.outcome, reply.hosts, await used(store)) == ("older", (HOSTS[0],), at(0, 4))

@@ -11,10 +11,8 @@ from unittest.mock import patch
 
 from bus.contracts.placement import Release
 from scheduler_worker import cancellations
-from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.deletes import BuildEnd, end_unbuilt
-from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.deletes import BuildEnd, DeletePlan, PendingDelete, end_without_cell, plan_deletes
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.placing import Placer
 
@@ -37,39 +35,44 @@ def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
     return patch.object(Placer, "_recover_forgotten", unchanged)
 
 
-def cells_of_kept_claims_are_not_recorded() -> AbstractContextManager[Any]:
-    """A failed build whose claim is kept does not get its cell, so that no delete reaches it."""
+def failed_builds_are_not_looked_up() -> AbstractContextManager[Any]:
+    """A delete ends a failed build, whatever its instance holds."""
 
-    async def release(self: Cancellations, builds: Sequence[PendingBuild]) -> None:
-        await self._release(builds)
+    def plan(
+        deletes: Sequence[PendingDelete],
+        builds: Mapping[str, RecordedBuild],
+        author: Author,
+        kept: Mapping[str, str | None] | None = None,
+    ) -> DeletePlan:
+        return plan_deletes(deletes, builds, author, {})
 
-    return patch.object(Cancellations, "release", release)
+    return patch.object(cancellations, "plan_deletes", plan)
 
 
 def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
     """A delete that comes before the decision ends the build, though its instance runs."""
 
-    def end(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd:
-        return end_unbuilt(build, author, "while it was being scheduled")
+    def end(build: RecordedBuild, author: Author, kept: Mapping[str, str | None], detail: str) -> BuildEnd:
+        return end_without_cell(build, author, {}, detail)
 
-    return patch.object(cancellations, "end_cancelled", end)
+    return patch.object(cancellations, "end_without_cell", end)
 
 
 MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     older_claims_are_released,
     full_clouds_are_not_looked_up,
-    cells_of_kept_claims_are_not_recorded,
+    failed_builds_are_not_looked_up,
     kept_instances_are_called_deleted,
 )
 FOUND_BY: dict[str, int] = {
     "older_claims_are_released": 1,
     "full_clouds_are_not_looked_up": 1,
-    "cells_of_kept_claims_are_not_recorded": 18,
+    "failed_builds_are_not_looked_up": 18,
     "kept_instances_are_called_deleted": 7,
 }
 BREAKS: dict[str, str] = {
     "older_claims_are_released": "never_running_unclaimed",
     "full_clouds_are_not_looked_up": "effects_have_a_cause",
-    "cells_of_kept_claims_are_not_recorded": "effects_have_a_cause",
+    "failed_builds_are_not_looked_up": "effects_have_a_cause",
     "kept_instances_are_called_deleted": "effects_have_a_cause",
 }

@@ -133,10 +133,13 @@ def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_tha
         again = run(replace(late, attempt=attempt, found=()), start=over)
         assert [one.state for one in announced(again)] == [BuildState.FAILED] and not spawns(again)
     assert spawns(run(replace(late, attempt=4, found=()), start=over)) == [(4, host(1))]
-    machine = FoundMachine(
-        instance_uuid=UUID, host_uuid=host(2), host="host-2", service="s1", attempt=2, project_id="p", built=True
-    )
-    assert run(replace(late, attempt=2, found=(machine,)), start=over).instance.state is State.ADOPTING
+    for on in (2, 1):
+        machine = FoundMachine(
+            instance_uuid=UUID, host_uuid=host(on), host="host", service="s1", attempt=2, project_id="p", built=True
+        )
+        adopting = run(replace(late, attempt=2, found=(machine,)), start=over)
+        assert adopting.instance.state is State.ADOPTING and not spawns(adopting)
+        assert (adopting.instance.host_uuid, adopting.instance.next_attempt) == (host(on), 4)
 
 
 def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Received, Refuse, Retry
 from bus.contracts.base import Meta
@@ -38,7 +39,6 @@ def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
     ("build", "after", "message"),
     [
         (recorded(BuildState.ACCEPTED), BuildState.ACCEPTED, None),
-        (recorded(BuildState.FAILED), BuildState.DELETED, BuildEvent),
         (recorded(BuildState.SCHEDULED, "c1"), BuildState.DELETING, CellDelete),
         (recorded(BuildState.ACTIVE, "c1"), BuildState.DELETING, CellDelete),
         (recorded(BuildState.DELETING, "c1"), None, None),
@@ -53,6 +53,35 @@ def test_a_delete_by_the_state_of_its_build(
     assert [update.build.state for update in plan.updates] == ([after] if after else [])
     assert all(update.build.delete_requested for update in plan.updates)
     assert [type(one.message) for one in plan.messages] == ([message] if message else [])
+
+
+@pytest.mark.parametrize("state", [BuildState.FAILED, BuildState.REFUSED])
+@pytest.mark.parametrize(
+    ("kept", "after", "message"),
+    [
+        ({}, BuildState.DELETED, BuildEvent),
+        ({UUID: "c1"}, BuildState.DELETING, CellDelete),
+    ],
+)
+def test_a_delete_of_a_build_without_a_cell_depends_on_what_its_instance_holds(
+    state: BuildState, kept: dict[str, str | None], after: BuildState, message: type
+) -> None:
+    build = recorded(state)
+    queried = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
+    assert (len(queried.unbuilt), queried.outcomes, queried.updates, queried.messages) == (2, {}, [], [])
+    plan = plan_deletes(queried.unbuilt, {UUID: build}, AUTHOR, kept)
+    assert sorted(plan.outcomes) == [0, 1] and plan.accepted == {UUID}
+    assert [(update.build.state, update.build.cell) for update in plan.updates] == [(after, kept.get(UUID))]
+    assert [type(one.message) for one in plan.messages] == [message]
+
+
+def test_a_delete_is_refused_while_it_is_not_known_which_cell_has_the_instance() -> None:
+    build = replace(recorded(BuildState.FAILED), terminal=True, code="no_valid_host")
+    plan = plan_deletes([requested()], {UUID: build}, AUTHOR, {UUID: None})
+    (message,) = plan.messages
+    assert isinstance(message.message, BuildEvent)
+    assert (message.message.state, message.message.sequence) == (BuildState.REFUSED, 0)
+    assert [update.build for update in plan.updates] == [build], "so the next delete queries placement again"
 
 
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
