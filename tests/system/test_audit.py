@@ -295,3 +295,13 @@ async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_
     assert "requested in zone west" in watched.found["outside_zone", request.instance_uuid].reason
     await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
     await watched.until(("outside_zone", request.instance_uuid), gone=True)
+
+
+async def test_item_28_a_service_that_died_with_its_conductor_is_named_within_seconds(watched: Watched) -> None:
+    """Its lease is still on record as up: the conductor that would have ended it is dead."""
+    await watched.client.boot([BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")])
+    assert await watched.client.wait(WAIT_S)
+    await watched.system.in_process.kill(f"conductor-{CELL}")
+    await watched.system.kill_compute(f"{CELL}-c1")
+    (down,) = (await gather(watched.place)).down
+    assert (down.cell, down.service, down.why) == (CELL, f"{CELL}-c1", "it did not answer within 8 s")
