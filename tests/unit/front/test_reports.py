@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import pytest
 
 from berth import gather
@@ -9,6 +12,7 @@ from berth.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
 from berth.invariants import InstanceFact
 from berth.settings import CellSettings, Settings
 from berth.site import Site
+from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
@@ -118,3 +122,19 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
     assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
         name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")
     }
+
+
+async def test_checks_of_two_processes_share_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waited for the first, which takes long while a service is silent, and was given up after a minute."""
+    names: set[str] = set()
+
+    class Named(Site):
+        def bus(self, process: str, name: str = API) -> Bus:
+            names.add(process)
+            raise LookupError
+
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        with contextlib.suppress(LookupError):
+            await gather._cell_report(Named(Settings()), "c", set(), None)
+    assert len(names) == 2
