@@ -28,7 +28,7 @@ from berth.invariants import (
     ServiceDownFact,
     SourceFact,
 )
-from berth.site import Site
+from berth.site import Site, process_name
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
@@ -361,7 +361,7 @@ async def reported(
 
 
 async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
-    bus = site.bus("check", cell)
+    bus = site.bus(process_name("check"), cell)  # two checks may be under way
     reports = Reports(site.clock, missing, deployment)
     consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
     await bus.open()

@@ -109,8 +109,9 @@ A message has one routing key: the one below, filled with its own fields. Under 
 ([Permissions](../howto/permissions.md)). Messages that `operator` alone publishes are not for a project's user.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
-workers of two versions understand each other. An `inventory.update` is refused as well, by the field's name and the
-nearest one that there is, unless its `may_ignore` names that field: so a newer worker works with an older placement.
+workers of two versions understand each other. An `inventory.update` and a `host.metrics` are refused as well, by the
+field's name and the nearest one that there is, unless their `may_ignore` names that field: so a newer worker works with
+an older placement or scheduler.
 
 `reply-to` names a queue that the broker has named (declare it without a name, exclusive), direct reply-to
 (`amq.rabbitmq.reply-to`), or a queue whose name begins with `client.reply.`; any other is refused (`message.reply_to`).

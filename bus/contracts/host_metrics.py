@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bus.contracts.patterns import matching
 
-from .base import Label, Message, Uuid, Word
+from .base import FieldName, Label, Message, Uuid, Word
 
 MAX_READINGS = 1000  # hosts in one message
 MAX_NAMES = 32  # metrics of one host in one message
@@ -38,7 +38,7 @@ SENSORS_WARNING = "sensors.warning"  # how many sensors report a warning
 SENSORS_CRITICAL = "sensors.critical"
 
 
-class HostReading(Struct, frozen=True, kw_only=True):
+class HostReading(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The measurements of one host at one time. host_uuid: the root provider. at: seconds since the epoch."""
 
     host_uuid: Uuid
@@ -46,15 +46,18 @@ class HostReading(Struct, frozen=True, kw_only=True):
     values: Annotated[dict[MetricName, MetricValue], Bound(min_length=1, max_length=MAX_NAMES)]
 
 
-class HostMetrics(Message, frozen=True, kw_only=True, tag="host.metrics.v1"):
+class HostMetrics(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="host.metrics.v1"):
     """Numbers about hosts. source: who measured (`compute-<service>`, `ironic`, a name of the operator's).
 
     On a cell's bus it counts for hosts of that cell only. Of two numbers with one name for one host the newer counts,
-    whichever source it has.
+    whichever source it has. may_ignore: fields of this message, at any depth, that a scheduler may pass over when it
+    does not know them: a newer worker names here those that an older scheduler lacks. Any other field that is not known
+    is refused by its name.
     """
 
     source: MetricSource
     readings: Annotated[tuple[HostReading, ...], Bound(max_length=MAX_READINGS)]
+    may_ignore: Annotated[tuple[FieldName, ...], Bound(max_length=64)] = ()
 
 
 class HostMetricsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.metrics.query.v1"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -96,8 +96,9 @@ class Watched:
         return [host.plan.uuid for host in fleet.hosts]
 
 
-@pytest_asyncio.fixture
-async def watched() -> AsyncIterator[Watched]:
+@asynccontextmanager
+async def one_process() -> AsyncIterator[tuple[Site, LocalSystem, BuildClient]]:
+    """A system of one process, up, with a client."""
     settings = Settings(
         bus=BusSettings(),
         cells={CELL: CellSettings()},
@@ -111,14 +112,20 @@ async def watched() -> AsyncIterator[Watched]:
         try:
             await system.start()
             await client.open()
-            made = Watched(place, system, client)
-            task = asyncio.create_task(made.run())
-            yield made
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            yield place, system, client
         finally:
             await client.close()
             await system.in_process.stop()
+
+
+@pytest_asyncio.fixture
+async def watched() -> AsyncIterator[Watched]:
+    async with one_process() as (place, system, client):
+        made = Watched(place, system, client)
+        task = asyncio.create_task(made.run())
+        yield made
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing_else(watched: Watched) -> None:
@@ -295,3 +302,14 @@ async def test_a_host_that_left_the_zone_of_a_request_by_placements_own_members_
     assert "requested in zone west" in watched.found["outside_zone", request.instance_uuid].reason
     await bus.request(AggregateMembers(aggregate=here, joins=(home,)), AggregateMembersSet, timeout_s=WAIT_S)
     await watched.until(("outside_zone", request.instance_uuid), gone=True)
+
+
+async def test_item_28_a_service_that_died_with_its_conductor_is_named() -> None:
+    """Its lease is still on record as up: the conductor that would have ended it is dead."""
+    async with one_process() as (place, system, client):
+        await client.boot([BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")])
+        assert await client.wait(WAIT_S)
+        await system.in_process.kill(f"conductor-{CELL}")
+        await system.kill_compute(f"{CELL}-c1")
+        (down,) = (await gather(place)).down
+    assert (down.cell, down.service, down.why) == (CELL, f"{CELL}-c1", "it did not answer within 8 s")

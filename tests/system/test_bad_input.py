@@ -55,6 +55,7 @@ class Client:
         body: bytes,
         *,
         key: str = f"build.request.{PROJECT}",
+        exchange: str = "berth",
         content_type: str = "application/json",
         answer: bool = False,
         **properties: Any,
@@ -70,7 +71,7 @@ class Client:
             correlation_id=message_id,
             **properties,
         )
-        await (await self._channel.get_exchange("berth", ensure=False)).publish(message, key)
+        await (await self._channel.get_exchange(exchange, ensure=False)).publish(message, key)
         return message_id
 
     async def terminal(self, instance: str) -> dict[str, Any]:
@@ -331,3 +332,13 @@ async def test_a_good_inventory_update_after_the_bad_ones(client: Client) -> Non
     gone = json.dumps({"source": "test", "version": 2, "root_uuid": ROOT}).encode()
     answer = await client.reply(await client.publish(gone, key=f"inventory.update.{ROOT}", answer=True))
     assert answer["outcome"] == "applied"
+
+
+async def test_item_33_host_metrics_with_an_unknown_field_are_refused_by_name(client: Client) -> None:
+    reading = {"host_uuid": ROOT, "at": 1.0, "values": {"power.watts": 1.0}, "value": {}}
+    body = json.dumps({"source": "rack7", "readings": [reading]}).encode()
+    sent = await client.publish(body, key="host.metrics.rack7", exchange="berth.events", answer=True)
+    answer = await client.reply(sent)
+    assert (answer["type"], answer["code"]) == ("refusal.v1", "message.invalid")
+    assert answer["reason"].endswith("unknown field `value` - at `$.readings[0]`; did you mean `values`?")
+    await client.assert_all_goes_on()

@@ -19,6 +19,7 @@ from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_TYPE, RETURN, project_of
 from bus.contracts.drains import DrainStart
+from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import NEWER_FIELDS, Inventory, InventoryUpdate, ProviderReport
 from bus.json_values import NUL_REASON, has_more_values
@@ -483,6 +484,44 @@ def test_workers_name_each_field_that_a_report_has_gained_since_the_first_releas
     }
     gained = {name for kind, names in first.items() for name in {*kind.__struct_fields__} - {*names.split()}}
     assert gained == {*NEWER_FIELDS}
+
+
+READING = {"host_uuid": UUID, "at": 5.0, "values": {"power.watts": 1.0}}
+
+
+def read_metrics(reading: dict[str, Any], fields: dict[str, Any]) -> wire.Read | wire.Malformed:
+    body = {"source": "rack7", "readings": [{**READING, **reading}], **fields}
+    codec = wire.Codec([HostMetrics], queue="scheduler.metrics.{process}")
+    (found,) = codec.read(arrived(msgspec.json.encode(body), routing_key="host.metrics.rack7"), "new")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reading", "fields", "named"),
+    [
+        ({"value": {}}, {}, "unknown field `value` - at `$.readings[0]`; did you mean `values`?"),
+        ({"at_s": 5.0}, {"may_ignore": ["zone"]}, "unknown field `at_s`"),
+        ({}, {"reading": []}, "unknown field `reading`; did you mean `readings`?"),
+    ],
+)
+def test_item_33_a_field_that_host_metrics_do_not_have_is_refused_by_name(
+    reading: dict[str, Any], fields: dict[str, Any], named: str
+) -> None:
+    """It was passed over without a word, although operators publish them too."""
+    found = read_metrics(reading, fields)
+    assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
+    assert named in found.reason, found.reason
+
+
+def test_a_newer_worker_names_the_fields_of_host_metrics_that_an_older_scheduler_passes_over() -> None:
+    plain, newer = read_metrics({}, {}), read_metrics({"zone": "z"}, {"zone": 1, "may_ignore": ["zone"]})
+    assert isinstance(newer, wire.Read) and isinstance(plain, wire.Read)
+    assert structs.replace(newer.message, may_ignore=()) == plain.message
+
+
+def test_host_metrics_have_gained_no_field_that_their_workers_would_have_to_name() -> None:
+    assert HostMetrics.__struct_fields__ == ("source", "readings", "may_ignore")
+    assert HostReading.__struct_fields__ == ("host_uuid", "at", "values")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
+import pytest
+
+from berth import gather
 from berth.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
+from berth.invariants import InstanceFact
+from berth.settings import CellSettings, Settings
+from berth.site import Site
+from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
@@ -81,3 +91,50 @@ async def test_hosts_that_do_not_answer_are_waited_for_some_seconds_and_not_a_mi
     await some.whole()
     assert clock.now - began < 2 * SILENCE_S
     assert some.has_whole("s") and not some.has_whole("t")
+
+
+async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answer_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its conductor is dead as well, or its lease has not expired yet."""
+
+    async def down(cells: object) -> dict[tuple[str, str], object]:
+        return {}
+
+    async def deployment(database: object) -> str:
+        return "d"
+
+    async def cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
+        reports = Reports(SystemClock(), missing, deployment)
+        pages = [page(1, HOSTS[0], first_sequence=1), page(1, HOSTS[3], first_sequence=1, pages=2, service="half")]
+        await reports.take(pages)
+        return reports
+
+    monkeypatch.setattr(gather, "_down", down)
+    monkeypatch.setattr(gather, "_deployment", deployment)
+    monkeypatch.setattr(gather, "_cell_report", cell_report)
+    # The host of "s" that its whole report lacks has lost its machine; its service is there.
+    where = {HOSTS[0]: "s", HOSTS[1]: "s", HOSTS[2]: "half"}
+    there = [InstanceFact(INSTANCE, "c", "active", host, 1, service) for host, service in where.items()]
+    there.append(InstanceFact(INSTANCE, "c", "active", "00000009-0000-4000-8000-000000000000", 1, "silent"))
+    running, silent = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
+    assert {fact.host_uuid for fact in running} == {HOSTS[0], HOSTS[3]}
+    assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
+        name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")
+    }
+
+
+async def test_checks_of_two_processes_share_no_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waited for the first, which takes long while a service is silent, and was given up after a minute."""
+    names: set[str] = set()
+
+    class Named(Site):
+        def bus(self, process: str, name: str = API) -> Bus:
+            names.add(process)
+            raise LookupError
+
+    for pid in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        with contextlib.suppress(LookupError):
+            await gather._cell_report(Named(Settings()), "c", set(), None)
+    assert len(names) == 2

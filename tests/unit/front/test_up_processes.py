@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from berth import supervisor as supervisor_module
+from berth.commands import processes as commands
 from berth.embedded.process import Account, GuardedProcess, ServerFailed
 from berth.settings import CellSettings, Settings, UpSettings
+from berth.site import Site
 from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import ProcessCounts, computes_on_record, numbers, start
+from berth.up_processes import ProcessCounts, RunningProcesses, computes_on_record, numbers, start
 from berth.worker_processes import Worker, WorkerProcesses
 from tests.unit.front.world import HandClock
 
+PATIENCE_S = 30.0
 NOTHING: dict[str, int | None] = {"schedulers": None, "placements": None, "conductors": None, "computes": None}
 
 
@@ -127,6 +131,44 @@ async def test_supervision_ends_on_request_or_when_it_fails(processes: ShortLive
     clock = HandClock()
     with pytest.raises(ServerFailed):
         await supervised(Supervisor(processes, clock=clock, notify=lambda logged: None), asyncio.Event())
+
+
+async def test_item_29_a_signal_while_a_worker_is_waited_for_ends_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any, **options: Any) -> AsyncIterator[None]:
+        stop.set()
+        async with asyncio.timeout(PATIENCE_S):
+            await asyncio.Event().wait()
+        yield
+
+    monkeypatch.setattr(commands, "_prepare", lambda _: (Settings(state_dir=str(tmp_path)), stop))
+    monkeypatch.setattr(commands, "running", running)
+    with pytest.raises(KeyboardInterrupt):
+        await commands._up_processes(cast("Any", None), NOTHING, as_json=True)
+
+
+async def test_item_29_a_worker_that_dies_again_and_again_is_reported_and_ends_up(
+    processes: ShortLived, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop, logged, settings = asyncio.Event(), list[str](), Settings(state_dir=str(tmp_path), up=UpSettings(web=False))
+
+    @contextlib.asynccontextmanager
+    async def running(*_: Any, **options: Any) -> AsyncIterator[RunningProcesses]:
+        site = Site(settings, clock=HandClock())
+        yield RunningProcesses(processes=processes, site=site, logs=tmp_path, ironic_url="")
+
+    monkeypatch.setattr(commands, "_prepare", lambda _: (settings, stop))
+    monkeypatch.setattr(commands, "running", running)
+    monkeypatch.setattr(commands, "as_processes", lambda *_: {})
+    monkeypatch.setattr(commands, "_warn", logged.append)
+    asyncio.get_running_loop().call_later(PATIENCE_S, stop.set)
+    with pytest.raises(ServerFailed, match="scheduler1 died with status 7, 5 times"):
+        await commands._up_processes(cast("Any", None), NOTHING, as_json=True)
+    assert len(logged) == MAX_DEATHS and "scheduler1 died with status 7; started again" in logged[0]
 
 
 class OrderOfStart(WorkerProcesses):
