@@ -41,6 +41,11 @@ async def test_of_one_transaction_each_sees_what_the_ones_before_it_took_and_gav
     assert [str(reply.outcome) for reply in replies] == ["released", "claimed", "over_limit"]
 
 
+async def test_of_one_transaction_each_is_held_to_its_own_limit(store: PlacementStore) -> None:
+    claims = claim(0), claim(1, limits={"VCPU": 1}), claim(2)
+    assert await outcomes(store, *claims) == ["claimed", "over_limit", "claimed"]
+
+
 async def test_how_many_instances(store: PlacementStore) -> None:
     two = {"INSTANCES": 2}
     assert await outcomes(store, *(claim(n, limits=two) for n in range(3))) == ["claimed", "claimed", "over_limit"]

@@ -17,8 +17,10 @@ from bus.contracts.placement import (
     Inventory,
     InventoryUpdate,
     LocateRequest,
+    Migration,
     ProviderReport,
     Release,
+    Revert,
     Swap,
 )
 from placement_worker.store.port import PlacementStore
@@ -277,3 +279,21 @@ async def test_a_member_that_is_swapped_beside_a_claim_for_its_new_host_alone(st
     replies = await store.apply([swap(0, 1), member(1, 1)])
     assert [str(reply.outcome) for reply in replies] == ["claimed", "ruled_out"]
     assert await members(store) == {HOSTS[1]: 1}
+
+
+async def test_a_member_whose_move_is_reverted_beside_a_claim_for_its_source(store: PlacementStore) -> None:
+    """A revert names no group: its consumer may be a member of any that the transaction names."""
+    other = ServerGroup(uuid=GROUP.replace("e", "a"), policy=GroupPolicy.ANTI_AFFINITY)
+    move = Migration(uuid=VMS[9], source={HOSTS[0]: {"VCPU": 1}})
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    assert await outcomes(store, member(0, 1, attempt=2, consumer_generation=1, migration=move)) == ["claimed"]
+    back = Revert(consumer=VMS[0], attempt=3, source_attempt=1, migration=move)
+    replies = await store.apply([back, member(1, 0, group=other), member(2, 0)])
+    assert [str(reply.outcome) for reply in replies] == ["reverted", "claimed", "ruled_out"]
+    assert await members(store) == {HOSTS[0]: 1}
+
+
+async def test_a_member_that_claims_again_without_naming_its_group_is_one_where_it_goes(store: PlacementStore) -> None:
+    assert await outcomes(store, member(0, 0)) == ["claimed"]
+    again = member(0, 1, group=None, attempt=2, consumer_generation=1, release_first=True)
+    assert await outcomes(store, again, member(1, 1)) == ["claimed", "ruled_out"]

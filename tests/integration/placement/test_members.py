@@ -19,6 +19,7 @@ from bus.contracts.placement import (
     ClaimResult,
     ConsumerAllocations,
     Migration,
+    Release,
     Revert,
     Swap,
 )
@@ -126,6 +127,19 @@ async def test_a_member_that_comes_to_a_host_without_naming_its_group_is_seen(
         assert move.migration is not None
         moving = Revert(consumer=first.consumer, attempt=3, source_attempt=1, migration=move.migration)
     reply = (await book.store.apply([moving, member(rng, here if reverted else there, GroupPolicy.ANTI_AFFINITY)]))[1]
+    assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.RULED_OUT
+
+
+async def test_members_that_the_transaction_names_are_read_beside_those_that_stay(
+    book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one member that was read was released: the group was found empty, and split."""
+    monkeypatch.setattr(members, "MAX_GROUP_MEMBERS_READ", 1)
+    here, there = await book.hosts(2, rng, VCPU=4)
+    both = sorted((member(rng, here, GroupPolicy.AFFINITY) for _ in range(2)), key=lambda one: one.consumer)
+    await book.store.apply(both)
+    first = Release(consumer=both[0].consumer)
+    reply = (await book.store.apply([first, member(rng, there, GroupPolicy.AFFINITY)]))[1]
     assert isinstance(reply, ClaimResult) and reply.outcome is ClaimOutcome.RULED_OUT
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import asyncpg
 import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Claim, ClaimOption, LocateRequest, Release
+from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, LocateRequest, Release, Swap
+from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims
 
@@ -58,3 +59,32 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
     assert (await book.store.locate([LocateRequest(project_id="p", server_group=APART.uuid)]))[0].members == {host: 1}
     (other,) = await book.store.apply([member(new_uuid(rng))])
     assert other.outcome == "ruled_out"
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["holds again", "held again, and is kept for a revert"])
+async def test_a_member_that_is_on_record_again_between_the_two_looks_is_not_trimmed(
+    book: Book, rng: random.Random, *, released: bool
+) -> None:
+    """A swap names no group, so it does not wait for the member's row, which the trimming has locked by then."""
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    consumer = new_uuid(rng)
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    await book.store.apply([Claim(consumer=consumer, options=(option,), project_id="p", server_group=APART)])
+    await book.store.apply([Release(consumer=consumer, attempt=1)])
+    back = Swap(consumers=(ConsumerAllocations(consumer=consumer, allocations=option.allocations, project_id="p"),))
+    came: Sequence[ClaimItem] = [back, Release(consumer=consumer, attempt=1)] if released else [back]
+    async with book.database.raw() as other:
+        await other.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
+    async with book.database.raw() as holding:  # a lock that a DELETE waits for, and SELECT FOR UPDATE does not
+        await holding.execute("LOCK TABLE group_members IN SHARE MODE")
+        trimming = asyncio.create_task(
+            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+        )
+        await until_it_waits(book, trimming.done)
+        assert not trimming.done()
+        for item in came:
+            (reply,) = await book.store.apply([item])
+            assert str(reply.outcome) in ("claimed", "released")
+    await trimming
+    async with book.database.raw() as other:
+        assert await other.fetchval("SELECT count(*) FROM group_members WHERE consumer = $1", consumer) == 1
