@@ -95,10 +95,12 @@ FROM instances WHERE state IN ('{KEPT}', '{RESIZED}')
 """
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
+# A dispatch alone writes the instance map. The cell of a member that was not dispatched is that of an older allocation.
 _GANGS = """
-SELECT gang::text, max(gang_min), count(*), count(cell), count(*) FILTER (WHERE cell IS NULL AND delete_requested),
-       min(created_at)
-FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
+SELECT b.gang::text, max(b.gang_min), count(*), count(c.instance_uuid),
+       count(*) FILTER (WHERE c.instance_uuid IS NULL AND b.delete_requested), min(b.created_at)
+FROM build_requests b LEFT JOIN instance_cells c ON c.instance_uuid = b.instance_uuid
+WHERE b.gang IS NOT NULL GROUP BY b.gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
 

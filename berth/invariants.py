@@ -130,7 +130,7 @@ class MoveFact(Struct, frozen=True):
 class GangFact(Struct, frozen=True, kw_only=True):
     """One request for several machines. members: all of them; min_count: how many start together at least.
 
-    sent: those that have been given to a cell; withdrawn: those that were deleted before.
+    sent: those that a scheduler has dispatched to a cell; withdrawn: those that were deleted before.
     """
 
     uuid: str

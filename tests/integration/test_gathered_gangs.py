@@ -1,0 +1,66 @@
+"""The members of a gang that count as started, as `berth check` reads them from the schedulers' record."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from berth.gather import _gangs
+from bus.contracts.build import BuildRequest, BuildState
+from bus.persistence.database import Database
+from scheduler_worker.domain.builds import (
+    FAILED_OR_REFUSED,
+    SCHEDULED,
+    Author,
+    BuildDecision,
+    Gang,
+    NewBuild,
+    RecordedBuild,
+)
+from scheduler_worker.domain.deletes import end_cancelled, with_cell
+from scheduler_worker.store.postgres import PostgresBuilds
+from tests.kit.sent import Sent
+
+pytestmark = pytest.mark.postgres
+
+SENT, FAILED, KEPT, KEPT_DELETED, DELETED = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcde")
+HOST = "10000000-0000-4000-8000-000000000000"
+GANG = Gang(uuid=SENT, size=5, min_count=3)
+AUTHOR = Author("w", 3.0)
+
+
+def accepted(uuid: str) -> NewBuild:
+    request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", name="n")
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    return NewBuild(request=request, digest=b"1", build=build, gang=GANG)
+
+
+def decided(uuid: str) -> BuildDecision:
+    build = accepted(uuid).build
+    if uuid == SENT:
+        scheduled = replace(build, state=BuildState.SCHEDULED, sequence=SCHEDULED, cell="c1", host="h")
+        return BuildDecision(build=scheduled, host_uuid=HOST)
+    return BuildDecision(build=replace(build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True))
+
+
+async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_not_started(postgres_url: str) -> None:
+    """`gangs_whole` reported a gang of which one member had failed, and an older claim of it was found."""
+    database = Database(postgres_url, "scheduler")
+    store = PostgresBuilds(database)
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    await store.open()
+    async with store.unit() as unit:
+        await unit.insert([accepted(uuid) for uuid in (SENT, FAILED, KEPT, KEPT_DELETED, DELETED)], 1.0)
+    async with store.unit() as unit:
+        await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
+        builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
+        deleted = [replace(builds[uuid], delete_requested=True) for uuid in (KEPT_DELETED, DELETED)]
+        found = with_cell(builds[KEPT], "c1", AUTHOR)
+        assert found is not None
+        ends = [end_cancelled(build, AUTHOR, {KEPT_DELETED: "c1"}) for build in deleted]
+        await unit.update([found.update, *(end.update for end in ends)], 3.0)
+    try:
+        (gang,) = await _gangs(database, 0.0)
+    finally:
+        await store.close()
+    assert (gang.members, gang.sent, gang.withdrawn) == (5, 1, 2)
