@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema.exceptions import ValidationError
 
 from placement_worker.domain.values import MAX_CAPACITY
 from placement_worker.rest import bodies
@@ -246,9 +248,22 @@ def test_item_16_a_body_of_very_many_values_is_not_built_to_be_examined(
     with pytest.raises(HttpFault, match="JSON does not validate: "):
         bodies.PROVIDER_TRAITS.explain(traits(100))
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it was built"))
-    with pytest.raises(HttpFault, match=f"more than {bodies.MAX_EXPLAINED} values") as refused:
-        bodies.PROVIDER_TRAITS.parse(traits(bodies.MAX_EXPLAINED)[:-1])
+    with pytest.raises(HttpFault, match="more than 65536 values") as refused:
+        bodies.PROVIDER_TRAITS.parse(traits(65_536)[:-1])
     assert refused.value.status == 400
+
+
+def test_item_16_at_most_a_thousand_errors_of_a_body_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    best_match, compared = bodies.best_match, list[ValidationError]()
+
+    def counted(errors: Iterable[ValidationError]) -> ValidationError | None:
+        compared.extend(errors)
+        return best_match(compared)
+
+    monkeypatch.setattr(bodies, "best_match", counted)
+    with pytest.raises(HttpFault, match="JSON does not validate: "):
+        bodies.AGGREGATES.explain(json.dumps(list(range(2_000))).encode())
+    assert len(compared) == 1_000
 
 
 def test_item_16_no_larger_bodies_can_be_allowed_than_the_decoder_takes_in_20_ms() -> None:
