@@ -415,9 +415,10 @@ def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdic
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
-    is_another |= release.claimed_within_s is not None and known.attempt == 0  # not of a scheduler or a cell
-    is_later = attempt is not None and known.attempt > attempt
     within_s = release.claimed_within_s
+    # A build's claim was made by a scheduler or a cell, and is no migration's: a build may have a move's uuid.
+    is_another |= within_s is not None and (known.attempt == 0 or is_migration(known))
+    is_later = attempt is not None and known.attempt > attempt
     if is_another or (is_later and within_s is None):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     if within_s is not None and (is_later or max(age_s, 0.0) >= within_s):

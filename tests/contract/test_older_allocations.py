@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.placement import Migration, Release, ReleaseResult
 from placement_worker.store.port import PlacementStore
 from tests.contract.books import HOSTS
 from tests.contract.test_moves import at, build, claimed, make, store, used
@@ -70,3 +70,18 @@ async def test_an_allocation_of_a_later_attempt_is_an_older_one(store: Placement
     (reply,) = await store.apply([release])
     assert isinstance(reply, ReleaseResult)
     assert (reply.outcome, reply.hosts, await used(store)) == ("older", (HOSTS[0],), at(0, 4))
+
+
+@pytest.mark.parametrize("within_s", [0.0, HOUR_S])
+async def test_the_allocation_of_a_migration_is_no_earlier_build_of_its_uuid(
+    store: PlacementStore, within_s: float
+) -> None:
+    """A client has requested a build under the uuid of its move; its delete went to the cell, which released that."""
+    moved, request = build(0, 0), build(1, 1).consumer
+    await claimed(store, moved)
+    move = Migration(uuid=request, source={HOSTS[0]: {"VCPU": 4}})
+    (reply,) = await claimed(store, build(0, 1, attempt=2, consumer_generation=1, migration=move))
+    assert reply.outcome == "claimed"
+    (answer,) = await store.apply([Release(consumer=request, attempt=1, project_id="p", claimed_within_s=within_s)])
+    assert isinstance(answer, ReleaseResult)
+    assert (answer.outcome, await used(store)) == ("consumer_changed", {**at(0, 4), **at(1, 4)})
