@@ -11,7 +11,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
+from bus.contracts.build import BuildState, DeleteRequest
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
@@ -63,7 +63,7 @@ class Cancellations:
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
             return plan.outcomes, plan.accepted
-        kept = await self._release([_release_of(one.request, within_s=0.0) for one in plan.unbuilt])
+        kept = await self._release([_look_up(one.request) for one in plan.unbuilt])
         of_unbuilt = await self._carry_out(plan.unbuilt, kept)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
@@ -136,7 +136,17 @@ class Cancellations:
         """Release the claims that earlier runs of builds that have ended may hold, and fence those that they may still
         make. Returns and raises as `_release`.
         """
-        return await self._release([_release_of(one.request, within_s=one.claimed_within_s) for one in builds])
+        return await self._release(
+            [
+                Release(
+                    consumer=pending.instance_uuid,
+                    attempt=FIRST_ATTEMPT,
+                    project_id=pending.request.project_id,
+                    claimed_within_s=pending.claimed_within_s,
+                )
+                for pending in builds
+            ]
+        )
 
     async def _release(self, releases: Sequence[Release]) -> Mapping[str, str | None]:
         """Release claims; return the cells of those instances that hold an allocation of an earlier request, which is
@@ -160,13 +170,8 @@ class Cancellations:
         return Author(self._who, self._clock.time())
 
 
-def _release_of(request: BuildRequest | DeleteRequest, *, within_s: float | None) -> Release:
-    """The release of a scheduler's claim. within_s: how old it may be (0.0: nothing is released, and what an earlier
-    request holds is named; None: not known).
+def _look_up(request: DeleteRequest) -> Release:
+    """A release of what is younger than zero seconds: nothing is, and what the instance holds is named. It fences
+    nothing.
     """
-    return Release(
-        consumer=request.instance_uuid,
-        attempt=FIRST_ATTEMPT,
-        project_id=request.project_id,
-        claimed_within_s=within_s,
-    )
+    return Release(consumer=request.instance_uuid, project_id=request.project_id, claimed_within_s=0.0)

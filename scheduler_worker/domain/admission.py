@@ -66,7 +66,7 @@ def admit(
     if uuid in new:
         # The record of an earlier run may be lost, but not its claim: they may be in two databases.
         return admit_new(pending, surely_unclaimed=not may_have_run)
-    return admit_known(pending, known.get(uuid))
+    return admit_known(pending, known.get(uuid), may_have_run=may_have_run)
 
 
 def is_clash_of_first(
@@ -92,9 +92,9 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
     return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
 
 
-def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
+def admit_known(pending: PendingBuild, known: BuildStatus | None, *, may_have_run: bool) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
-    nothing.
+    nothing. may_have_run: as in `admit`.
     """
     refusal = pending.refusal
     if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
@@ -107,16 +107,18 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         return Admission(outcome=Retry("request.concurrent", reason))
     if known.code == UNKNOWN and known.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true.
-        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=True, withdrawn=True)
+        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=may_have_run, withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
     if known.state is BuildState.REFUSED and refusal is not None:
         return Admission(outcome=Done(reply=refusal))
     if known.state is not BuildState.ACCEPTED or refusal is not None:
-        # The scheduler that wrote this record may have died before it could release the claim.
+        # The scheduler that wrote this record may have died before it could release the claim. Then its message comes
+        # again; a copy that its client has sent finds no claim but that of an earlier request.
+        release = may_have_run and is_unused(known)
         withdrawn = known.delete_requested or known.state is BuildState.DELETED
         return Admission(
-            outcome=accepted(pending.instance_uuid), label="repeated", release=is_unused(known), withdrawn=withdrawn
+            outcome=accepted(pending.instance_uuid), label="repeated", release=release, withdrawn=withdrawn
         )
     return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested, recorded_at=known.recorded_at)
 

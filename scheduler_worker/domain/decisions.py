@@ -86,9 +86,7 @@ def prepare(
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
     failed = unsatisfiable(pending.request, spec, hosts, author)
-    if surely_unclaimed:  # an allocation is an older request's, as after a restore: its cell is found, and it is kept
-        pending = replace(pending, claimed_within_s=0.0)
-    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=True)
+    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=not surely_unclaimed)
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -146,13 +144,12 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
     """The decision to write of a placement's result."""
     request = placed.request
-    if isinstance(result, NoValidHost | GangIncomplete) and result.is_held:
-        placed = PlacedBuild(replace(placed.pending, claimed_within_s=0.0), request, result)
+    is_held = isinstance(result, NoValidHost | GangIncomplete) and result.is_held
     return DecidedBuild(
         pending=placed.pending,
         decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
         claimed=result if isinstance(result, HostClaimed) else None,
-        may_hold_claim=not request.surely_unclaimed or may_hold_claim(result),
+        may_hold_claim=not is_held and (not request.surely_unclaimed or may_hold_claim(result)),
     )
 
 
@@ -200,10 +197,8 @@ def retry_of(result: PlacementResult) -> Retry | None:
 
 
 def may_hold_claim(result: PlacementResult) -> bool:
-    """Whether a claim was sent, which may be delivered twice, and its second answer be lost; or an older one is held,
-    whose cell is to be found.
-    """
-    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0 or result.is_held
+    """Whether a claim was sent, which may be delivered twice, and its second answer be lost."""
+    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0
 
 
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:

@@ -160,7 +160,6 @@ def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, st
         terminal=True,
         code=why.code,
         reason=why.reason,
-        delete_requested=False,
     )
     event = _end(build, BuildState.FAILED, FAILED_OR_REFUSED, author, why)
     line = author.entry("failed", f"{STRANDED}: {STRANDED_REASON}")
@@ -197,7 +196,7 @@ def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None
     """
     if build is not None and (
         build.project_id != request.project_id
-        or build.delete_requested
+        or (build.delete_requested and build.state is BuildState.ACCEPTED)
         or build.code == UNKNOWN
         or build.state in (BuildState.DELETING, BuildState.DELETED)
     ):

@@ -85,3 +85,16 @@ async def test_the_allocation_of_a_migration_is_no_earlier_build_of_its_uuid(
     (answer,) = await store.apply([Release(consumer=request, attempt=1, project_id="p", claimed_within_s=within_s)])
     assert isinstance(answer, ReleaseResult)
     assert (answer.outcome, await used(store)) == ("consumer_changed", {**at(0, 4), **at(1, 4)})
+
+
+async def test_a_release_without_an_attempt_of_what_is_younger_than_zero_seconds_changes_nothing(
+    store: PlacementStore,
+) -> None:
+    """So a scheduler looks up what an instance holds, of whatever attempt; what holds nothing is not fenced."""
+    look_up = Release(consumer=build(0, 0).consumer, project_id="p", claimed_within_s=0.0)
+    (absent,) = await store.apply([look_up])
+    (claim,) = await claimed(store, build(0, 0))
+    (held,) = await store.apply([look_up])
+    assert isinstance(absent, ReleaseResult) and isinstance(held, ReleaseResult)
+    assert (absent.outcome, claim.outcome, held.outcome) == ("absent", "claimed", "older")
+    assert (held.hosts, await used(store)) == ((HOSTS[0],), at(0, 4))

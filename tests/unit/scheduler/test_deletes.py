@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Received, Refuse, Retry
-from bus.contracts.base import Meta
+from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from scheduler_worker.domain.builds import Author, RecordedBuild
@@ -16,6 +16,7 @@ from scheduler_worker.domain.deletes import (
     PendingDelete,
     pending_delete,
     plan_deletes,
+    refusal_of,
     refuse_unknown,
     tombstones,
 )
@@ -112,3 +113,11 @@ def test_a_claim_may_be_held_once_placement_got_a_claim() -> None:
     assert not may_hold_claim(NoValidHost(()))
     assert may_hold_claim(NoValidHost((), claims=1))
     assert may_hold_claim(ClaimsContended(3)) and may_hold_claim(PlacementRefused("c", "r"))
+
+
+def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
+    """An earlier delete of it was refused; that of a build that is being scheduled is still to come."""
+    why = Refusal(code="bus.given_up", reason="")
+    stranded = replace(recorded(BuildState.FAILED), delete_requested=True)
+    assert refusal_of(requested().request, why, stranded, AUTHOR) is not None
+    assert refusal_of(requested().request, why, replace(stranded, state=BuildState.ACCEPTED), AUTHOR) is None

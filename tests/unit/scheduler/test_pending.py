@@ -48,11 +48,11 @@ def test_a_run_of_a_request_holds_a_claim_no_longer_than_since_it_was_sent() -> 
 def test_a_copy_may_hold_the_claim_of_the_copy_that_came_on_record_first() -> None:
     """A client that has had no answer publishes its request again, later than the first scheduler's claim."""
     copy = taken(sent_at=990.0)
-    admission = admit_known(copy, status(recorded_at=900.0))
+    admission = admit_known(copy, status(recorded_at=900.0), may_have_run=False)
     assert as_copy(copy, admission.recorded_at).claimed_within_s == 100.0 + CLOCKS_APART_S
     assert as_copy(copy, 995.0) == as_copy(copy, None) == copy
     assert as_copy(taken(), 900.0).claimed_within_s is None
-    ended = admit_known(copy, status(state=BuildState.FAILED, recorded_at=900.0))
+    ended = admit_known(copy, status(state=BuildState.FAILED, recorded_at=900.0), may_have_run=False)
     assert ended.recorded_at is None, "what an audit has claimed since is not the copy's"
 
 
@@ -60,7 +60,7 @@ def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decis
     """It was answered as accepted, and never ended."""
     pending = taken(replace(REQUEST, flavor="deleted"))
     assert pending.refusal is not None
-    assert admit_known(pending, status(digest=pending.digest)).outcome is None
+    assert admit_known(pending, status(digest=pending.digest), may_have_run=True).outcome is None
 
 
 def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
@@ -69,7 +69,7 @@ def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
 
 
 def test_other_content_under_a_known_instance_is_a_clash() -> None:
-    assert_clash(admit_known(taken(), status(digest=b"other")))
+    assert_clash(admit_known(taken(), status(digest=b"other"), may_have_run=False))
 
 
 def assert_clash(admission: Admission) -> None:
@@ -82,11 +82,12 @@ def assert_clash(admission: Admission) -> None:
 
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
-    admission = admit_known(taken(), status())
+    admission = admit_known(taken(), status(), may_have_run=True)
     assert (admission.outcome, admission.surely_unclaimed, admission.cancelled) == (None, False, False)
-    assert admit_known(taken(), status(delete_requested=True)).cancelled
-    assert admit_known(taken(sent_at=1.0), status()).outcome is None, "on record, however old: it was not purged"
-    assert isinstance(admit_known(taken(), None).outcome, Retry)
+    assert admit_known(taken(), status(delete_requested=True), may_have_run=True).cancelled
+    old = admit_known(taken(sent_at=1.0), status(), may_have_run=True)
+    assert old.outcome is None, "on record, however old: it was not purged"
+    assert isinstance(admit_known(taken(), None, may_have_run=True).outcome, Retry)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,14 @@ def test_a_redelivery_goes_on_where_it_was() -> None:
         (status(BuildState.DELETED, code=UNKNOWN, digest=b""), True),  # its delete came first
     ],
 )
-def test_a_repeated_request_changes_nothing_and_leaves_no_claim_behind(known: BuildStatus, releases: bool) -> None:
-    admission = admit_known(taken(), known)
+@pytest.mark.parametrize("may_have_run", [True, False])
+def test_a_repeated_request_changes_nothing_and_a_redelivered_one_leaves_no_claim_behind(
+    known: BuildStatus, releases: bool, may_have_run: bool
+) -> None:
+    """A copy that the client sends anew releases nothing: what its instance holds is of an earlier request."""
+    admission = admit_known(taken(), known, may_have_run=may_have_run)
     assert isinstance(admission.outcome, Done) and isinstance(admission.outcome.reply, BuildAccepted)
-    assert admission.release is releases
+    assert admission.release is (releases and may_have_run)
 
 
 def test_a_build_that_a_cell_has_keeps_its_claim() -> None:
