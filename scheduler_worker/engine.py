@@ -75,7 +75,7 @@ class RequestRecorder:
         )
         for admission in admissions:
             metrics.count_requests("build", admission.label)
-        self._remember(firsts)
+        self._remember(begun(builds, admissions))
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
         await self._cancellations.release(
@@ -90,13 +90,13 @@ class RequestRecorder:
         """
         return pending.redelivered or pending.instance_uuid in self._in_progress
 
-    def finish(self, builds: Iterable[PendingBuild]) -> None:
+    def finish(self, instances: Iterable[str]) -> None:
         """Forget the batch: each of its requests has an outcome."""
-        for pending in builds:
-            self._in_progress.pop(pending.instance_uuid, None)
+        for uuid in instances:
+            self._in_progress.pop(uuid, None)
 
-    def _remember(self, firsts: Iterable[str]) -> None:
-        self._in_progress.update(dict.fromkeys(firsts))
+    def _remember(self, instances: Iterable[str]) -> None:
+        self._in_progress.update(dict.fromkeys(instances))
         for oldest in list(itertools.islice(self._in_progress, max(0, len(self._in_progress) - MAX_IN_PROGRESS))):
             del self._in_progress[oldest]
 
@@ -129,6 +129,12 @@ class RequestRecorder:
             if admission.event is not None:
                 unit.emit(to_clients(admission.event))
         return admissions
+
+
+def begun(builds: Sequence[PendingBuild], admissions: Sequence[Admission]) -> list[str]:
+    """The instances of a batch without its clashes and fresh copies, which are no run of the request on record."""
+    pairs = zip(builds, admissions, strict=True)
+    return [pending.instance_uuid for pending, one in pairs if one.outcome is None or one.release]
 
 
 class SchedulingEngine:
@@ -182,7 +188,7 @@ class SchedulingEngine:
             outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._placer.drop(chosen.values())
-        self._recorder.finish(builds)
+        self._recorder.finish(begun(builds, admissions))
         return outcomes
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:

@@ -27,6 +27,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.placement import CONSUMER_CHANGED
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
@@ -94,7 +95,7 @@ def plan_deletes(
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
-        elif kept is None and build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED):
+        elif kept is None and _may_be_forgotten(build):
             plan.unbuilt.append(pending)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
@@ -104,6 +105,12 @@ def plan_deletes(
                 plan.updates.append(end.update)
                 plan.messages.extend(end.messages)
     return plan
+
+
+def _may_be_forgotten(build: RecordedBuild) -> bool:
+    """Whether an instance of an earlier request, whose record is lost, may run under this build's uuid."""
+    ended = build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED)
+    return ended and build.code != CONSUMER_CHANGED  # another client holds something under it
 
 
 def _delete(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd | None:

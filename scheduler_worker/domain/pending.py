@@ -122,10 +122,10 @@ def pending_build(
 
 
 def _claimed_within(received: Received, now: float) -> float | None:
-    """As in PendingBuild. Not known without a time of sending, or of a copy whose client's clock is ahead."""
+    """As in PendingBuild. Not known without a time of sending, or of a copy whose client's clock is far ahead."""
     meta = received.meta
     is_copy = received.redelivered or meta.attempt > 0
-    if meta.sent_at <= 0 or (is_copy and meta.sent_at > now):
+    if meta.sent_at <= 0 or (is_copy and meta.sent_at > now + CLOCKS_APART_S):
         return None
     return max(0.0, now - meta.sent_at) + CLOCKS_APART_S
 

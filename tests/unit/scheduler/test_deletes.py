@@ -121,3 +121,10 @@ def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -
     stranded = replace(recorded(BuildState.FAILED), delete_requested=True)
     assert refusal_of(requested().request, why, stranded, AUTHOR) is not None
     assert refusal_of(requested().request, why, replace(stranded, state=BuildState.ACCEPTED), AUTHOR) is None
+
+
+def test_a_build_under_a_uuid_that_another_client_holds_ends_without_a_look_up() -> None:
+    """Its cell would release what it does not know."""
+    build = replace(recorded(BuildState.FAILED), code="claim.consumer_changed")
+    plan = plan_deletes([requested()], {UUID: build}, AUTHOR)
+    assert plan.unbuilt == [] and [update.build.state for update in plan.updates] == [BuildState.DELETED]

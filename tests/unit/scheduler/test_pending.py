@@ -41,6 +41,7 @@ def test_a_run_of_a_request_holds_a_claim_no_longer_than_since_it_was_sent() -> 
     """An older allocation of its instance is not released with it; the two clocks may differ."""
     assert taken(sent_at=990.0).claimed_within_s == 10.0 + CLOCKS_APART_S
     assert taken(sent_at=5000.0).claimed_within_s == CLOCKS_APART_S, "its client's clock is ahead"
+    assert taken(sent_at=1010.0, attempt=1).claimed_within_s == CLOCKS_APART_S, "ahead by no more than clocks differ"
     assert taken(sent_at=5000.0, attempt=1).claimed_within_s is None, "a copy came later than the first by any time"
     assert taken().claimed_within_s is None, "another client's request without a time"
 
