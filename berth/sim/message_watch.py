@@ -84,7 +84,7 @@ class MessageWatch:
                 continue
             tag = _tagged.decode(body).type
             if tag == MOVE_TAG and (bus != API or self._world.plan.through_schedulers):
-                self._moved(_moved.decode(body))
+                self._moved(_moved.decode(body), bus)
             self._world.listener.message(bus, message.exchange, message.routing_key, tag)
             if tag == RESULT_TAG:
                 self._world.machines.result(_result.decode(body))
@@ -103,9 +103,9 @@ class MessageWatch:
             except Breach as breach:
                 self._world.fail(breach)
 
-    def _moved(self, event: MoveEvent) -> None:
+    def _moved(self, event: MoveEvent, bus: str) -> None:
         try:
-            self._world.move_watch.on_event(event)
+            self._world.move_watch.on_event(event, bus)
         except Breach as breach:
             self._world.fail(breach)
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from berth.sim.watch import Breach
+from bus.bus import API
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
+from cell_conductor.domain.move_events import LEFT
 from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
 from placement_worker.domain.moves import MIGRATION_TYPES
@@ -135,10 +137,12 @@ class MoveWatch:
         if was != now:
             raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
 
-    def on_event(self, event: MoveEvent) -> None:
-        """A conductor publishes. Raises Breach."""
+    def on_event(self, event: MoveEvent, bus: str) -> None:
+        """A conductor publishes, or a scheduler to clients. Raises Breach."""
         if not event.terminal or event.sequence == 0:  # 0: of another request under this id
             return
+        if bus != API and event.reason == LEFT:
+            return  # the end is not known there: an answer for schedulers that do not know it either
         end = (event.state, event.code)
         if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.exempt:
             raise Breach("one_terminal_event", f"{event.request_id}: {self.ends[event.request_id]}, then {end}")
