@@ -191,7 +191,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
     """Return the queue that a catalogue row describes."""
     durable = row.kind is QueueKind.DURABLE
     private = row.kind is QueueKind.PRIVATE
-    dies = durable and not row.takes_letters
+    dies = row.has_letters
     return QueuePlan(
         name=name,
         durable=not private,

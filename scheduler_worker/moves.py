@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import MAX_PROJECTS
 from bus.contracts.build import FunnelStep
@@ -438,7 +438,7 @@ class MoveEngine:
             unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
             batch.labels.append("duplicate")
             return Done(reply=verdict.refusal)
-        if isinstance(verdict, Done | Retry | Refuse):
+        if isinstance(verdict, Outcome):
             return verdict
         move, command = self._decided(pending, found, verdict, chosen, author)
         if not await unit.insert_moves([move], author.at):

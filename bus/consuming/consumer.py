@@ -1,8 +1,8 @@
 """The consumer gathers deliveries into batches, calls the handler, and acknowledges the messages. No other part does.
 
 The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
-next delay, and after the last delay it is a dead letter. Refuse: its requester gets a Refusal; a message without a
-requester is a dead letter.
+next delay, and given up after the last one. Refuse: its requester gets a Refusal; a message without a requester is a
+dead letter. GiveUp: it is a dead letter, and its requester gets a Refusal as well.
 
 After a transient fault the consumer waits and calls the handler again with the same batch: an outage uses up no
 retries. A handler that crashes is called again with each message alone, so that only the message that crashes it is a
@@ -26,8 +26,9 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
+from bus.consuming.given_up import EXPIRED, NOT_AWAITED
 from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage
-from bus.consuming.outcome import Done, Handler, Outcome, Received, Refuse
+from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
@@ -371,9 +372,9 @@ class Consumer:
 
         The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker
         drops messages that wait there for too long. For a message without the time of sending, the consumer's clock
-        decides.
+        decides. Dead letters are handled however late it is: it is the end of a request that is announced.
         """
-        if meta.deadline is None:
+        if meta.deadline is None or self._row.takes_letters:
             return None
         return since + meta.deadline - (meta.sent_at or self._bus.clock.time())
 
@@ -404,6 +405,7 @@ class Consumer:
                 self._close(item)
                 self._count(item.received.code, 1)
             elif item.until is not None and item.until < now:
+                await self._apply_outcomes([item], [self._late], number)
                 self._close(item)
                 self._count("expired", 1)
             else:
@@ -499,13 +501,21 @@ class Consumer:
             log.error("consumer.broken", queue=self.queue, code=broken.code, reason=broken.reason, items=len(items))
             if len(items) == 1:
                 metrics.BROKEN.labels(self._bus.name, self._row.name).inc()
-                return [Refuse(broken.code, broken.reason[:MAX_REASON])]
+                return [GiveUp(broken.code, broken.reason[:MAX_REASON])]
         except Exception as error:  # a handler's error for one item must not stop the others
             if len(items) == 1:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
-                return [Refuse(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
+                return [GiveUp(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
         return [(await self._ask([item], number))[0] for item in items]
+
+    @property
+    def _late(self) -> Outcome:
+        """The outcome of a message whose requester does not wait any more.
+
+        A request on a queue with dead letters may be on record already, so it is given up as the broker would do it.
+        """
+        return GiveUp(EXPIRED, NOT_AWAITED) if self._row.has_letters else Done()
 
     async def _end_with(self, broken: BrokenInvariant) -> None:
         """Take no further messages, and end the workers with this fault when no delivery is left in progress.
@@ -522,7 +532,8 @@ class Consumer:
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
-            return [Done()] * len(received)  # a server was unavailable for so long that no requester waits any more
+            # A server was unavailable for so long that no requester waits any more.
+            return [self._late] * len(received)
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

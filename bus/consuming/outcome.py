@@ -22,8 +22,8 @@ class Done(Struct, frozen=True):
 
 
 class Retry(Struct, frozen=True):
-    """The message cannot be handled now: it is delivered again after the queue's next delay. After the last delay it is
-    a dead letter.
+    """The message cannot be handled now: it is delivered again after the queue's next delay, and given up after the
+    last one.
     """
 
     code: str
@@ -39,7 +39,17 @@ class Refuse(Struct, frozen=True):
     reason: str = ""
 
 
-Outcome = Done | Retry | Refuse
+class GiveUp(Struct, frozen=True):
+    """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
+
+    The message is a dead letter, from which a queue's owner announces its end; a requester gets a Refusal as well.
+    """
+
+    code: str
+    reason: str = ""
+
+
+Outcome = Done | Retry | Refuse | GiveUp
 
 
 class Received(Struct, frozen=True):

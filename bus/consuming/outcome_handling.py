@@ -13,10 +13,10 @@ from bus.clock import new_uuid
 from bus.consuming.dead_lettering import park
 from bus.consuming.dead_letters import DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
-from bus.contracts.catalogue import DEAD, QueueKind, QueueRow
+from bus.contracts.catalogue import DEAD, QueueRow
 from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
 from bus.topology import delay_exchange
@@ -67,8 +67,11 @@ class OutcomeHandler:
                 self._reply(received.meta, outcome.reply, replies)
             elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
                 self._retry(received, moves)
+            elif isinstance(outcome, Refuse) or not self._row.has_letters:
+                parked += self._refuse(item, outcome.code, outcome.reason, replies)
             else:
-                parked += self._give_up(item, outcome.code, outcome.reason, replies)
+                parked += self._dead_letters(item, outcome.code, outcome.reason)
+                self._reply(received.meta, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]), replies)
         self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 
@@ -104,18 +107,21 @@ class OutcomeHandler:
         exchange = delay_exchange(delay_s)
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
 
-    def _give_up(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
-        """Send a Refusal to the requester, or park a dead letter. For a queue without dead letters the message is
-        logged and lost. When the message is a copy of a dead letter, the letter itself stays.
+    def _refuse(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
+        """Send a Refusal to the requester; without one, park a dead letter."""
+        if item.received.meta.reply_to is None:
+            return self._dead_letters(item, code, reason)
+        self._reply(item.received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
+        return []
+
+    def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[Outgoing]:
+        """The dead letter to park. For a queue without dead letters the message is logged and lost. When the message is
+        a copy of a dead letter, the letter itself stays.
         """
-        received = item.received
-        if received.meta.reply_to is not None:
-            self._reply(received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
-            return []
-        if self._row.kind is not QueueKind.DURABLE or self._row.takes_letters:
-            log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
-            return []
-        return [self._dead_letter(item, code, reason)]
+        if self._row.has_letters:
+            return [self._dead_letter(item, code, reason)]
+        log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=item.received.meta.cause)
+        return []
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> Outgoing:
         received, delivery = item.received, item.in_flight.delivery
@@ -133,7 +139,6 @@ class OutcomeHandler:
             message_id=received.meta.id,
             type=packed.type,
             correlation_id=received.meta.correlation_id,
-            reply_to=received.meta.reply_to,
             headers={
                 **headers_of(received.meta),
                 CODE: code,
@@ -149,7 +154,7 @@ class OutcomeHandler:
         """Dead-letter one message whose outcome could not be carried out. Of the message only its body is kept."""
         received, reason = item.received, f"{type(error).__name__}: {error}"
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
-        if self._row.kind is not QueueKind.DURABLE or self._row.takes_letters:
+        if not self._row.has_letters:
             return
         letter = Outgoing(
             exchange=DEAD,
@@ -177,7 +182,7 @@ class OutcomeHandler:
             if bad.meta.reply_to is None:
                 return
         moves, replies = Waiter(), Waiter()
-        parked = self._give_up(item, bad.code, bad.reason, replies)
+        parked = self._refuse(item, bad.code, bad.reason, replies)
         self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 

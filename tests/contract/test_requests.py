@@ -8,10 +8,11 @@ import json
 import pytest
 
 from bus import wire
-from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.consuming.dead_letters import list_dead
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
-from bus.contracts.catalogue import COMMANDS
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing, Unroutable
 from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
@@ -143,7 +144,8 @@ async def test_requests_work_again_after_the_connection_was_lost(house: House) -
     assert reply.instance_uuid == boot(2).instance_uuid
 
 
-async def test_an_expired_request_is_skipped(house: House) -> None:
+async def test_an_expired_request_is_given_up(house: House) -> None:
+    """It may be on record already, so it ends there as one that has expired in the broker."""
     bus = await house.bus()
     handler = Answering()
     late = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000}
@@ -151,11 +153,79 @@ async def test_an_expired_request_is_skipped(house: House) -> None:
     body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
     for headers in (late, {}):
         await bus.transport.publish(
-            Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, headers=headers)
+            Outgoing(
+                exchange=COMMANDS,
+                routing_key="build.delete.p",
+                body=body,
+                headers=headers,
+                reply_to="client.reply.off",
+            )
         )
     await house.consume(bus, REQUESTS, handler)
+    await settled(bus, queue, dead=1)
+    assert len(await handler.wait(1)) == 1
+    (letter,) = await list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.body) == ("broker.expired", body)
+
+
+async def test_an_expired_query_is_skipped(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    queue = await bus.declare("scheduler.records")
+    late = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000}
+    for headers in (late, {}):
+        body = b'{"type":"build.query.v1"}'
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.query", body=body, headers=headers))
+    await house.consume(bus, "scheduler.records", handler)
     await settled(bus, queue)
     assert len(await handler.wait(1)) == 1
+
+
+@pytest.mark.parametrize("how", ["crash", "retries"])
+async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_gets_a_refusal(
+    house: House, how: str
+) -> None:
+    """It may be on record already: the owner of the queue ends it by its dead letter, whoever else hears of it."""
+    asker, server = await house.bus(), await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        if how == "crash":
+            raise RuntimeError("planted")
+        return Retry("not.yet", "planted")
+
+    await house.consume(server, REQUESTS, Answering(answer))
+    if how == "retries":
+        body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
+        got = Collector()
+        await asker.transport.declare_reply_queue("client.reply.asker")
+        await asker.transport.consume("client.reply.asker", got, prefetch=10)
+        last = {"berth-attempt": len(BY_QUEUE[REQUESTS].retry_s)}
+        await asker.transport.publish(
+            Outgoing(
+                exchange=COMMANDS, routing_key="build.delete.p", body=body, reply_to="client.reply.asker", headers=last
+            )
+        )
+        (reply,) = await got.wait(1)
+        assert json.loads(reply.body)["code"] == "not.yet"
+    else:
+        with pytest.raises(RequestRefused) as refused:
+            await asker.request(boot(1), BuildAccepted, timeout_s=PATIENCE_S)
+        assert refused.value.code == "handler.crashed"
+    await settled(server, dead=1)
+    (letter,) = await list_dead(server.transport, REQUESTS)
+    assert letter.code == ("handler.crashed" if how == "crash" else "not.yet")
+
+
+async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    queue = await bus.declare("scheduler.given_up")
+    headers = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000, "berth-code": "broker.expired"}
+    body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
+    await bus.transport.publish(Outgoing(exchange=DEAD, routing_key=REQUESTS, body=body, headers=headers))
+    await house.consume(bus, "scheduler.given_up", handler)
+    await settled(bus, queue, dead=1)
+    assert [received.given_up for received in await handler.wait(1)] == ["broker.expired"]
 
 
 async def test_a_request_that_cannot_be_served_is_given_up_when_its_client_has_stopped_waiting(house: House) -> None:
@@ -172,3 +242,5 @@ async def test_a_request_that_cannot_be_served_is_given_up_when_its_client_has_s
         await asker.request(boot(1), BuildAccepted, timeout_s=0.3)
     reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
     assert reply.instance_uuid == boot(2).instance_uuid
+    (letter,) = await list_dead(server.transport, REQUESTS)
+    assert letter.code == "broker.expired", "what it has put on record is ended there"

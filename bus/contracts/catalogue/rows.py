@@ -81,6 +81,11 @@ class QueueRow(Struct, frozen=True, kw_only=True):
         """
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
+    @property
+    def has_letters(self) -> bool:
+        """Whether a message that this queue gives up is a dead letter."""
+        return self.kind is QueueKind.DURABLE and not self.takes_letters
+
 
 class MessageRow(Struct, frozen=True, kw_only=True):
     """One message: who may publish it, where it goes, its reply, and what makes it idempotent.

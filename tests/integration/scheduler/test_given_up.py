@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 
 from bus.bus import API
 from bus.consuming.dead_letters import list_dead
-from bus.contracts.base import Message, encode
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequest
+from bus.consuming.outcome import Outcome
+from bus.contracts.base import Message, Refusal, encode
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.contracts.placement import Release
+from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
+from scheduler_worker.domain.decisions import given_up
+from scheduler_worker.domain.placed import DecidedBuild
 from scheduler_worker.domain.placement import PlacementState
+from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.world import World
 from tests.kit.raw_amqp import long, raw_publisher, table
@@ -165,6 +173,53 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     assert "handler.crashed" in failed.reason
     await world.ended(good.instance_uuid, BuildState.SCHEDULED)
     assert [event.instance_uuid for event in world.events if event.terminal] == [bad.instance_uuid]
+
+
+@pytest.mark.parametrize("step", ["record", "claim", "write", "release"])
+async def test_a_request_whose_requester_has_stopped_waiting_ends_and_holds_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A server is away for longer than that: the request was acknowledged, and stayed as it was, with its claim."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    begun = asyncio.Event()
+
+    async def unavailable(*_: object, **__: object) -> Any:
+        begun.set()
+        raise DatabaseUnavailable("planted")
+
+    async def unanswered(cancellations: Cancellations, releases: Sequence[Release]) -> Mapping[str, str | None]:
+        return await (unavailable() if releases else release(cancellations, releases))
+
+    async def fails(engine: SchedulingEngine, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
+        ends = [one.pending for one in scheduled]
+        circumstances = engine._circumstances()
+        failed = [given_up(one.request, Refusal(code="planted", reason=""), circumstances.author) for one in ends]
+        decided = [
+            DecidedBuild(pending=one, decision=end, may_hold_claim=True) for one, end in zip(ends, failed, strict=True)
+        ]
+        return await write(engine, decided)
+
+    write, release = SchedulingEngine._write, Cancellations._release
+    with monkeypatch.context() as away:
+        if step == "record":
+            away.setattr(RequestRecorder, "record", unavailable)
+        elif step == "claim":
+            away.setattr(Placer, "place", unavailable)
+        elif step == "write":
+            away.setattr(SchedulingEngine, "_write", unavailable)
+        else:
+            away.setattr(SchedulingEngine, "_write", fails)
+            away.setattr(Cancellations, "_release", unanswered)
+        with pytest.raises(RequestTimeout):
+            await world.buses[API].request(request, BuildAccepted, timeout_s=1.0)
+        await begun.wait()
+    failed = await world.ended(request.instance_uuid, BuildState.FAILED)
+    assert (failed.code, failed.terminal) == ("planted" if step == "release" else "broker.expired", True)
+    while await world.used():  # noqa: ASYNC110  (the book is read)
+        await asyncio.sleep(0.01)
+    assert not world.builds
 
 
 async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
