@@ -123,8 +123,9 @@ in its routing key, by state `refused`; so is one under a uuid that is on record
 request that was accepted and then given up ends with an event as well: `broker.expired` (its publisher set an
 `expiration` or a header `berth-deadline-ms`, and it was not handled by then), `delivery.exhausted` (each scheduler that
 took it ended), `delivery.given_up` (a scheduler could not handle it); a build has then `failed`, a delete is `refused`
-with `sequence` 0 and the machine stays. Its requester gets a refusal besides. A message that is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker
-gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
+with `sequence` 0 and the machine stays. Its requester gets a refusal besides. A message that is given up is parked in
+the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up (`berth
+dead-letters list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 
