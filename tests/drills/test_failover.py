@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from berth.servers import API_VHOST, start_all, variables
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
 from berth.worker_processes import WorkerProcesses
+from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
@@ -116,7 +117,7 @@ def test_the_primary_is_killed_and_its_synchronous_stand_by_promoted(tmp_path: P
             await asyncio.to_thread(pair.stand_by.promote)
 
         with workers(tmp_path, broker.add_vhosts((API_VHOST, CELL)), pair.url) as (processes, site):
-            asyncio.run(builds_go_on(site, fail_over))
+            asyncio.run(builds_go_on(site, fail_over, set_back=True))
             assert all(worker.process.running for worker in processes.workers.values())
 
 
@@ -139,8 +140,11 @@ def workers(directory: Path, buses: dict[str, str], database: str) -> Iterator[t
         processes.stop()
 
 
-async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]]) -> None:
-    """Disturb a load in its middle: each build ends once, active, and all that was confirmed is in the book."""
+async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]], *, set_back: bool = False) -> None:
+    """Disturb a load in its middle: each build ends once, active, and all that was confirmed is in the book.
+
+    set_back: the database may lose announcements of the last 0.2 s, and state them again (`stated_once`).
+    """
     process = process_name("test")
     # Messages for a private queue while it is away are lost, by design; this test judges every event.
     client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
@@ -155,9 +159,28 @@ async def builds_go_on(site: Site, disturb: Callable[[], Awaitable[None]]) -> No
         assert await client.until(lambda: 0 < client.unfinished < len(client.tracks), PATIENCE_S)
         await disturb()
         report: LoadReport = await loading
-        assert (report.active, report.unfinished, report.more_than_one_terminal) == (BOOTS, 0, 0), report
+        events = stated_once(client.events) if set_back else client.events
+        assert (report.active, report.unfinished) == (BOOTS, 0), report
+        assert set_back or not report.more_than_one_terminal, report
         assert await rest(site, timeout_s=PATIENCE_S)
-        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=client.events))
+        verdicts = check_invariants(await gather(site, accepted=list(client.tracks), events=events))
         assert [verdict for verdict in verdicts if not verdict.holds] == []
     finally:
         await client.close()
+
+
+def stated_once(events: Sequence[BuildEvent]) -> list[BuildEvent]:
+    """The events without a second `active` of one attempt on one host.
+
+    A cell that was set back has lost an announcement whose commit was not on disk (decision 0011): what was under way
+    goes on with higher numbers, and states it again.
+    """
+    known: set[tuple[str, str | None, int]] = set()
+    kept: list[BuildEvent] = []
+    for event in events:
+        what = (event.instance_uuid, event.host, event.attempt)
+        if event.state is not BuildState.ACTIVE or what not in known:
+            kept.append(event)
+        if event.state is BuildState.ACTIVE:
+            known.add(what)
+    return kept
