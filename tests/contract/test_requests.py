@@ -185,7 +185,7 @@ async def test_an_expired_query_is_skipped(house: House) -> None:
 async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_gets_a_refusal(
     house: House, how: str
 ) -> None:
-    """It may be on record already: the owner of the queue ends it by its dead letter, whoever else hears of it."""
+    """It may be on record already: the owner of the queue ends it by its dead letter."""
     asker, server = await house.bus(), await house.bus()
 
     def answer(received: Received) -> Outcome:

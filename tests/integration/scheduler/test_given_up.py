@@ -202,16 +202,16 @@ async def test_a_request_whose_requester_has_stopped_waiting_ends_and_holds_noth
         return await write(engine, decided)
 
     write, release = SchedulingEngine._write, Cancellations._release
-    with monkeypatch.context() as away:
+    with monkeypatch.context() as planted:
         if step == "record":
-            away.setattr(RequestRecorder, "record", unavailable)
+            planted.setattr(RequestRecorder, "record", unavailable)
         elif step == "claim":
-            away.setattr(Placer, "place", unavailable)
+            planted.setattr(Placer, "place", unavailable)
         elif step == "write":
-            away.setattr(SchedulingEngine, "_write", unavailable)
+            planted.setattr(SchedulingEngine, "_write", unavailable)
         else:
-            away.setattr(SchedulingEngine, "_write", fails)
-            away.setattr(Cancellations, "_release", unanswered)
+            planted.setattr(SchedulingEngine, "_write", fails)
+            planted.setattr(Cancellations, "_release", unanswered)
         with pytest.raises(RequestTimeout):
             await world.buses[API].request(request, BuildAccepted, timeout_s=1.0)
         await begun.wait()
