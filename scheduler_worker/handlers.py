@@ -85,9 +85,10 @@ class RequestHandler:
         Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end.
         """
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
+        again = [structs.replace(received, redelivered=True) for received in batch]  # each may have been begun
         builds = [
-            structs.replace(build, given_up=why[build.position], redelivered=True)
-            for build in await self._builds(batch, self._clock.time())
+            structs.replace(build, given_up=why[build.position])
+            for build in await self._builds(again, self._clock.time())
         ]
         deletes = [
             (received.message, why[position])

@@ -121,11 +121,12 @@ without it, a build or delete request whose `instance_uuid` could be read is ans
 in its routing key, by state `refused`; so is one under a uuid that is on record with other content
 (`request.duplicate`). The `sequence` of such an event is 0: outdated for a client that follows the request on record. A
 request that was accepted and then given up ends with an event as well: `broker.expired` (its publisher set an
-`expiration` or a header `berth-deadline-ms`, and it was not handled by then), `delivery.exhausted` (each scheduler that
-took it ended), `delivery.given_up` (a scheduler could not handle it); a build has then `failed`, a delete is `refused`
-with `sequence` 0 and the machine stays. Its requester gets a refusal besides. A message that is given up is parked in
-the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up (`berth
-dead-letters list`); its routing key there is the name of the queue that gave it up.
+`expiration`), `delivery.exhausted` (each scheduler that took it ended), `delivery.given_up` (a scheduler could not
+handle it; with `reply-to` it is answered by `refusal.v1` besides); a build has then `failed`, a delete is `refused`
+with `sequence` 0 and the machine stays. A request with a header `berth-deadline-ms` is dropped if no scheduler has
+taken it by then; once taken it goes on as any other. A message that is given up is parked in the bus's queue
+`{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up (`berth dead-letters
+list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 

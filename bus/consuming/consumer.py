@@ -2,7 +2,7 @@
 
 The handling of one message, by its outcome. Done: it is acknowledged. Retry: it is delivered again after the queue's
 next delay, and given up after the last one. Refuse: its requester gets a Refusal; a message without a requester is a
-dead letter. GiveUp: it is a dead letter, and its requester gets a Refusal as well.
+dead letter. GiveUp: the same, but a request that another queue ends by its dead letter is one in either case.
 
 After a transient fault the consumer waits and calls the handler again with the same batch: an outage uses up no
 retries. A handler that crashes is called again with each message alone, so that only the message that crashes it is a
@@ -26,14 +26,13 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
-from bus.consuming.given_up import EXPIRED, NOT_AWAITED
 from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
+from bus.contracts.catalogue import BY_QUEUE, ENDED_BY_LETTER, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
 from bus.wire import Codec, Malformed, Read, letters_code
@@ -361,18 +360,26 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            until = self._until(read.meta, arrival.since)
+            may_be_begun = delivery.redelivered or read.meta.attempt > 0
+            until = None if may_be_begun and self._ends_begun else self._until(read.meta, arrival.since)
             received = Received(
                 read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
             )
             opened.append(InFlightMessage(in_flight, received, until))
+
+    @property
+    def _ends_begun(self) -> bool:
+        """Whether each request of the queue that a handler has begun ends, though its requester does not wait any more:
+        it may be on record, and a claim be made for it.
+        """
+        return self._row.name in ENDED_BY_LETTER
 
     def _until(self, meta: Meta, since: float) -> float | None:
         """Return the time, on this process's clock, after which an answer is of no use.
 
         The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker
         drops messages that wait there for too long. For a message without the time of sending, the consumer's clock
-        decides. Dead letters are handled however late it is: it is the end of a request that is announced.
+        decides. A dead letter is handled however late it is: its end is announced.
         """
         if meta.deadline is None or self._row.takes_letters:
             return None
@@ -405,7 +412,6 @@ class Consumer:
                 self._close(item)
                 self._count(item.received.code, 1)
             elif item.until is not None and item.until < now:
-                await self._apply_outcomes([item], [self._late], number)
                 self._close(item)
                 self._count("expired", 1)
             else:
@@ -490,7 +496,7 @@ class Consumer:
         it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
-        last = max((math.inf if item.until is None else item.until) for item in items)
+        last = math.inf if self._ends_begun else max(math.inf if item.until is None else item.until for item in items)
         try:
             return await self._until_available.call(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):
@@ -509,14 +515,6 @@ class Consumer:
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
         return [(await self._ask([item], number))[0] for item in items]
 
-    @property
-    def _late(self) -> Outcome:
-        """The outcome of a message whose requester does not wait any more.
-
-        A request on a queue with dead letters may be on record already, so it is given up as the broker would do it.
-        """
-        return GiveUp(EXPIRED, NOT_AWAITED) if self._row.has_letters else Done()
-
     async def _end_with(self, broken: BrokenInvariant) -> None:
         """Take no further messages, and end the workers with this fault when no delivery is left in progress.
 
@@ -532,8 +530,7 @@ class Consumer:
 
     async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
         if until < self._bus.clock.monotonic():
-            # A server was unavailable for so long that no requester waits any more.
-            return [self._late] * len(received)
+            return [Done()] * len(received)  # a server was unavailable for so long that no requester waits any more
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

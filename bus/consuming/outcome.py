@@ -42,7 +42,8 @@ class Refuse(Struct, frozen=True):
 class GiveUp(Struct, frozen=True):
     """The consumer gives the message up: its handler has stated no outcome, and may have put it on record before.
 
-    The message is a dead letter, from which a queue's owner announces its end; a requester gets a Refusal as well.
+    A requester gets a Refusal. Without one, or where another queue ends requests by their dead letters (which then
+    announces the end), the message is a dead letter.
     """
 
     code: str

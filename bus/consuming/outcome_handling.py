@@ -16,7 +16,7 @@ from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
-from bus.contracts.catalogue import DEAD, QueueRow
+from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, QueueRow
 from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
 from bus.topology import delay_exchange
@@ -67,7 +67,7 @@ class OutcomeHandler:
                 self._reply(received.meta, outcome.reply, replies)
             elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
                 self._retry(received, moves)
-            elif isinstance(outcome, Refuse) or not self._row.has_letters:
+            elif isinstance(outcome, Refuse) or self._row.name not in ENDED_BY_LETTER:
                 parked += self._refuse(item, outcome.code, outcome.reason, replies)
             else:
                 parked += self._dead_letters(item, outcome.code, outcome.reason)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 
 import pytest
+from msgspec.structs import replace
 
 from bus import wire
+from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD
+from bus.contracts.operations import ForgetHost, HostForgotten
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing, Unroutable
 from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
-from tests.contract.rig import PATIENCE_S, Collector
+from tests.contract.rig import PATIENCE_S, Collector, until
 
 pytestmark = KINDS
 
@@ -144,36 +148,33 @@ async def test_requests_work_again_after_the_connection_was_lost(house: House) -
     assert reply.instance_uuid == boot(2).instance_uuid
 
 
-async def test_an_expired_request_is_given_up(house: House) -> None:
-    """It may be on record already, so it ends there as one that has expired in the broker."""
+async def test_an_expired_request_is_skipped(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
-    late = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000}
     queue = await bus.declare(REQUESTS)
-    body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
-    for headers in (late, {}):
-        await bus.transport.publish(
-            Outgoing(
-                exchange=COMMANDS,
-                routing_key="build.delete.p",
-                body=body,
-                headers=headers,
-                reply_to="client.reply.off",
-            )
-        )
+    for headers in (late_by(bus), {}):
+        await bus.transport.publish(delete(headers))
     await house.consume(bus, REQUESTS, handler)
-    await settled(bus, queue, dead=1)
+    await settled(bus, queue)
     assert len(await handler.wait(1)) == 1
-    (letter,) = await list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.body) == ("broker.expired", body)
+
+
+async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House) -> None:
+    """It may be on record: its requester may repeat it, and other clients follow it."""
+    bus = await house.bus()
+    handler = Answering()
+    queue = await bus.declare(REQUESTS)
+    await bus.transport.publish(delete({**late_by(bus), "berth-attempt": 1}))
+    await house.consume(bus, REQUESTS, handler)
+    await settled(bus, queue)
+    assert len(await handler.wait(1)) == 1
 
 
 async def test_an_expired_query_is_skipped(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare("scheduler.records")
-    late = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000}
-    for headers in (late, {}):
+    for headers in (late_by(bus), {}):
         body = b'{"type":"build.query.v1"}'
         await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.query", body=body, headers=headers))
     await house.consume(bus, "scheduler.records", handler)
@@ -195,16 +196,11 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
 
     await house.consume(server, REQUESTS, Answering(answer))
     if how == "retries":
-        body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
         got = Collector()
         await asker.transport.declare_reply_queue("client.reply.asker")
         await asker.transport.consume("client.reply.asker", got, prefetch=10)
         last = {"berth-attempt": len(BY_QUEUE[REQUESTS].retry_s)}
-        await asker.transport.publish(
-            Outgoing(
-                exchange=COMMANDS, routing_key="build.delete.p", body=body, reply_to="client.reply.asker", headers=last
-            )
-        )
+        await asker.transport.publish(replace(delete(last), reply_to="client.reply.asker"))
         (reply,) = await got.wait(1)
         assert json.loads(reply.body)["code"] == "not.yet"
     else:
@@ -216,31 +212,73 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
     assert letter.code == ("handler.crashed" if how == "crash" else "not.yet")
 
 
+async def test_a_request_that_no_queue_ends_by_its_letter_is_refused_alone(house: House) -> None:
+    asker, server = await house.bus(), await house.bus()
+
+    def crashes(_: Received) -> Outcome:
+        raise RuntimeError("planted")
+
+    await house.consume(server, "scheduler.changes", Answering(crashes))
+    with pytest.raises(RequestRefused):
+        await asker.request(ForgetHost(host="h", reason="r", by="o"), HostForgotten, timeout_s=PATIENCE_S)
+    await settled(server, "scheduler.changes")
+
+
 async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare("scheduler.given_up")
-    headers = {"berth-deadline-ms": int(bus.clock.time() * 1000) - 1000, "berth-code": "broker.expired"}
-    body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
-    await bus.transport.publish(Outgoing(exchange=DEAD, routing_key=REQUESTS, body=body, headers=headers))
+    await bus.transport.publish(
+        replace(delete({**late_by(bus), "berth-code": "c"}), exchange=DEAD, routing_key=REQUESTS)
+    )
     await house.consume(bus, "scheduler.given_up", handler)
     await settled(bus, queue, dead=1)
-    assert [received.given_up for received in await handler.wait(1)] == ["broker.expired"]
+    assert [received.given_up for received in await handler.wait(1)] == ["c"]
 
 
-async def test_a_request_that_cannot_be_served_is_given_up_when_its_client_has_stopped_waiting(house: House) -> None:
+async def test_a_request_that_was_begun_goes_on_when_its_client_has_stopped_waiting(house: House) -> None:
+    """It was acknowledged as if it were done, whatever was on record of it."""
+    asker, server = await house.bus(), await house.bus()
+    is_there = False
+    begun: list[Received] = []
+
+    def answer(received: Received) -> Outcome:
+        begun.append(received)
+        if not is_there:
+            raise DatabaseUnavailable("away")
+        return accepted(received)
+
+    handler = Answering(answer)
+    await house.consume(server, REQUESTS, handler)
+    asking = asyncio.create_task(asker.request(boot(1), BuildAccepted, timeout_s=1.0))
+    await until(lambda: begun)
+    with pytest.raises(RequestTimeout):
+        await asking
+    is_there = True
+    await settled(server)
+    assert [received.message for received in await handler.wait(1)] == [boot(1)]
+
+
+async def test_a_query_that_cannot_be_served_is_given_up_when_its_client_has_stopped_waiting(house: House) -> None:
     """A statement that always takes too long is a passing fault, too; it must not hold the queue for ever."""
     asker, server = await house.bus(), await house.bus()
 
     def answer(received: Received) -> Outcome:
-        if received.message == boot(1):
+        if received.message == BuildQuery(limit=1):
             raise DatabaseUnavailable("again and again")
-        return accepted(received)
+        return Done(Refusal(code="hello"))
 
-    await house.consume(server, REQUESTS, Answering(answer), concurrency=1)
+    await house.consume(server, "scheduler.records", Answering(answer), concurrency=1)
     with pytest.raises(RequestTimeout):
-        await asker.request(boot(1), BuildAccepted, timeout_s=0.3)
-    reply = await asker.request(boot(2), BuildAccepted, timeout_s=PATIENCE_S)
-    assert reply.instance_uuid == boot(2).instance_uuid
-    (letter,) = await list_dead(server.transport, REQUESTS)
-    assert letter.code == "broker.expired", "what it has put on record is ended there"
+        await asker.request(BuildQuery(limit=1), Refusal, timeout_s=0.3)
+    assert (await asker.request(BuildQuery(), Refusal, timeout_s=PATIENCE_S)).code == "hello"
+
+
+def late_by(bus: Bus, s: float = 1.0) -> dict[str, int]:
+    """The headers of a message whose requester has stopped waiting so long ago."""
+    return {"berth-deadline-ms": int((bus.clock.time() - s) * 1000)}
+
+
+def delete(headers: Mapping[str, int | str]) -> Outgoing:
+    body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
+    return Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, headers=headers)

@@ -7,6 +7,7 @@ routing key (`{project_id}`) is a field of the message; one in a queue name (`{s
 from bus.contracts.catalogue.lookup import (
     BY_QUEUE,
     BY_TYPE,
+    ENDED_BY_LETTER,
     OF_PROJECT,
     may_come_under,
     project_of,
@@ -46,6 +47,7 @@ __all__ = [
     "DEAD_LETTERS",
     "DELAY",
     "DELAYED",
+    "ENDED_BY_LETTER",
     "EVENTS",
     "GIVEN_UP",
     "MAX_REQUESTS_PER_MESSAGE",

@@ -15,6 +15,8 @@ from bus.contracts.catalogue.rows import COMMANDS, DEAD, MessageRow, QueueRow
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
+# Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
+ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
 
 OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
 

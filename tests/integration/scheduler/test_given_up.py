@@ -16,15 +16,17 @@ from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildSt
 from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, RequestTimeout
-from bus.port import Transport
+from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
+from scheduler_worker.domain import pending
 from scheduler_worker.domain.decisions import given_up
+from scheduler_worker.domain.pending import CLOCKS_APART_S
 from scheduler_worker.domain.placed import DecidedBuild
 from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.placing import Placer
-from tests.integration.scheduler.world import World
+from tests.integration.scheduler.world import PATIENCE_S, World
 from tests.kit.raw_amqp import long, raw_publisher, table
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(300)]
@@ -175,51 +177,115 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
     assert [event.instance_uuid for event in world.events if event.terminal] == [bad.instance_uuid]
 
 
-@pytest.mark.parametrize("step", ["record", "claim", "write", "release"])
-async def test_a_request_whose_requester_has_stopped_waiting_ends_and_holds_nothing(
+class Planted:
+    """A scheduler's steps, as those of a server that is away, and of a request that fails after its claim."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self._write, self._release = SchedulingEngine._write, Cancellations._release
+        self.begun = asyncio.Event()
+        self.is_away = True
+
+    def unavailable(self, owner: type, step: str) -> None:
+        original = getattr(owner, step)
+
+        async def call(*arguments: Any, **more: Any) -> Any:
+            if self.is_away:
+                self.begun.set()
+                raise DatabaseUnavailable("planted")
+            return await original(*arguments, **more)
+
+        self._patch.setattr(owner, step, call)
+
+    def fails_without_release(self, error: Exception) -> None:
+        """Builds fail once they have claimed, and their release meets this error."""
+
+        async def fails(engine: SchedulingEngine, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
+            why, author = Refusal(code="planted", reason=""), engine._circumstances().author
+            ends = [(one.pending, given_up(one.pending.request, why, author)) for one in scheduled]
+            decided = [DecidedBuild(pending=one, decision=end, may_hold_claim=True) for one, end in ends]
+            return await self._write(engine, decided)
+
+        async def unanswered(engine: Cancellations, releases: Sequence[Release]) -> Mapping[str, str | None]:
+            if releases and self.is_away:
+                self.begun.set()
+                self.is_away = isinstance(error, DatabaseUnavailable)  # any other is met once
+                raise error
+            return await self._release(engine, releases)
+
+        self._patch.setattr(SchedulingEngine, "_write", fails)
+        self._patch.setattr(Cancellations, "_release", unanswered)
+
+
+async def holds_nothing(world: World) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while await world.used():  # noqa: ASYNC110  (the book is read)
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("step", ["claim", "write", "release"])
+async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_waiting(
     world: World, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A server is away for longer than that: the request was acknowledged, and stayed as it was, with its claim."""
     await world.scheduler()
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
-    begun = asyncio.Event()
+    planted = Planted(monkeypatch)
+    if step == "release":
+        planted.fails_without_release(DatabaseUnavailable("planted"))
+    else:
+        planted.unavailable(*((Placer, "place") if step == "claim" else (SchedulingEngine, "_write")))
+    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=1.0))
+    await planted.begun.wait()
+    with pytest.raises(RequestTimeout):
+        await asking
+    planted.is_away = False
+    if step != "release":
+        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+        assert len(await world.until(lambda: world.builds)) == 1
+        return
+    assert (await world.ended(request.instance_uuid, BuildState.FAILED)).code == "planted"
+    await holds_nothing(world)
 
-    async def unavailable(*_: object, **__: object) -> Any:
-        begun.set()
-        raise DatabaseUnavailable("planted")
 
-    async def unanswered(cancellations: Cancellations, releases: Sequence[Release]) -> Mapping[str, str | None]:
-        return await (unavailable() if releases else release(cancellations, releases))
+async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_built(world: World) -> None:
+    """As a program does after the answer 504 of HTTP."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    await world.stop("p1")
+    request: BuildRequest = world.request()
+    with pytest.raises(RequestTimeout):
+        await world.buses[API].request(request, BuildAccepted, timeout_s=0.5)
+    again = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S))
+    await world.placement("p2")
+    await again
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert await list_dead(world.buses[API].transport) == []
 
-    async def fails(engine: SchedulingEngine, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
-        ends = [one.pending for one in scheduled]
-        circumstances = engine._circumstances()
-        failed = [given_up(one.request, Refusal(code="planted", reason=""), circumstances.author) for one in ends]
-        decided = [
-            DecidedBuild(pending=one, decision=end, may_hold_claim=True) for one, end in zip(ends, failed, strict=True)
-        ]
-        return await write(engine, decided)
 
-    write, release = SchedulingEngine._write, Cancellations._release
-    with monkeypatch.context() as planted:
-        if step == "record":
-            planted.setattr(RequestRecorder, "record", unavailable)
-        elif step == "claim":
-            planted.setattr(Placer, "place", unavailable)
-        elif step == "write":
-            planted.setattr(SchedulingEngine, "_write", unavailable)
-        else:
-            planted.setattr(SchedulingEngine, "_write", fails)
-            planted.setattr(Cancellations, "_release", unanswered)
-        with pytest.raises(RequestTimeout):
-            await world.buses[API].request(request, BuildAccepted, timeout_s=1.0)
-        await begun.wait()
-    failed = await world.ended(request.instance_uuid, BuildState.FAILED)
-    assert (failed.code, failed.terminal) == ("planted" if step == "release" else "broker.expired", True)
-    while await world.used():  # noqa: ASYNC110  (the book is read)
-        await asyncio.sleep(0.01)
-    assert not world.builds
+@pytest.mark.parametrize("ahead_s", [0.0, 2 * CLOCKS_APART_S])
+async def test_what_a_given_up_request_has_claimed_is_released_whatever_its_clients_clock(
+    world: World, monkeypatch: pytest.MonkeyPatch, ahead_s: float
+) -> None:
+    """Its handler crashed between the record of its failure and the release."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    Planted(monkeypatch).fails_without_release(RuntimeError("planted"))
+    sent_at = world.clock.time() - CLOCKS_APART_S - 1.0 + ahead_s
+    monkeypatch.setattr(pending, "CLOCKS_APART_S", 0.0)
+    await world.buses[API].transport.publish(
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key=routing_key(request),
+            body=encode(request),
+            headers={"berth-sent-at-ms": int(sent_at * 1000)},
+        )
+    )
+    assert (await world.ended(request.instance_uuid, BuildState.FAILED)).code == "planted"
+    await world.until(lambda: world.events)
+    await holds_nothing(world)
 
 
 async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
