@@ -419,11 +419,15 @@ def _running(world: World) -> Iterator[RunningFact]:
 
 
 def _is_old_copy(world: World, one: RunningFact) -> bool:
-    """Whether a restored host runs an attempt whose record was purged since: it is kept in quarantine, and listed."""
+    """Whether a restored host runs an attempt whose record was purged since, or has failed in doubt after its cell was
+    set back (seed 1795630588): it is kept in quarantine, and listed.
+    """
     if (one.host_uuid, one.instance_uuid, one.attempt) not in world.move_watch.brought_back:
         return False
+    found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
     return any(
-        one.instance_uuid not in table.instances and _is_quarantined(table, one) for table in world.cells.values()
+        _is_quarantined(table, one) and (record is None or (record.state is State.FAILED and record.doubted))
+        for table, record in found
     )
 
 

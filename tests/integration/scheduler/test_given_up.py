@@ -184,13 +184,13 @@ class Planted:
         self._patch = monkeypatch
         self._write, self._release = SchedulingEngine._write, Cancellations._release
         self.begun = asyncio.Event()
-        self.is_away = True
+        self.is_unavailable = True
 
     def unavailable(self, owner: type, step: str) -> None:
         original = getattr(owner, step)
 
         async def call(*arguments: Any, **more: Any) -> Any:
-            if self.is_away:
+            if self.is_unavailable:
                 self.begun.set()
                 raise DatabaseUnavailable("planted")
             return await original(*arguments, **more)
@@ -207,9 +207,9 @@ class Planted:
             return await self._write(engine, decided)
 
         async def unanswered(engine: Cancellations, releases: Sequence[Release]) -> Mapping[str, str | None]:
-            if releases and self.is_away:
+            if releases and self.is_unavailable:
                 self.begun.set()
-                self.is_away = isinstance(error, DatabaseUnavailable)  # any other is met once
+                self.is_unavailable = isinstance(error, DatabaseUnavailable)  # any other is met once
                 raise error
             return await self._release(engine, releases)
 
@@ -240,7 +240,7 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
     await planted.begun.wait()
     with pytest.raises(RequestTimeout):
         await asking
-    planted.is_away = False
+    planted.is_unavailable = False
     if step != "release":
         await world.ended(request.instance_uuid, BuildState.SCHEDULED)
         assert len(await world.until(lambda: world.builds)) == 1
