@@ -112,9 +112,12 @@ class RequestHandler:
             if isinstance(received.message, BuildRequest)
         ]
 
+    def _is_late(self, received: Received) -> bool:
+        return received.until is not None and received.until < self._clock.monotonic()
+
     def _pending_moves(self, batch: Sequence[Received], now: float) -> list[PendingMove]:
         return [
-            pending_move(received, position, now=now, max_age_s=self._max_age_s)
+            pending_move(received, position, now=now, max_age_s=self._max_age_s, is_late=self._is_late(received))
             for position, received in enumerate(batch)
             if isinstance(received.message, MoveRequest)
         ]

@@ -123,10 +123,11 @@ in its routing key, by state `refused`; so is one under a uuid that is on record
 request that was accepted and then given up ends with an event as well: `broker.expired` (its publisher set an
 `expiration`), `delivery.exhausted` (each scheduler that took it ended), `delivery.given_up` (a scheduler could not
 handle it; with `reply-to` it is answered by `refusal.v1` besides); a build has then `failed`, a delete is `refused`
-with `sequence` 0 and the machine stays. A request with a header `berth-deadline-ms` is dropped if no scheduler has
-taken it by then; once taken it goes on as any other. A message that is given up is parked in the bus's queue
-`{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a worker gave it up (`berth dead-letters
-list`); its routing key there is the name of the queue that gave it up.
+with `sequence` 0 and the machine stays. A request that comes to a scheduler after the time in its header
+`berth-deadline-ms` (counted from its arrival there) is dropped without an event; a build or delete that was begun by
+then goes on, or, where it has an `expiration` as well and its scheduler ended, ends with `broker.expired`. A message
+that is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a
+worker gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events
 

@@ -26,7 +26,7 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
-from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage
+from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage, may_be_begun
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
@@ -360,19 +360,12 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            may_be_begun = delivery.redelivered or read.meta.attempt > 0
-            until = None if may_be_begun and self._ends_begun else self._until(read.meta, arrival.since)
+            until = self._until(read.meta, arrival.since)
             received = Received(
                 read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
             )
-            opened.append(InFlightMessage(in_flight, received, until))
-
-    @property
-    def _ends_begun(self) -> bool:
-        """Whether each request of the queue that a handler has begun ends, though its requester does not wait any more:
-        it may be on record, and a claim be made for it.
-        """
-        return self._row.name in ENDED_BY_LETTER
+            goes_on = may_be_begun(self._row.name, delivery, read.meta)
+            opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
 
     def _until(self, meta: Meta, since: float) -> float | None:
         """Return the time, on this process's clock, after which an answer is of no use.
@@ -392,7 +385,11 @@ class Consumer:
         has waited since it was given back, not longer, so it is given back once a stall.
         """
         now, name = self._bus.clock.monotonic(), arrival.delivery.message_id
-        ends = [self._until(read.meta, arrival.since) for read in reads if isinstance(read, Read)]
+        ends = [
+            self._until(read.meta, arrival.since)
+            for read in reads
+            if isinstance(read, Read) and not may_be_begun(self._row.name, arrival.delivery, read.meta)
+        ]
         if not name or all(until is None or until >= now for until in ends):
             return False
         self._given_back[name] = now
@@ -496,7 +493,8 @@ class Consumer:
         it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
-        last = math.inf if self._ends_begun else max(math.inf if item.until is None else item.until for item in items)
+        goes_on = self._row.name in ENDED_BY_LETTER
+        last = math.inf if goes_on else max(math.inf if item.until is None else item.until for item in items)
         try:
             return await self._until_available.call(number, lambda: self._call(received, last))
         except (BusForbidden, Forbidden):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.catalogue import ENDED_BY_LETTER
 from bus.port import Delivery
 from bus.wire import Malformed
 
@@ -12,6 +14,14 @@ from bus.wire import Malformed
 # parts of half of its messages, then a quarter, ... and at last one message at a time. If single messages were tried at
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
+
+
+def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
+    """Whether a handler may have had this message of a queue whose requests end by what is on record.
+
+    It goes on, though its requester may have stopped waiting: it may be on record, and a claim be made for it.
+    """
+    return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
 
 
 class ArrivedDelivery(NamedTuple):

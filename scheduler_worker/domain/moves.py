@@ -54,8 +54,10 @@ _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def pending_move(received: Received, position: int, *, now: float, max_age_s: float) -> PendingMove:
-    """A request that has just been taken."""
+def pending_move(
+    received: Received, position: int, *, now: float, max_age_s: float, is_late: bool = False
+) -> PendingMove:
+    """A request that has just been taken. is_late: as in PendingMove."""
     request, meta = received.message, received.meta
     assert isinstance(request, MoveRequest)
     return PendingMove(
@@ -66,6 +68,7 @@ def pending_move(received: Received, position: int, *, now: float, max_age_s: fl
         delivery=meta.attempt,
         given_up=given_up_of(received),
         too_old=0 < meta.sent_at < now - max_age_s,
+        is_late=is_late,
     )
 
 
@@ -91,6 +94,8 @@ def check_move(
         if move.terminal and move.state is MoveState.REFUSED:
             return Done(reply=Refusal(code=move.code, reason=move.reason))
         return accepted(request)
+    if pending.is_late:
+        return Done()
     if known.names_instance or request.request_id == request.instance_uuid:
         return Clash(Refusal(code=DUPLICATE, reason="the request_id is the uuid of an instance"))
     if build is None or build.project_id != request.project_id:

@@ -81,7 +81,8 @@ class PendingMove(Struct, frozen=True, kw_only=True):
     """A request that has no outcome yet. position: in its batch. delivery: how often its queue has retried it.
 
     too_old: it was sent so long ago that its record may have been purged. given_up: why its retries are exhausted, or
-    are about to be; None: they are not.
+    are about to be; None: they are not. is_late: its requester has stopped waiting, and may have requested something
+    else of the instance since: it is not begun.
     """
 
     position: int
@@ -91,6 +92,7 @@ class PendingMove(Struct, frozen=True, kw_only=True):
     delivery: int = 0
     given_up: Refusal | None = None
     too_old: bool = False
+    is_late: bool = False
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import asyncpg
 import pytest
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import new_uuid
+from bus.consuming.outcome import Outcome
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -26,9 +28,11 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
-from bus.faults import RequestRefused
+from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.recorded_moves import PendingMove
+from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -55,6 +59,33 @@ async def refused(world: World, move: MoveRequest) -> str:
     assert (answer.state, answer.code, answer.terminal) == (MoveState.REFUSED, fault.value.code, True)
     assert not [one for _, one in world.moves if one.request_id == move.request_id]
     return fault.value.code
+
+
+async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server was away for longer than that, and the client has requested something else of the instance since."""
+    request = await one_active(world)
+    is_unavailable, begun, process = True, asyncio.Event(), MoveEngine.process
+
+    async def unavailable(engine: MoveEngine, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
+        if moves and is_unavailable:
+            begun.set()
+            raise DatabaseUnavailable("planted")
+        return await process(engine, moves)
+
+    monkeypatch.setattr(MoveEngine, "process", unavailable)
+    late = world.move(request, MoveKind.REBUILD, image="a")
+    asking = asyncio.create_task(world.buses[API].request(late, MoveAccepted, timeout_s=1.0))
+    await begun.wait()
+    with pytest.raises(RequestTimeout):
+        await asking
+    is_unavailable = False
+    newer = world.move(request, MoveKind.REBUILD, image="b")
+    await world.buses[API].request(newer, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.dispatched(newer)
+    assert await refused(world, late) == "instance.busy", "a repeat is judged anew"
+    assert [one.request_id for _, one in world.moves] == [newer.request_id]
 
 
 async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world: World) -> None:

@@ -12,15 +12,16 @@ from msgspec.structs import replace
 from bus import topology
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.consuming import consumer
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Handler, Outcome, Received, Retry
 from bus.consuming.stall_watch import BACKLOG_S, STALL_S, StallWatch
+from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted
-from bus.contracts.catalogue import BY_QUEUE
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.transport import MemorySubscription
-from bus.port import Delivery
+from bus.port import Delivery, Outgoing
+from bus.wire import headers_of, pack
 from tests.contract.house import REQUESTS, Answering, accepted, boot
 from tests.contract.rig import until
 
@@ -164,6 +165,26 @@ async def test_a_request_whose_time_is_not_over_has_waited_since_the_stall_began
     assert got.until is not None and got.until <= house.latest_end(60.0)
 
 
+async def test_a_retried_request_whose_requester_has_stopped_waiting_is_not_given_back(house: House) -> None:
+    """It was given back until the broker gave it up: it waited in no queue, so it has no time left after any stall."""
+    await house.stand_still()
+    sent_at = house.clock.time() - 20.0
+    meta = Meta(id="m", sent_at=sent_at, deadline=sent_at - 1.0, attempt=1)
+    packed = pack(boot(1), meta)
+    await house.requester.transport.publish(
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key=routing_key(boot(1)),
+            body=packed.body,
+            type=packed.type,
+            message_id=meta.id,
+            headers=headers_of(meta),
+        )
+    )
+    (got,) = await house.handler.wait(1)
+    assert not got.redelivered
+
+
 async def test_a_message_without_a_requester_is_handled_after_any_stall(house: House) -> None:
     house.connection.stands_still = True
     await house.requester.publish(boot(1))
@@ -195,9 +216,8 @@ async def test_a_request_that_waits_for_a_busy_handler_is_dated_from_its_arrival
     assert house.handler.uuids == [boot(1).instance_uuid, boot(3).instance_uuid]
 
 
-async def test_a_request_that_comes_again_has_so_much_less_time(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each retry gave it its whole time anew. (One for an instance goes on without a limit once it was begun.)"""
-    monkeypatch.setattr(consumer, "ENDED_BY_LETTER", frozenset[str]())
+async def test_a_request_that_comes_again_has_so_much_less_time(house: House) -> None:
+    """Each retry gave it its whole time anew."""
 
     def later(received: Received) -> Outcome:
         house.clock.ahead_s += 1.0
