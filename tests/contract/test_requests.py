@@ -22,6 +22,8 @@ from bus.port import Outgoing, Unroutable
 from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
 
+BEGUN_S = 3.0  # the time-out of a requester whose request has begun by then
+
 pytestmark = KINDS
 
 
@@ -250,7 +252,7 @@ async def test_a_request_that_was_begun_goes_on_when_its_client_has_stopped_wait
 
     handler = Answering(answer)
     await house.consume(server, REQUESTS, handler)
-    asking = asyncio.create_task(asker.request(boot(1), BuildAccepted, timeout_s=1.0))
+    asking = asyncio.create_task(asker.request(boot(1), BuildAccepted, timeout_s=BEGUN_S))
     await until(lambda: begun)
     with pytest.raises(RequestTimeout):
         await asking

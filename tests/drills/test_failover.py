@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -184,3 +185,21 @@ def stated_once(events: Sequence[BuildEvent]) -> list[BuildEvent]:
         if event.state is BuildState.ACTIVE:
             known.add(what)
     return kept
+
+
+def test_only_an_end_that_is_stated_again_counts_once() -> None:
+    def end(sequence: int, state: BuildState = BuildState.ACTIVE, attempt: int = 1) -> BuildEvent:
+        return BuildEvent(
+            instance_uuid=str(uuid.UUID(int=1)),
+            project_id="p",
+            state=state,
+            sequence=sequence,
+            terminal=True,
+            host="h1",
+            attempt=attempt,
+        )
+
+    first, again = end(11), end(1_000_011)
+    assert stated_once([first, again]) == [first]
+    for other in (end(1_000_011, BuildState.FAILED), end(1_000_011, attempt=2)):
+        assert stated_once([first, other]) == [first, other]

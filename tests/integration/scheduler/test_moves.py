@@ -33,6 +33,7 @@ from bus.port import Outgoing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
+from tests.integration.scheduler.test_given_up import BEGUN_S
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -76,7 +77,7 @@ async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
 
     monkeypatch.setattr(MoveEngine, "process", unavailable)
     late = world.move(request, MoveKind.REBUILD, image="a")
-    asking = asyncio.create_task(world.buses[API].request(late, MoveAccepted, timeout_s=1.0))
+    asking = asyncio.create_task(world.buses[API].request(late, MoveAccepted, timeout_s=BEGUN_S))
     await begun.wait()
     with pytest.raises(RequestTimeout):
         await asking

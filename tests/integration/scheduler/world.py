@@ -386,3 +386,9 @@ class World:
         page = await self.buses[API].request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=PATIENCE_S)
         used = {p.uuid: {name: amount for name, amount in p.used.items() if amount} for p in page.providers}
         return {uuid: amounts for uuid, amounts in used.items() if amounts}
+
+    async def holds_nothing(self) -> None:
+        """Until nothing is held in the book."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.used():  # noqa: ASYNC110  (nothing announces it)
+                await asyncio.sleep(0.005)

@@ -199,3 +199,20 @@ async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
     batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
     outcomes = await handlers.requests(batch)
     assert [type(one) for one in outcomes] == [Done, Done] and taken == ["rest", "service"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, waits: bool) -> None:
+    """The cell's database was away meanwhile, and the operator was answered that this cell does not answer."""
+    forgotten: list[ForgetServiceInCell] = []
+
+    class Forgetter:
+        async def forget(self, command: ForgetServiceInCell) -> Done:
+            forgotten.append(command)
+            return Done()
+
+    forgetter: Any = Forgetter()
+    handlers = RequestHandlers(forgetter, SystemClock(), forgetter=forgetter)
+    until = SystemClock().monotonic() + (3600.0 if waits else -1.0)
+    assert await handlers.requests([Received(ORDER, Meta(id="1"), "c1", "conductor.requests", until=until)]) == [Done()]
+    assert forgotten == ([ORDER] if waits else [])
