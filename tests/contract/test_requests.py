@@ -161,12 +161,19 @@ async def test_an_expired_request_is_skipped(house: House) -> None:
     assert len(await handler.wait(1)) == 1
 
 
-async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House) -> None:
+@pytest.mark.parametrize("how", ["retried", "redelivered"])
+async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House, how: str) -> None:
     """It may be on record: its requester may repeat it, and other clients follow it."""
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare(REQUESTS)
-    await bus.transport.publish(delete({**late_by(bus), "berth-attempt": 1}))
+    await bus.transport.publish(delete({**late_by(bus), "berth-attempt": int(how == "retried")}))
+    if how == "redelivered":
+        other = await house.bus()
+        taken = Collector()
+        await other.transport.consume(queue, taken, prefetch=1)
+        await taken.wait(1)
+        await other.close()  # with the message
     await house.consume(bus, REQUESTS, handler)
     await settled(bus, queue)
     assert len(await handler.wait(1)) == 1
