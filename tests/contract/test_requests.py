@@ -170,7 +170,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     await bus.transport.publish(delete({**late_by(bus), "berth-attempt": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
-        taken = Collector()
+        taken = Collector(ack=False)
         await other.transport.consume(queue, taken, prefetch=1)
         await taken.wait(1)
         await other.close()  # with the message
