@@ -78,8 +78,12 @@ class Requester:
         for index, one in enumerate(ids):
             self._pending[one] = (pending, index)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as limit:
                 await self._open()
+                if limit.expired():
+                    # aiormq calls asyncio.wait_for, which on Python 3.11 may return instead of being cancelled; the
+                    # time-out cancels once, and the exchange below would wait for ever.
+                    raise TimeoutError
                 await self._exchange(messages, causes, ids, pending, timeout_s)
         except TimeoutError:
             self._timeouts.inc(pending.missing)

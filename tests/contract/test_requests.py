@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping
 
@@ -113,6 +114,26 @@ async def test_no_reply_is_a_timeout_at_the_deadline(house: House) -> None:
     await house.consume(server, REQUESTS, Answering())  # Done, but without a reply
     with pytest.raises(RequestTimeout):
         await asker.request(boot(), BuildAccepted, timeout_s=0.05)
+
+
+async def test_a_request_whose_time_is_over_while_its_reply_queue_is_opened_is_a_timeout(house: House) -> None:
+    """On Python 3.11 `asyncio.wait_for`, which aiormq calls, may return instead of being cancelled: it waited for ever,
+    68 of 399 where the time was as short as the opening.
+    """
+    asker, server = await house.bus(), await house.bus()
+    await house.consume(server, REQUESTS, Answering())
+    declare = asker.transport.declare_reply_queue
+
+    async def returns_instead(name: str) -> None:
+        await declare(name)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    asker.transport.declare_reply_queue = returns_instead  # type: ignore[method-assign]
+    asking = asyncio.create_task(asker.request(boot(), BuildAccepted, timeout_s=0.05))
+    await asyncio.wait([asking], timeout=PATIENCE_S)
+    assert isinstance(asking.done() and asking.exception(), RequestTimeout)
+    asking.cancel()
 
 
 async def test_a_request_waits_for_the_other_side_to_start(house: House) -> None:
