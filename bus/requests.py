@@ -80,18 +80,19 @@ class Requester:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 await self._open()
-                if limit.expired():
-                    # aiormq calls asyncio.wait_for, which on Python 3.11 may return instead of being cancelled; the
-                    # time-out cancels once, and the exchange below would wait for ever.
-                    raise TimeoutError
-                await self._exchange(messages, causes, ids, pending, timeout_s)
+                # aiormq calls asyncio.wait_for, which on Python 3.11 may return instead of being cancelled. A time-out
+                # cancels once: an exchange that began after that would wait for ever.
+                if not limit.expired():
+                    await self._exchange(messages, causes, ids, pending, timeout_s)
         except TimeoutError:
-            self._timeouts.inc(pending.missing)
+            pass  # what is missing is counted below
         finally:
             for one in ids:
                 self._pending.pop(one, None)
             for index, span in pending.spans.items():
                 span.end("" if pending.answers[index] is not None else RequestTimeout.code)
+        if missing := pending.missing:
+            self._timeouts.inc(missing)
         return [_result(answer, reply, timeout_s, pending) for answer in pending.answers]
 
     async def _open(self) -> None:
