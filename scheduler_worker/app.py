@@ -55,6 +55,7 @@ from scheduler_worker.hosts_listener import HostsListener
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler
+from scheduler_worker.refused_commands import RefusedCommands
 from scheduler_worker.retention import purge_forever
 from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
@@ -283,6 +284,7 @@ def _add_objects(
         drains,
         HostForgetter(parts.store, registry, parts.selector, bus, clock=bus.clock),
         services,
+        refused=RefusedCommands(parts.store),
         finder=CellFinder(parts.selector, bus),
         clock=bus.clock,
         warmup_s=parts.config.hosts_warmup_s,

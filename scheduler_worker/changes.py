@@ -32,11 +32,13 @@ from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.forgetting import CELL_SILENT, HostForgetter
 from scheduler_worker.forgetting_services import UNKNOWN, ServiceForgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
+from scheduler_worker.refused_commands import RefusedCommands
 
 RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
 HOST_UNKNOWN = "host.unknown"
 HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
+REFUSED_BEFORE = "request.refused_before"
 
 
 class ChangeHandler:
@@ -54,6 +56,7 @@ class ChangeHandler:
         forgetter: HostForgetter,
         services: ServiceForgetter,
         *,
+        refused: RefusedCommands,
         finder: CellFinder,
         clock: Clock,
         warmup_s: float,
@@ -62,6 +65,7 @@ class ChangeHandler:
         self._drains = drains
         self._forgetter = forgetter
         self._services = services
+        self._refused_before = refused
         self._finder = finder
         self._selector = selector
         self._clock = clock
@@ -75,6 +79,20 @@ class ChangeHandler:
         return [await self._handle(received) for received in batch]
 
     async def _handle(self, received: Received) -> Outcome:
+        try:
+            if await self._refused_before.has(received.meta.id):
+                return Refuse(REFUSED_BEFORE, "a copy of this command was refused before; give the command again")
+            outcome = await self._process(received)
+            if isinstance(outcome, Refuse):
+                await self._refused_before.add(received.meta.id)
+        except Transient as fault:
+            if isinstance(received.message, SetAdminState) and received.meta.attempt < RETRIES:
+                return Retry(fault.code, fault.reason)
+            return Refuse(fault.code, fault.reason)  # at once: the requester does not wait for the database
+        return outcome
+
+    async def _process(self, received: Received) -> Outcome:
+        """Raises Transient."""
         message = received.message
         if isinstance(message, SetAdminState):
             return await self._decide(message, received)
@@ -85,10 +103,7 @@ class ChangeHandler:
         if isinstance(message, DrainStart | DrainCommand):
             return await self._drain(message, received)
         assert isinstance(message, ObjectsChange), message
-        try:
-            changed = await self._change(message, received)
-        except Transient as fault:  # answered at once: the requester does not wait for the database
-            return Refuse(fault.code, fault.reason)
+        changed = await self._change(message, received)
         return self._refused(changed, received) if isinstance(changed, Refusal) else Done(reply=changed)
 
     async def _change(
@@ -105,13 +120,10 @@ class ChangeHandler:
         return Refuse(refusal.code, refusal.reason)
 
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
-        try:
-            if isinstance(message, DrainStart):
-                answer = await self._drains.start(message, received.until)
-            else:
-                answer = await self._drains.command(message, received.meta.id, received.until)
-        except Transient as fault:
-            return Refuse(fault.code, fault.reason)
+        if isinstance(message, DrainStart):
+            answer = await self._drains.start(message, received.until)
+        else:
+            answer = await self._drains.command(message, received.meta.id, received.until)
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code.endswith(".unknown") and self._is_warming_up() and received.meta.attempt < RETRIES:
@@ -150,10 +162,7 @@ class ChangeHandler:
             return named
         if received.until is not None and self._clock.monotonic() > received.until:
             return Refuse(TOO_LATE, "the requester's time was over")
-        try:
-            answer = await self._forgetter.forget(command, named, self._name_of(named))
-        except Transient as fault:
-            return Refuse(fault.code, fault.reason)
+        answer = await self._forgetter.forget(command, named, self._name_of(named))
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code == CELL_SILENT and self._is_warming_up() and received.meta.attempt < RETRIES:
@@ -163,10 +172,7 @@ class ChangeHandler:
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
         if received.until is not None and self._clock.monotonic() > received.until:
             return Refuse(TOO_LATE, "the requester's time was over")
-        try:
-            answer = await self._services.forget(command, received.meta.id)
-        except Transient as fault:
-            return Refuse(fault.code, fault.reason)
+        answer = await self._services.forget(command, received.meta.id)
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code == UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:

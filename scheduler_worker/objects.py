@@ -250,9 +250,9 @@ class ObjectRegistry:
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
-        message_id: of the message that requests it; a repeat of one that was carried out changes nothing again, and of
-        a refused one is judged again. decided: the command about one host that is carried out by this change: it
-        states a fence anew, ends one by force, and names the cell where nothing shows it.
+        message_id: of the message that requests it; a repeat of one that was carried out changes nothing again.
+        decided: the command about one host that is carried out by this change: it states a fence anew, ends one by
+        force, and names the cell where nothing shows it.
         until: by the monotonic clock, when its requester waits no longer (None: never); then what has been decided
         since would be undone.
         """

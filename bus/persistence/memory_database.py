@@ -224,6 +224,11 @@ class MemoryDatabaseTransaction:
         self.will(lambda: handled.update({(handler, one): now for one in sorted(fresh)}))
         return fresh
 
+    async def is_handled(self, handler: str, message_id: str) -> bool:
+        """Whether a message is on record as handled."""
+        await self.statement()
+        return (handler, message_id) in self._database.handled
+
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
         """Put messages into the outbox; returns the row's id, None when it does not exist."""
         if not outgoing:

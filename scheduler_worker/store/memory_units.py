@@ -122,6 +122,10 @@ class MemoryOperationUnit(MemoryBuildUnit):
         """Among the handled messages."""
         return bool(await self._transaction.first_time(handler, [message_id]))
 
+    async def is_handled(self, handler: str, message_id: str) -> bool:
+        """Among the handled messages."""
+        return await self._transaction.is_handled(handler, message_id)
+
     async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""
         await self._transaction.statement()

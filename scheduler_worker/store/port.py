@@ -61,6 +61,9 @@ class OperationUnit(BuildUnit, Protocol):
     async def first_time(self, handler: str, message_id: str) -> bool:
         """Record that a handler has taken a message; False: it was on record already."""
 
+    async def is_handled(self, handler: str, message_id: str) -> bool:
+        """Whether `first_time` has recorded this, in a unit that has committed."""
+
     async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
         """The records of these requests ({request_id: instance}), by request_id.
 

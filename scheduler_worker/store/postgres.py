@@ -120,6 +120,7 @@ OPEN_MOVES = f"""
 SELECT {rows.MOVE} FROM moves WHERE NOT terminal AND cell IS NOT NULL AND request_id > $1
 ORDER BY request_id LIMIT $2
 """
+IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 INSERT_MOVE = f"""
@@ -257,6 +258,10 @@ class PostgresOperationUnit(PostgresBuildUnit):
     async def first_time(self, handler: str, message_id: str) -> bool:
         """In the table of handled messages."""
         return bool(await outbox.first_time(self._connection, handler, [message_id]))
+
+    async def is_handled(self, handler: str, message_id: str) -> bool:
+        """In the table of handled messages."""
+        return bool(await self._connection.fetchval(IS_HANDLED, handler, message_id))
 
     async def known(self, requests: Mapping[str, str], *, lock: bool = False) -> dict[str, MoveContext]:
         """By the instances' builds, locked in uuid order before anything else is read."""

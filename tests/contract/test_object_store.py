@@ -31,6 +31,7 @@ from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.refused_commands import RefusedCommands
 from scheduler_worker.store import objects as store_module
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
@@ -169,6 +170,18 @@ async def test_a_redelivered_change_that_was_refused_is_refused_again(store: Sch
     made = replace(dry, dry_run=False)
     assert await registry.change(made, "made") == ObjectsChanged(revision=2, changed=answer.changed)
     assert await registry.change(made, "made") == ObjectsChanged(revision=2)
+
+
+async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: SchedulerStore) -> None:
+    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    refused = RefusedCommands(store)
+    await registry.reload()
+    assert not await refused.has("refused")
+    for _ in range(2):
+        await refused.add("refused")
+    made = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
+    assert isinstance(await registry.change(made, "made"), ObjectsChanged)
+    assert [await refused.has(one) for one in ("refused", "made", "other")] == [True, False, False]
 
 
 async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:

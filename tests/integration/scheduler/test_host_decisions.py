@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -49,6 +51,21 @@ async def decide(world: World, host: str, state: AdminState, reason: str = "fan"
     forced = {"force": True} if state is AdminState.FENCED else {}  # the hosts of these tests have a service that is up
     command = SetAdminState(host=host, state=state, reason=reason, by="ann", **{**forced, **more})
     return (await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)).host
+
+
+@contextmanager
+def published(world: World) -> Iterator[list[Outgoing]]:
+    """Messages that clients publish on the API bus in the meantime, for copies of them."""
+    transport, sent = world.buses[API].transport, list[Outgoing]()
+    publish = transport.publish
+
+    async def watch(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watch  # type: ignore[method-assign]
+    yield sent
+    transport.publish = publish  # type: ignore[method-assign]
 
 
 async def hosts_of(world: World) -> dict[str, HostRecord]:
@@ -133,21 +150,13 @@ async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(worl
     await world.scheduler()
     (host,) = await world.add_hosts("c1", 1)
     first = await decide(world, host, AdminState.DISABLED)
-    transport = world.buses[API].transport
-    sent: list[Outgoing] = []
-    publish = transport.publish
-
-    async def watch(message: Outgoing) -> None:
-        sent.append(message)
-        await publish(message)
-
-    transport.publish = watch  # type: ignore[method-assign]
-    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
+    with published(world) as sent:
+        await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
     table = world.tables["s1"]
     await world.eventually(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
     (copy,) = sent
     await decide(world, host, AdminState.ENABLED)
-    await publish(copy)
+    await world.buses[API].transport.publish(copy)
     last = await decide(world, host, AdminState.ENABLED, reason="last")
     assert last.version == first.version + 3
     log = await world.buses[API].request(ObjectLogQuery(name=host), ObjectLogPage, timeout_s=PATIENCE_S)

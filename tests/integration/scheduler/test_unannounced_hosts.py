@@ -8,7 +8,7 @@ import pytest
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import HostsPage, HostsQuery
-from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
 from bus.contracts.fences import FenceState
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import AdminState, ServicesPage, ServicesQuery
@@ -17,7 +17,7 @@ from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
 from tests.integration.scheduler.test_fences import becomes, fence_sent, publish_fence
 from tests.integration.scheduler.test_forgotten_hosts import digests, forget
-from tests.integration.scheduler.test_host_decisions import decide, hosts_of
+from tests.integration.scheduler.test_host_decisions import decide, hosts_of, published
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -151,3 +151,24 @@ async def test_a_host_whose_cell_nothing_shows_is_fenced_where_its_operator_name
     assert not world.fences and world.tables["s1"].decision_of(dead) is None
     number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
     await acknowledged_by_c1_alone(world, dead, number)
+
+
+async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_enabled_since(world: World) -> None:
+    """Seed 1795640147: the fence was refused, decided with its cell, and ended; then the copy fenced the host again."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
+    with published(world) as sent, pytest.raises(RequestRefused) as fault:
+        await decide(world, dead, AdminState.FENCED)
+    assert fault.value.code == "host.cell_unknown"
+    (copy,) = sent
+    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
+    await acknowledged_by_c1_alone(world, dead, number)
+    back = await decide(world, dead, AdminState.ENABLED)
+    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
+    await becomes(world, dead, AdminState.ENABLED, pending=None)
+    world.hosts["c1"][dead] = HostReport(uuid=dead, name="rack1")
+    await world.announce("c1")
+    await world.eventually(lambda: world.tables["s1"].index_of(dead) is not None)
+    await world.buses[API].transport.publish(copy)
+    last = await decide(world, dead, AdminState.ENABLED, reason="last")
+    assert (last.state, last.fence, last.pending) == (AdminState.ENABLED, 0, None)
