@@ -14,7 +14,7 @@ from berth.sim.plan import MAX_FAULT_S, Action, FaultEvent, FaultType, Order
 from berth.sim.world import World
 from bus.bus import API, Bus
 from bus.contracts.base import Message
-from bus.contracts.build import BuildRequest, DeleteRequest, member_uuids
+from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest, member_uuids
 from bus.contracts.fences import EvacuationPolicy
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
@@ -56,6 +56,7 @@ class Client:
         rng = random.Random(f"berth.sim.client {world.plan.seed}")
         self._bus = Bus(API, transport, process="client", clock=world.clock, rng=rng)
         self.confirmed: dict[str, None] = {}
+        self.unanswered: dict[str, None] = {}  # builds that their client has given up: they may be on record
         self.deleted: dict[str, None] = {}
         self.flavors: dict[str, str] = {}
         self._projects = {
@@ -130,10 +131,8 @@ class Client:
             await self._on_accepted(order.uuid)
             self._world.harm.delete(order.uuid)
             self._world.gang_watch.deleted(order.uuid)
-            await self._publish_until_taken(
-                DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order.uuid
-            )
-            self.deleted[order.uuid] = None
+            if await self._send(DeleteRequest(instance_uuid=order.uuid, project_id=order.project), order):
+                self.deleted[order.uuid] = None
             return
         policy = policy_of(order.uuid) if self._world.plan.through_schedulers else None
         request = replace(request_of(order), on_host_failure=policy)
@@ -145,15 +144,34 @@ class Client:
             self._projects[uuid] = order.project
             self._world.peer_watch.requested(replace(order, uuid=uuid))
             self._world.harm.requested[uuid] = None
-        await self._publish_until_taken(request, order.uuid)
-        self.confirmed.update(dict.fromkeys(members))
+        answered = await self._send(request, order)
+        (self.confirmed if answered else self.unanswered).update(dict.fromkeys(members))
+
+    async def _send(self, message: Message, order: Order) -> bool:
+        """Publish this, or request it with the order's deadline. False: its client has given it up, and it may be
+        carried out.
+        """
+        if not order.waits_s:
+            await self._publish_until_taken(message, order.uuid)
+            return True
+        while True:
+            try:
+                await self._bus.request(message, BuildAccepted, timeout_s=order.waits_s, cause=order.uuid)
+            except (BusError, Transient):
+                if order.gives_up:
+                    return False
+                await asyncio.sleep(RETRY_S)
+            except RequestRefused:
+                return True  # an answer, and its event follows as without a deadline
+            else:
+                return True
 
     async def _on_accepted(self, uuid: str) -> None:
         """No client deletes what was never accepted; a delete that comes first is answered `unknown`, correctly."""
         until = asyncio.get_running_loop().time() + ACCEPTED_WAIT_S
         listener = self._world.listener
         while uuid not in listener.accepted and uuid not in listener.terminals:
-            if uuid in self.confirmed and asyncio.get_running_loop().time() > until:
+            if uuid in self.confirmed | self.unanswered and asyncio.get_running_loop().time() > until:
                 return
             await asyncio.sleep(ACCEPTED_POLL_S)
 

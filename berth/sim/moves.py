@@ -20,7 +20,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainAction, DrainCommand, DrainResult, DrainStart, DrainTarget
-from bus.contracts.moves import CellMove, MoveKind, MoveRequest
+from bus.contracts.moves import CellMove, MoveAccepted, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.contracts.placement import INSTANCES
 from bus.faults import RequestRefused, Transient
@@ -196,7 +196,25 @@ class Mover:
         self._world.event_log.record("order", f"{kind.value} {instance.uuid} {host or ''}")
         self._world.move_watch.sent[request.request_id] = instance.uuid
         for _ in range(1 + (rng.random() < 0.1)):
-            await self._publish(API, request)
+            if order.waits_s:
+                await self._request(request, order)
+            else:
+                await self._publish(API, request)
+
+    async def _request(self, request: MoveRequest, order: Order) -> None:
+        """Until it is answered. One that its client gives up has an end only if it is on record."""
+        while True:
+            try:
+                await self._buses[API].request(request, MoveAccepted, timeout_s=order.waits_s)
+            except (BusError, Transient):
+                if order.gives_up:
+                    self._world.move_watch.sent.pop(request.request_id, None)
+                    return
+                await asyncio.sleep(RETRY_S)
+            except RequestRefused:
+                return  # an answer, and its event follows as without a deadline
+            else:
+                return
 
     def _host_abroad(self, cell: str, rng: random.Random) -> str | None:
         """The name of a host of another cell."""

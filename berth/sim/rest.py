@@ -45,7 +45,7 @@ def unsettled(world: World, client: Client) -> list[str]:
             found.append(f"liveness: {stuck} rows in the outbox of {schema}")
         if table.deadlocks:
             found.append(f"no_deadlock: {table.deadlocks} in {schema}")
-    found += _breaches(facts_of(world, list(client.confirmed), lost))
+    found += _breaches(facts_of(world, _requested(world, client), lost))
     found += [
         f"liveness: the breaker of {service} is open"
         for table in world.cells.values()
@@ -246,8 +246,13 @@ def _leftovers(world: World) -> Iterator[str]:
                 yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
 
 
+def _requested(world: World, client: Client) -> list[str]:
+    """The builds that have to end: a client that has given up does not know whether its request was put on record."""
+    return [*client.confirmed, *(uuid for uuid in client.unanswered if uuid in world.builds.recorded)]
+
+
 def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[str]:
-    for uuid in client.confirmed:
+    for uuid in _requested(world, client):
         standing = world.builds.recorded.get(uuid)
         if uuid in world.taken_back:
             continue

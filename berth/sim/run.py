@@ -178,7 +178,7 @@ class _Runner:
         """All is deleted and given back; what then comes finds quotas unused, and a project that may hold nothing is
         refused.
         """
-        for uuid in self._client.confirmed:
+        for uuid in self._client.confirmed | self._client.unanswered:
             if uuid not in self._client.deleted:
                 self._client.delete(uuid)
         await self._settled(tasks)

@@ -56,6 +56,7 @@ class Widening(StrEnum):
     )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
     REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
+    DEADLINES = "deadlines"  # clients wait for an answer, for a time; then they request the same again, or give up
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
@@ -456,6 +457,22 @@ def _gangs(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, quotas={**plan.quotas, NONE_ALLOWED: {INSTANCES: 0}}), *orders)
 
 
+WAITS_S = (0.05, 0.5, 3.0, 10.0)
+REQUESTS = frozenset({Action.BUILD, Action.REPEAT, Action.DELETE, Action.MOVE})
+
+
+def _deadlines(rng: random.Random, plan: Plan) -> Plan:
+    """Some requests have a deadline."""
+
+    def with_deadline(order: Order) -> Order:
+        share, waits_s, gives_up = rng.random(), rng.choice(WAITS_S), rng.random() < 0.3  # drawn for every order
+        if order.action not in REQUESTS or share > 0.6:
+            return order
+        return replace(order, waits_s=waits_s, gives_up=gives_up)
+
+    return replace(plan, orders=tuple(with_deadline(order) for order in plan.orders))
+
+
 def _sometimes(rng: random.Random) -> Callable[[float], float]:
     """Each rate is off in half of the runs, so that faults are also seen one at a time."""
     return lambda most: rng.uniform(0.0, most) if rng.random() < 0.5 else 0.0
@@ -501,4 +518,5 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.HOSTS_DIE_AGAIN: _hosts_die_again,
     Widening.BUILDS_FORGOTTEN: builds_forgotten,
     Widening.REQUESTS_FORGOTTEN: requests_forgotten,
+    Widening.DEADLINES: _deadlines,
 }
