@@ -154,13 +154,14 @@ class Client:
         if not order.waits_s:
             await self._publish_until_taken(message, order.uuid)
             return True
+        waits_s = order.waits_s
         while True:
             try:
-                await self._bus.request(message, BuildAccepted, timeout_s=order.waits_s, cause=order.uuid)
+                await self._bus.request(message, BuildAccepted, timeout_s=waits_s, cause=order.uuid)
             except (BusError, Transient):
                 if order.gives_up:
                     return False
-                await asyncio.sleep(RETRY_S)
+                waits_s *= 2  # a delete of what is not on record is answered after its queue's retries
             except RequestRefused:
                 return True  # an answer, and its event follows as without a deadline
             else:

@@ -203,14 +203,15 @@ class Mover:
 
     async def _request(self, request: MoveRequest, order: Order) -> None:
         """Until it is answered. One that its client gives up has an end only if it is on record."""
+        waits_s = order.waits_s
         while True:
             try:
-                await self._buses[API].request(request, MoveAccepted, timeout_s=order.waits_s)
+                await self._buses[API].request(request, MoveAccepted, timeout_s=waits_s)
             except (BusError, Transient):
                 if order.gives_up:
                     self._world.move_watch.sent.pop(request.request_id, None)
                     return
-                await asyncio.sleep(RETRY_S)
+                waits_s *= 2
             except RequestRefused:
                 return  # an answer, and its event follows as without a deadline
             else:

@@ -65,8 +65,8 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One act at its time. uuid, service, host: what it is about; host: its number in its service. verb: for Ironic.
 
     group, apart_from, together_with: the peers of a build; count, min_count: of a build of several
-    (bus/contracts/build.py). waits_s: seconds for which the client of a request waits for the answer, and then requests
-    the same again, or gives_up; 0: it publishes until the broker confirms it.
+    (bus/contracts/build.py). waits_s: seconds for which the client of a request waits for the answer; then it requests
+    the same again and waits twice as long, or gives_up. 0: it publishes until the broker confirms it.
     """
 
     at: float
