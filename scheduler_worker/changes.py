@@ -86,8 +86,8 @@ class ChangeHandler:
             if isinstance(outcome, Refuse):
                 await self._refused_before.add(received.meta.id)
         except Transient as fault:
-            if isinstance(received.message, SetAdminState) and received.meta.attempt < RETRIES:
-                return Retry(fault.code, fault.reason)
+            if isinstance(received.message, SetAdminState):
+                raise  # handled again in its order: one that was only published is not overtaken by the next one
             return Refuse(fault.code, fault.reason)  # at once: the requester does not wait for the database
         return outcome
 

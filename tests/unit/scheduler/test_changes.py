@@ -1,4 +1,4 @@
-"""The handler of operators' commands while its database is unavailable: each is retried or answered."""
+"""The handler of operators' commands while its database is unavailable: a change is refused, a decision waits."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any, cast
 import pytest
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import Received, Refuse
 from bus.contracts.base import Message, Meta
 from bus.contracts.objects import ObjectsChange
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.faults import DatabaseUnavailable
-from scheduler_worker.changes import RETRIES, ChangeHandler
+from scheduler_worker.changes import ChangeHandler
 
-CODE, REASON = "database.unavailable", "connection refused"
-FENCE = SetAdminState(host="h1", state=AdminState.FENCED, by="ann")
+REASON = "connection refused"
 
 
 class UnavailableRecord:
@@ -25,23 +24,26 @@ class UnavailableRecord:
         raise DatabaseUnavailable(REASON)
 
 
-@pytest.mark.parametrize(
-    ("message", "attempt", "outcome"),
-    [
-        (FENCE, 0, Retry(CODE, REASON)),
-        (FENCE, RETRIES, Refuse(CODE, REASON)),
-        (ObjectsChange(who="ann", changes=()), 0, Refuse(CODE, REASON)),
-    ],
-)
-async def test_a_command_is_retried_within_bounds_or_refused(message: Message, attempt: int, outcome: Outcome) -> None:
-    unused = cast("Any", None)
-    handler = ChangeHandler(
-        *[unused] * 5,
+def handler() -> ChangeHandler:
+    """A handler that reaches nothing but that record."""
+    return ChangeHandler(
+        *cast("Any", [None] * 5),
         refused=cast("Any", UnavailableRecord()),
-        finder=unused,
+        finder=cast("Any", None),
         clock=SystemClock(),
         warmup_s=0.0,
     )
-    meta = Meta(id="m", cause="m", sent_at=1.0, attempt=attempt)
-    received = Received(message=message, meta=meta, bus="api", queue="scheduler.changes")
-    assert await handler([received]) == [outcome]
+
+
+def received(message: Message) -> Received:
+    return Received(message=message, meta=Meta(id="m", cause="m", sent_at=1.0), bus="api", queue="scheduler.changes")
+
+
+async def test_a_change_of_objects_is_refused_at_once() -> None:
+    change = received(ObjectsChange(who="ann", changes=()))
+    assert await handler()([change]) == [Refuse(DatabaseUnavailable.code, REASON)]
+
+
+async def test_a_decision_about_a_host_waits() -> None:
+    with pytest.raises(DatabaseUnavailable):
+        await handler()([received(SetAdminState(host="h1", state=AdminState.FENCED, by="ann"))])
