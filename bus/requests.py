@@ -79,9 +79,7 @@ class Requester:
             self._pending[one] = (pending, index)
         try:
             async with asyncio.timeout(timeout_s) as limit:
-                await self._open()
-                # aiormq calls asyncio.wait_for, which on Python 3.11 may return instead of being cancelled. A time-out
-                # cancels once: an exchange that began after that would wait for ever.
+                await self._open(limit)
                 if not limit.expired():
                     await self._exchange(messages, causes, ids, pending, timeout_s)
         except TimeoutError:
@@ -95,10 +93,20 @@ class Requester:
             self._timeouts.inc(missing)
         return [_result(answer, reply, timeout_s, pending) for answer in pending.answers]
 
-    async def _open(self) -> None:
+    async def _open(self, limit: asyncio.Timeout) -> None:
+        """aiormq calls asyncio.wait_for, which on Python 3.11 may return, or raise the error of what it waited for,
+        instead of being cancelled. A time-out cancels once: what began after that would wait for ever. Raises
+        TimeoutError.
+        """
+
+        async def consume_replies() -> None:
+            if limit.expired():
+                raise TimeoutError
+            await self._consume_replies()
+
         async with self._opening:
             if not self._is_open:
-                await self._retrying.call(self._consume_replies)
+                await self._retrying.call(consume_replies)
                 self._is_open = True
 
     async def _consume_replies(self) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -190,6 +190,13 @@ class SchedulingEngine:
             self._placer.drop(chosen.values())
         self._recorder.finish(begun(builds, admissions))
         return outcomes
+
+    async def on_record(self, instances: Sequence[str]) -> Collection[str]:
+        """Those of which a build is on record."""
+        if not instances:
+            return ()
+        async with self._store.unit() as unit:
+            return await unit.read(instances)
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
         """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""

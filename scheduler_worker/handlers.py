@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from msgspec import structs
 
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_BY_BROKER, given_up_of
+from bus.consuming.given_up import EXPIRED, GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
@@ -15,7 +15,7 @@ from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
+from scheduler_worker.domain.pending import CLOCKS_APART_S, FlavorAccess, PendingBuild, members_of, pending_build
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.moves import MoveEngine
@@ -82,23 +82,34 @@ class RequestHandler:
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request whose retries are exhausted ends with one terminal event.
 
-        Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end.
+        Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end. One
+        with a deadline that expired at the broker was left by its requester, who knows that it may be carried out: it
+        has no event. A build goes on if it was begun: what is on record was published by its project. So does a move.
         """
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
-        again = [structs.replace(received, redelivered=True) for received in batch]  # each may have been begun
+        expired = [one.code == EXPIRED for one in why]
+        left = {position for position, one in enumerate(batch) if expired[position] and one.meta.deadline is not None}
+        # Each may have been begun, but for those that no scheduler may have had.
+        again = [
+            structs.replace(one, redelivered=not expired[position] or position in left)
+            for position, one in enumerate(batch)
+        ]
+        builds = await self._builds(again, self._clock.time())
+        begun = await self._engine.on_record([one.instance_uuid for one in builds if one.position in left])
         builds = [
-            structs.replace(build, given_up=why[build.position])
-            for build in await self._builds(again, self._clock.time())
+            structs.replace(build, given_up=None if build.position in left else why[build.position])
+            for build in builds
+            if build.position not in left or build.instance_uuid in begun
         ]
         deletes = [
             (received.message, why[position])
             for position, received in enumerate(batch)
-            if isinstance(received.message, DeleteRequest)
+            if isinstance(received.message, DeleteRequest) and position not in left
         ]
         await self._engine.end_deletes(deletes)
         outcomes = await self._process(builds)
         moves = [
-            structs.replace(pending, given_up=why[pending.position])
+            structs.replace(pending, given_up=why[pending.position], is_late=pending.position in left)
             for pending in self._pending_moves(batch, self._clock.time())
         ]
         outcomes |= await self._moves.process(moves)
@@ -113,6 +124,13 @@ class RequestHandler:
         ]
 
     def _is_late(self, received: Received) -> bool:
+        """Whether its requester has stopped waiting. A copy counts by the clocks of client and scheduler as well: how
+        long earlier ones waited is not known.
+        """
+        meta = received.meta
+        is_copy = received.redelivered or meta.attempt > 0
+        if is_copy and meta.deadline is not None and meta.deadline + CLOCKS_APART_S < self._clock.time():
+            return True
         return received.until is not None and received.until < self._clock.monotonic()
 
     def _pending_moves(self, batch: Sequence[Received], now: float) -> list[PendingMove]:

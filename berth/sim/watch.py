@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from berth.sim.loop import PROCESS, Process
 from berth.sim.plan import MAX_FAULT_S
-from bus.consuming.given_up import EXPIRED
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
@@ -281,11 +280,6 @@ class SecondFleet(Fleet):
         super().put(host, guest)
 
 
-def _is_of_a_delete(event: BuildEvent) -> bool:
-    """Whether this is the end of a delete that expired at the broker: its build has another."""
-    return (event.state, event.code, event.sequence) == (BuildState.REFUSED, EXPIRED, 0)
-
-
 class Listener:
     """Receives every message, as a client that misses none: terminal events, and who publishes what on which bus."""
 
@@ -304,7 +298,7 @@ class Listener:
             self.accepted[event.instance_uuid] = None
         if not event.terminal or event.state is BuildState.DELETED:
             return
-        if event.instance_uuid in self.exempt or _is_of_a_delete(event):
+        if event.instance_uuid in self.exempt:
             return
         states = self.terminals.setdefault(event.instance_uuid, {})
         known = states.get(event.sequence)

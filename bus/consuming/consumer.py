@@ -26,13 +26,20 @@ from prometheus_client import Counter
 from bus import metrics
 from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
-from bus.consuming.in_flight import SUSPECT_FROM, ArrivedDelivery, InFlightDelivery, InFlightMessage, may_be_begun
+from bus.consuming.in_flight import (
+    SUSPECT_FROM,
+    ArrivedDelivery,
+    InFlightDelivery,
+    InFlightMessage,
+    is_over,
+    may_be_begun,
+)
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
 from bus.contracts.base import MAX_REASON, Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, ENDED_BY_LETTER, QueueKind, taken_by
+from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
 from bus.wire import Codec, Malformed, Read, letters_code
@@ -388,7 +395,9 @@ class Consumer:
         ends = [
             self._until(read.meta, arrival.since)
             for read in reads
-            if isinstance(read, Read) and not may_be_begun(self._row.name, arrival.delivery, read.meta)
+            if isinstance(read, Read)
+            and not read.meta.attempt  # a retried copy has no expiration: the broker would deliver it again and again
+            and not may_be_begun(self._row.name, arrival.delivery, read.meta)
         ]
         if not name or all(until is None or until >= now for until in ends):
             return False
@@ -493,10 +502,8 @@ class Consumer:
         it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
-        goes_on = self._row.name in ENDED_BY_LETTER
-        last = math.inf if goes_on else max(math.inf if item.until is None else item.until for item in items)
         try:
-            return await self._until_available.call(number, lambda: self._call(received, last))
+            return await self._until_available.call(number, lambda: self._call(items, received))
         except (BusForbidden, Forbidden):
             # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
@@ -526,9 +533,9 @@ class Consumer:
                 with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
                     await self._subscription.cancel()
 
-    async def _call(self, received: Sequence[Received], until: float) -> Sequence[Outcome]:
-        if until < self._bus.clock.monotonic():
-            return [Done()] * len(received)  # a server was unavailable for so long that no requester waits any more
+    async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
+        if is_over(self._row.name, items, self._bus.clock.monotonic()):
+            return [Done()] * len(received)
         tracer = self._bus.tracer
         if tracer is None:
             outcomes = await self._handler(received)

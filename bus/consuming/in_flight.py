@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bus.consuming.outcome import Received
@@ -86,3 +87,14 @@ class InFlightMessage:
         self.in_flight = in_flight
         self.received = received
         self.until = until
+
+
+def is_over(queue: str, items: Sequence[InFlightMessage], now: float) -> bool:
+    """Whether these messages are not to be handled any more. now: by the monotonic clock.
+
+    A server was unavailable for so long that no requester waits. A request that goes on without its requester is left
+    to its next consumer once the connection by which it came is lost: the broker may give it up in the meantime.
+    """
+    if queue in ENDED_BY_LETTER:
+        return all(item.in_flight.delivery.is_lost for item in items)
+    return all(item.until is not None and item.until < now for item in items)

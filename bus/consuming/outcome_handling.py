@@ -16,7 +16,7 @@ from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
-from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, QueueRow
+from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, QueueRow, Where
 from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
 from bus.topology import delay_exchange
@@ -67,7 +67,7 @@ class OutcomeHandler:
                 self._reply(received.meta, outcome.reply, replies)
             elif isinstance(outcome, Retry) and 0 <= received.meta.attempt < len(self._row.retry_s):
                 self._retry(received, moves)
-            elif isinstance(outcome, Refuse) or self._row.name not in ENDED_BY_LETTER:
+            elif isinstance(outcome, Refuse) or not self._ends_by_letter(received.meta):
                 parked += self._refuse(item, outcome.code, outcome.reason, replies)
             else:
                 parked += self._dead_letters(item, outcome.code, outcome.reason)
@@ -94,6 +94,10 @@ class OutcomeHandler:
         )
         mode = Mode(meta.reply_to.startswith(REPLY_PREFIX) and may_gather(answer), False, False)
         bus.publisher.post("", meta.reply_to, mode, pack(reply, answer), waiter)
+
+    def _ends_by_letter(self, meta: Meta) -> bool:
+        """Whether the consumer of dead letters announces its end. On a cell's bus what is answered has no event."""
+        return self._row.name in ENDED_BY_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
 
     def _retry(self, received: Received, waiter: Waiter) -> None:
         attempt = received.meta.attempt

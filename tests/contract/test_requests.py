@@ -14,12 +14,13 @@ from bus import wire
 from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.contracts.base import Refusal
+from bus.contracts.base import Message, Refusal
 from bus.contracts.build import BuildAccepted, BuildQuery, BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD
+from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell
 from bus.contracts.operations import ForgetHost, HostForgotten
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
-from bus.port import Outgoing, Unroutable
+from bus.port import BusUnavailable, Outgoing, Unroutable
 from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
 
@@ -171,6 +172,25 @@ async def test_requests_work_again_after_the_connection_was_lost(house: House) -
     assert reply.instance_uuid == boot(2).instance_uuid
 
 
+async def test_a_time_out_whose_cancellation_ends_in_an_error_ends_the_request(house: House) -> None:
+    """asyncio.wait_for of Python 3.11 answers a cancellation by the error of what it waited for, if there is one."""
+    asker = await house.bus()
+    tries = 0
+
+    async def fails(_: str) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        raise BusUnavailable("planted")
+
+    asker.transport.declare_reply_queue = fails  # type: ignore[method-assign]
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(RequestTimeout):
+            await asker.request(boot(), BuildAccepted, timeout_s=0.05)
+
+
 async def test_an_expired_request_is_skipped(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
@@ -242,16 +262,57 @@ async def test_a_request_that_is_given_up_is_a_dead_letter_and_its_requester_get
     assert letter.code == ("handler.crashed" if how == "crash" else "not.yet")
 
 
-async def test_a_request_that_no_queue_ends_by_its_letter_is_refused_alone(house: House) -> None:
-    asker, server = await house.bus(), await house.bus()
+FORGET_SERVICE = ForgetServiceInCell(service="s", reason="r", by="o")
+FORGET_HOST = ForgetHost(host="h", reason="r", by="o")
+
+
+@pytest.mark.parametrize(
+    ("bus", "queue", "message", "reply"),
+    [
+        ("api", "scheduler.changes", FORGET_HOST, HostForgotten),
+        ("c1", "conductor.requests", FORGET_SERVICE, ServiceForgottenInCell),
+    ],
+)
+async def test_a_request_without_an_event_is_refused_alone(
+    house: House, bus: str, queue: str, message: Message, reply: type[Message]
+) -> None:
+    """A dead letter of it would be ended by nothing, and could be replayed when its operator has decided otherwise."""
+    asker, server = await house.bus(bus), await house.bus(bus)
 
     def crashes(_: Received) -> Outcome:
         raise RuntimeError("planted")
 
-    await house.consume(server, "scheduler.changes", Answering(crashes))
+    await house.consume(server, queue, Answering(crashes))
     with pytest.raises(RequestRefused):
-        await asker.request(ForgetHost(host="h", reason="r", by="o"), HostForgotten, timeout_s=PATIENCE_S)
-    await settled(server, "scheduler.changes")
+        await asker.request(message, reply, timeout_s=PATIENCE_S)
+    await settled(server, queue)
+
+
+async def test_a_begun_request_is_left_to_its_next_consumer_when_its_connection_is_lost(house: House) -> None:
+    """The broker may have given it up, and its end be announced: a delete was refused, and then carried out."""
+    asker, server = await house.bus(), await house.bus()
+    is_there, back = False, asyncio.Event()
+    taken: list[bool] = []
+
+    def answer(received: Received) -> Outcome:
+        taken.append(received.redelivered)
+        if not is_there:
+            raise DatabaseUnavailable("away")
+        return accepted(received)
+
+    consumer = await house.consume(server, REQUESTS, Answering(answer))
+    await asker.publish(boot(1))
+    await until(lambda: taken)
+    server.transport.on_reconnect(back.set)
+    await house.rig.cut()
+    async with asyncio.timeout(PATIENCE_S):
+        await back.wait()
+    since = len(taken)
+    await until(lambda: any(taken[since:]))
+    is_there = True
+    await settled(server)
+    await consumer.drain(PATIENCE_S)
+    assert all(taken[since:]), "what came by the lost connection was handled again"
 
 
 async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None:

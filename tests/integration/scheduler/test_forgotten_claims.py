@@ -60,6 +60,18 @@ async def test_a_full_cloud_gives_the_request_to_the_cell_that_has_its_instance(
     assert set(await world.used()) == {host}
 
 
+@pytest.mark.parametrize("ahead_s", [0.0, 2 * CLOCKS_APART_S])
+async def test_a_request_that_expired_at_the_broker_releases_no_older_claim(world: World, ahead_s: float) -> None:
+    """No scheduler has had it, whatever its client's clock."""
+    request, host = await running(world)
+    await world.expires(request, sent_at=world.clock.time() + ahead_s)
+    failed = await world.ended(request.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "broker.expired")
+    await world.delete(request)  # it is answered after the release
+    await world.until(lambda: world.deletes)
+    assert set(await world.used()) == {host}, "the machine runs without its allocation"
+
+
 async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reaches_the_cell(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

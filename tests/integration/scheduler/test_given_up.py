@@ -259,6 +259,78 @@ async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_buil
     assert await list_dead(world.buses[API].transport) == []
 
 
+async def expires_with_deadline(world: World, message: Message) -> None:
+    """A request of a client that waits for 10 s expires at the broker."""
+    now = world.clock.time()
+    await world.expires(message, sent_at=now, deadline=now + 10.0)
+
+
+async def test_a_request_that_expired_with_its_deadline_has_no_event_and_its_repeat_is_built(world: World) -> None:
+    """Its client knows that it may be carried out, and requests it again: it had failed by then."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    await expires_with_deadline(world, request)
+    await world.until_expired_are_handled()
+    assert world.states(request.instance_uuid) == []
+    await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+
+
+async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No scheduler had room for the repeat: it ended the build that one was about to make."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    planted = Planted(monkeypatch)
+    planted.unavailable(SchedulingEngine, "_write")
+    await world.ask(request)
+    await planted.begun.wait()
+    await expires_with_deadline(world, request)
+    await world.until(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    planted.is_unavailable = False
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await world.until_expired_are_handled()
+    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
+    assert len({build.spec.instance_uuid for _, build in world.builds}) == 1
+
+
+async def test_a_request_that_was_begun_goes_on_when_it_expires_after_the_end_of_its_scheduler(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No scheduler was there until its time was over: it failed."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    planted = Planted(monkeypatch)
+    planted.unavailable(Placer, "place")
+    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
+    await planted.begun.wait()
+    await world.kill("s1")
+    with pytest.raises(RequestTimeout):
+        await asking
+    planted.is_unavailable = False
+    await world.until(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.scheduler("s2")
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
+
+
+async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: World) -> None:
+    """Another copy of it may be carried out."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    await expires_with_deadline(world, DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo"))
+    await world.until_expired_are_handled()
+    assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
+    assert not world.deletes
+
+
 @pytest.mark.parametrize("ahead_s", [0.0, 2 * CLOCKS_APART_S])
 async def test_what_a_given_up_request_has_claimed_is_released_whatever_its_clients_clock(
     world: World, monkeypatch: pytest.MonkeyPatch, ahead_s: float

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Outcome
+from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
@@ -31,6 +33,7 @@ from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.pending import CLOCKS_APART_S
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.test_given_up import BEGUN_S
@@ -90,6 +93,35 @@ async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
         assert await ends.get() == {0: Done()}
     await world.buses[API].request(late, MoveAccepted, timeout_s=PATIENCE_S)  # a repeat is another matter
     await world.dispatched(late)
+
+
+async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> None:
+    """How long it has waited as an earlier copy is not known: it was begun whenever a scheduler was there again."""
+    request = await one_active(world)
+    late = world.move(request, MoveKind.REBUILD, image="a")
+    deadline = world.clock.time() - CLOCKS_APART_S - 1.0
+    headers = {"berth-attempt": 1, "berth-sent-at-ms": int((deadline - 600.0) * 1000)}  # 600 s from its arrival on
+    copy = Outgoing(
+        exchange=COMMANDS,
+        routing_key=routing_key(late),
+        body=encode(late),
+        headers={**headers, "berth-deadline-ms": int(deadline * 1000)},
+    )
+    await world.buses[API].transport.publish(copy)
+    other = world.move(request, MoveKind.REBUILD, image="b")
+    await world.buses[API].request(other, MoveAccepted, timeout_s=PATIENCE_S)  # else one is under way
+    await world.dispatched(other)
+
+
+async def test_a_move_that_expired_at_the_broker_is_carried_out_when_its_client_repeats_it(world: World) -> None:
+    request = await one_active(world)
+    move = world.move(request, MoveKind.REBUILD, image="a")
+    now = world.clock.time()
+    await world.expires(move, sent_at=now, deadline=now + 10.0)
+    await world.until_expired_are_handled()
+    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.dispatched(move)
+    assert not [event for event in world.move_events if event.request_id == move.request_id and event.terminal]
 
 
 async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world: World) -> None:

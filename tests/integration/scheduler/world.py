@@ -13,8 +13,9 @@ from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.base import Message
+from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
+from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts, ServiceOutdated
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
@@ -37,7 +38,7 @@ from bus.contracts.placement import (
     SnapshotRequest,
 )
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Transport
+from bus.port import Outgoing, Transport
 from bus.service.environment import CellAddressInvalid, Environment
 from bus.service.service import Service
 from placement_worker.app import build as build_placement
@@ -274,6 +275,25 @@ class World:
 
     async def ask(self, *messages: Message) -> None:
         await self.buses[API].publish_all([(message, "") for message in messages])
+
+    async def expires(self, message: Message, *, sent_at: float | None = None, deadline: float | None = None) -> None:
+        """Publish a request that expires before a scheduler has it."""
+        headers = {"berth-sent-at-ms": int((self.clock.time() if sent_at is None else sent_at) * 1000)}
+        headers |= {} if deadline is None else {"berth-deadline-ms": int(deadline * 1000)}
+        outgoing = Outgoing(
+            exchange=COMMANDS,
+            routing_key=routing_key(message),
+            body=encode(message),
+            headers=headers,
+            expiration_s=0.0,
+        )
+        await self.buses[API].transport.publish(outgoing)
+
+    async def until_expired_are_handled(self) -> None:
+        """Wait until the schedulers have handled what has expired by now."""
+        last = self.request()
+        await self.expires(last)
+        assert (await self.ended(last.instance_uuid)).code == "broker.expired"
 
     async def ended(self, uuid: str, *states: BuildState) -> BuildEvent:
         """Wait for the event of one of these states (any terminal one when none is given)."""

@@ -13,11 +13,12 @@ from bus import topology
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
-from bus.consuming.outcome import Handler, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Handler, Outcome, Received, Retry
 from bus.consuming.stall_watch import BACKLOG_S, STALL_S, StallWatch
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
+from bus.contracts.operations import ForgetHost
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.transport import MemorySubscription
 from bus.port import Delivery, Outgoing
@@ -230,6 +231,31 @@ async def test_a_request_that_comes_again_has_so_much_less_time(house: House) ->
     ends = [one.until for one in handler.got]
     assert len(ends) == 2
     assert all(end is not None and end <= house.latest_end(60.0) for end in ends)
+
+
+async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_not_given_back(house: House) -> None:
+    """It has no expiration: it was given back until the broker gave it up."""
+    handler = Answering(lambda _: Done())
+    await house.consumer.drain(1.0)
+    house.consumer = house.server.consumer("scheduler.changes", handler, concurrency=1)
+    await house.consumer.start()
+    await house.stand_still()
+    before, sent_at = house.connection.arrived, house.clock.time() - 20.0
+    live, late = ForgetHost(host="live", reason="r", by="o"), ForgetHost(host="late", reason="r", by="o")
+    meta = Meta(id="late", sent_at=sent_at, deadline=sent_at - 1.0, attempt=1)
+    packed = pack(late, meta)
+    copy = Outgoing(
+        exchange=COMMANDS,
+        routing_key=routing_key(late),
+        body=packed.body,
+        type=packed.type,
+        message_id=meta.id,
+        headers=headers_of(meta),
+    )
+    await house.requester.transport.publish(copy)
+    await house.requester.publish(live)
+    assert [one.message for one in await handler.wait(1)] == [live]
+    assert house.connection.arrived == before + 2
 
 
 def test_stalls() -> None:
