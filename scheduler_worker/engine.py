@@ -192,7 +192,7 @@ class SchedulingEngine:
         return outcomes
 
     async def on_record(self, instances: Sequence[str]) -> Collection[str]:
-        """Those of which a build is on record."""
+        """The instances of these that are on record."""
         if not instances:
             return ()
         async with self._store.unit() as unit:

@@ -121,12 +121,12 @@ without it, a build or delete request whose `instance_uuid` could be read is ans
 in its routing key, by state `refused`; so is one under a uuid that is on record with other content
 (`request.duplicate`). The `sequence` of such an event is 0: outdated for a client that follows the request on record. A
 request that was accepted and then given up ends with an event as well: `broker.expired` (its publisher set an
-`expiration`), `delivery.exhausted` (each scheduler that took it ended), `delivery.given_up` (a scheduler could not
-handle it; with `reply-to` it is answered by `refusal.v1` besides); a build has then `failed`, a delete is `refused`
-with `sequence` 0 and the machine stays. A request that comes to a scheduler after the time in its header
-`berth-deadline-ms` (counted from its arrival there) is dropped without an event; a build or delete that was begun by
-then goes on, or, where it has an `expiration` as well and its scheduler ended, ends with `broker.expired`. A message
-that is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a
+`expiration` and no deadline), `delivery.exhausted` (each scheduler that took it ended), `delivery.given_up` (a
+scheduler could not handle it; with `reply-to` it is answered by `refusal.v1` besides); a build has then `failed`, a
+delete is `refused` with `sequence` 0 and the machine stays. A request that comes to a scheduler after the time in its
+header `berth-deadline-ms` (counted from its arrival there), or expires at the broker with that header, is dropped
+without an event, and may be requested again; a build, delete or move that is on record by then goes on. A message that
+is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a
 worker gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
 
 ## Publish a build request, follow its events

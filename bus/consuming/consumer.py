@@ -388,25 +388,23 @@ class Consumer:
     def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.
 
-        The broker has counted the whole time: it drops the delivery or delivers it again. A delivery that comes again
-        has waited since it was given back, not longer, so it is given back once a stall.
+        The broker has counted the whole time (but of retried copies): it drops the delivery or delivers it again, which
+        has waited then since it was given back, not longer; so it is given back once a stall.
         """
-        now, name = self._bus.clock.monotonic(), arrival.delivery.message_id
+        now, delivery = self._bus.clock.monotonic(), arrival.delivery
         ends = [
             self._until(read.meta, arrival.since)
             for read in reads
-            if isinstance(read, Read)
-            and not read.meta.attempt  # a retried copy has no expiration: the broker would deliver it again and again
-            and not may_be_begun(self._row.name, arrival.delivery, read.meta)
+            if isinstance(read, Read) and not (read.meta.attempt or may_be_begun(self._row.name, delivery, read.meta))
         ]
-        if not name or all(until is None or until >= now for until in ends):
+        if not (name := delivery.message_id) or all(until is None or until >= now for until in ends):
             return False
         self._given_back[name] = now
         if len(self._given_back) > MAX_UNTRIED:
             del self._given_back[next(iter(self._given_back))]
         log.warning("consumer.given_back", queue=self.queue, items=len(reads), may_have_waited_s=now - arrival.since)
-        arrival.delivery.nack(requeue=True)
-        self._note_untried(arrival.delivery)
+        delivery.nack(requeue=True)
+        self._note_untried(delivery)
         return True
 
     async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
