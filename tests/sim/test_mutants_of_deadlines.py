@@ -7,13 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 from berth.sim.run import run
-from bus.consuming import consumer
+from bus.consuming import in_flight
 from tests.sim.test_deadlines import requesters_give_up
 
 
 def requests_end_with_their_requesters() -> AbstractContextManager[Any]:
     """A request that was begun is acknowledged as done when its client has stopped waiting."""
-    return patch.object(consumer, "ENDED_BY_LETTER", frozenset())
+    return patch.object(in_flight, "ENDED_BY_LETTER", frozenset())
 
 
 def test_a_request_that_ends_with_its_requester_is_found() -> None:
