@@ -38,7 +38,6 @@ RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
 HOST_UNKNOWN = "host.unknown"
 HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
-REFUSED_BEFORE = "request.refused_before"
 
 
 class ChangeHandler:
@@ -80,11 +79,11 @@ class ChangeHandler:
 
     async def _handle(self, received: Received) -> Outcome:
         try:
-            if await self._refused_before.has(received.meta.id):
-                return Refuse(REFUSED_BEFORE, "a copy of this command was refused before; give the command again")
+            if (refusal := await self._refused_before.find(received.meta.id)) is not None:
+                return refusal
             outcome = await self._process(received)
-            if isinstance(outcome, Refuse):
-                await self._refused_before.add(received.meta.id)
+            if isinstance(outcome, Refuse) and received.meta.reply_to is not None:  # else it may be replayed
+                await self._refused_before.add(received.meta.id, outcome)
         except Transient as fault:
             if isinstance(received.message, SetAdminState):
                 raise  # handled again in its order: one that was only published is not overtaken by the next one

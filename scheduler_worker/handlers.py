@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import structlog
 from msgspec import structs
 
 from bus.clock import Clock
@@ -11,6 +12,8 @@ from bus.consuming.given_up import EXPIRED, GIVEN_UP_BY_BROKER, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest, DeleteRequest
 from bus.contracts.moves import MoveRequest
+from bus.faults import BrokenInvariant, Forbidden, Transient
+from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
@@ -20,6 +23,8 @@ from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
+
+log = structlog.get_logger(__name__)
 
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
 MAX_MACHINES_PER_PASS = 512
@@ -89,31 +94,43 @@ class RequestHandler:
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         expired = [one.code == EXPIRED for one in why]
         left = {position for position, one in enumerate(batch) if expired[position] and one.meta.deadline is not None}
-        # Each may have been begun, but for those that no scheduler may have had.
-        again = [
-            structs.replace(one, redelivered=not expired[position] or position in left)
-            for position, one in enumerate(batch)
-        ]
-        builds = await self._builds(again, self._clock.time())
+        # The clock of a client does not bound how long ago a request may have claimed that has surely been delivered.
+        again = [structs.replace(one, redelivered=not expired[position]) for position, one in enumerate(batch)]
+        builds = [structs.replace(one, redelivered=True) for one in await self._builds(again, self._clock.time())]
         begun = await self._engine.on_record([one.instance_uuid for one in builds if one.position in left])
-        builds = [
-            structs.replace(build, given_up=None if build.position in left else why[build.position])
-            for build in builds
-            if build.position not in left or build.instance_uuid in begun
+        going_on = [
+            structs.replace(one, given_up=None) for one in builds if one.position in left and one.instance_uuid in begun
         ]
+        ended = [structs.replace(one, given_up=why[one.position]) for one in builds if one.position not in left]
         deletes = [
             (received.message, why[position])
             for position, received in enumerate(batch)
             if isinstance(received.message, DeleteRequest) and position not in left
         ]
         await self._engine.end_deletes(deletes)
-        outcomes = await self._process(builds)
+        outcomes = await self._process(ended)
+        outcomes |= await self._go_on(going_on)
         moves = [
             structs.replace(pending, given_up=why[pending.position], is_late=pending.position in left)
             for pending in self._pending_moves(batch, self._clock.time())
         ]
         outcomes |= await self._moves.process(moves)
         return [outcomes.get(position, Done()) for position in range(len(batch))]
+
+    async def _go_on(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
+        """The outcomes of begun builds by position. One whose handling crashes ends: it has no further dead letter."""
+        outcomes: dict[int, Outcome] = {}
+        for one in builds:
+            try:
+                outcomes |= await self._process([one])
+            except (Transient, Forbidden, BusError):
+                raise
+            except Exception as error:  # any other: it would stay on record without an end
+                log.exception("scheduler.given_up_crashed", cause=one.instance_uuid)
+                outcomes |= await self._process([structs.replace(one, given_up=GIVEN_UP_BY_BROKER)])
+                if isinstance(error, BrokenInvariant):
+                    raise
+        return outcomes
 
     async def _builds(self, batch: Sequence[Received], now: float) -> list[PendingBuild]:
         return [

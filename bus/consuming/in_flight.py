@@ -90,11 +90,9 @@ class InFlightMessage:
 
 
 def is_over(queue: str, items: Sequence[InFlightMessage], now: float) -> bool:
-    """Whether these messages are not to be handled any more. now: by the monotonic clock.
+    """Whether a server was unavailable for so long that no requester waits. now: by the monotonic clock.
 
-    A server was unavailable for so long that no requester waits. A request that goes on without its requester is left
-    to its next consumer once the connection by which it came is lost: the broker may give it up in the meantime.
+    Never so for requests that go on without their requesters, not even when the connection by which they came is lost:
+    one that has expired since, and whose record commits only now, nothing else would end.
     """
-    if queue in ENDED_BY_LETTER:
-        return all(item.in_flight.delivery.is_lost for item in items)
-    return all(item.until is not None and item.until < now for item in items)
+    return queue not in ENDED_BY_LETTER and all(item.until is not None and item.until < now for item in items)

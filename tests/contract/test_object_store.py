@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
+from bus.consuming.outcome import Refuse
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec, Selection
@@ -176,12 +177,15 @@ async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: Sched
     registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
     refused = RefusedCommands(store)
     await registry.reload()
-    assert not await refused.has("refused")
+    refusal = Refuse("host.unknown", "there is no host h1")
+    assert await refused.find("refused") is None
     for _ in range(2):
-        await refused.add("refused")
+        await refused.add("refused", refusal)
     made = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
     assert isinstance(await registry.change(made, "made"), ObjectsChanged)
-    assert [await refused.has(one) for one in ("refused", "made", "other")] == [True, False, False]
+    assert [await refused.find(one) for one in ("refused", "made", "other")] == [refusal, None, None]
+    elsewhere = await RefusedCommands(store).find("refused")
+    assert elsewhere is not None and elsewhere.code == "request.refused_before"
 
 
 async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:

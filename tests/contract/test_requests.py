@@ -288,33 +288,6 @@ async def test_a_request_without_an_event_is_refused_alone(
     await settled(server, queue)
 
 
-async def test_a_begun_request_is_left_to_its_next_consumer_when_its_connection_is_lost(house: House) -> None:
-    """The broker may have given it up, and its end be announced: a delete was refused, and then carried out."""
-    asker, server = await house.bus(), await house.bus()
-    is_there, back = False, asyncio.Event()
-    taken: list[bool] = []
-
-    def answer(received: Received) -> Outcome:
-        taken.append(received.redelivered)
-        if not is_there:
-            raise DatabaseUnavailable("away")
-        return accepted(received)
-
-    consumer = await house.consume(server, REQUESTS, Answering(answer))
-    await asker.publish(boot(1))
-    await until(lambda: taken)
-    server.transport.on_reconnect(back.set)
-    await house.rig.cut()
-    async with asyncio.timeout(PATIENCE_S):
-        await back.wait()
-    since = len(taken)
-    await until(lambda: any(taken[since:]))
-    is_there = True
-    await settled(server)
-    await consumer.drain(PATIENCE_S)
-    assert all(taken[since:]), "what came by the lost connection was handled again"
-
-
 async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None:
     bus = await house.bus()
     handler = Answering()

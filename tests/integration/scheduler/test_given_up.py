@@ -13,18 +13,19 @@ from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Outcome
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import COMMANDS, routing_key
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.domain import pending
+from scheduler_worker.domain.admission import Admission
 from scheduler_worker.domain.decisions import given_up
-from scheduler_worker.domain.pending import CLOCKS_APART_S
+from scheduler_worker.domain.pending import CLOCKS_APART_S, PendingBuild
 from scheduler_worker.domain.placed import DecidedBuild
 from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.world import PATIENCE_S, World
 from tests.kit.raw_amqp import long, raw_publisher, table
@@ -289,7 +290,7 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     await world.ask(request)
     await planted.begun.wait()
     await expires_with_deadline(world, request)
-    await world.until(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
     planted.is_unavailable = False
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     await world.until_expired_are_handled()
@@ -301,21 +302,118 @@ async def test_a_request_that_was_begun_goes_on_when_it_expires_after_the_end_of
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No scheduler was there until its time was over: it failed."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    planted = Planted(monkeypatch)
-    planted.unavailable(Placer, "place")
-    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
-    await planted.begun.wait()
-    await world.kill("s1")
-    with pytest.raises(RequestTimeout):
-        await asking
-    planted.is_unavailable = False
-    await world.until(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    request = await begun_and_expired(world, monkeypatch)
     await world.scheduler("s2")
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
+
+
+async def begun_and_expired(world: World, monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
+    """A build on record whose request has expired, and whose scheduler has ended."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    with monkeypatch.context() as patched:
+        planted = Planted(patched)
+        planted.unavailable(Placer, "place")
+        asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
+        await planted.begun.wait()
+        await world.kill("s1")
+        with pytest.raises(RequestTimeout):
+            await asking
+        await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    return request
+
+
+async def test_a_begun_build_whose_handling_crashes_after_it_expired_ends(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its letter has no letter: it stayed `accepted`. Others of its batch go on."""
+    request = await begun_and_expired(world, monkeypatch)
+    place = Placer.place
+
+    async def crashes(placer: Placer, asking: Sequence[Any], ahead: dict[str, PlacementState]) -> object:
+        if any(one.request.instance_uuid == request.instance_uuid for one in asking):
+            raise RuntimeError("planted")
+        return await place(placer, asking, ahead)
+
+    monkeypatch.setattr(Placer, "place", crashes)
+    await world.scheduler("s2")
+    failed = await world.ended(request.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.given_up")
+    await world.holds_nothing()
+
+
+async def test_a_begun_build_that_ends_every_scheduler_ends(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = await begun_and_expired(world, monkeypatch)
+    monkeypatch.setattr("bus.consuming.consumer.LAST_DELIVERIES", BY_QUEUE["scheduler.given_up"].delivery_limit + 1)
+    await world.scheduler("s2")
+    failed = await world.ended(request.instance_uuid)
+    assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.exhausted")
+
+
+@pytest.mark.parametrize("has_deadline", [False, True])
+async def test_what_a_request_had_claimed_before_it_expired_is_released(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool
+) -> None:
+    """Its scheduler put the failure on record and ended before the release; no other was there in time."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    now = world.clock.time()
+    with monkeypatch.context() as patched:
+        planted = Planted(patched)
+        planted.fails_without_release(DatabaseUnavailable("planted"))
+        deadline = now + BEGUN_S if has_deadline else None
+        await world.expires(request, sent_at=now, deadline=deadline, after_s=BEGUN_S)
+        await planted.begun.wait()
+        await world.kill("s1")
+        await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.scheduler("s2")
+    await world.until_expired_are_handled()
+    await world.holds_nothing()
+
+
+async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was lost meanwhile, and another scheduler, which found no record, has acknowledged the letter."""
+    before = list(world.brokers[API].transports)
+    await world.scheduler()
+    lost = [one for one in world.brokers[API].transports if one not in before]
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    record, place = RequestRecorder.record, Placer.place
+    begun, may_go_on, placed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def slow(recorder: RequestRecorder, builds: Sequence[PendingBuild]) -> list[Admission]:
+        if any(one.instance_uuid == request.instance_uuid for one in builds):
+            begun.set()
+            await may_go_on.wait()
+        return await record(recorder, builds)
+
+    async def fails_once(placer: Placer, asking: Sequence[Any], ahead: dict[str, PlacementState]) -> object:
+        if any(one.request.instance_uuid == request.instance_uuid for one in asking) and not placed.is_set():
+            placed.set()
+            raise DatabaseUnavailable("planted")
+        return await place(placer, asking, ahead)
+
+    monkeypatch.setattr(RequestRecorder, "record", slow)
+    monkeypatch.setattr(Placer, "place", fails_once)
+    asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
+    await begun.wait()
+    for transport in lost:
+        transport.lose()
+    with pytest.raises(RequestTimeout):
+        await asking
+    await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.scheduler("s2")
+    await world.until_expired_are_handled()
+    may_go_on.set()
+    await placed.wait()
+    for transport in lost:
+        transport.reconnect_soon()
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
 
 
 async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: World) -> None:

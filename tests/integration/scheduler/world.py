@@ -276,8 +276,10 @@ class World:
     async def ask(self, *messages: Message) -> None:
         await self.buses[API].publish_all([(message, "") for message in messages])
 
-    async def expires(self, message: Message, *, sent_at: float | None = None, deadline: float | None = None) -> None:
-        """Publish a request that expires before a scheduler has it."""
+    async def expires(
+        self, message: Message, *, sent_at: float | None = None, deadline: float | None = None, after_s: float = 0.0
+    ) -> None:
+        """Publish a request that expires after a time; 0: before a scheduler has it."""
         headers = {"berth-sent-at-ms": int((self.clock.time() if sent_at is None else sent_at) * 1000)}
         headers |= {} if deadline is None else {"berth-deadline-ms": int(deadline * 1000)}
         outgoing = Outgoing(
@@ -285,7 +287,7 @@ class World:
             routing_key=routing_key(message),
             body=encode(message),
             headers=headers,
-            expiration_s=0.0,
+            expiration_s=after_s,
         )
         await self.buses[API].transport.publish(outgoing)
 

@@ -20,7 +20,7 @@ REASON = "connection refused"
 class UnavailableRecord:
     """Refused commands, of a database that does not answer."""
 
-    async def has(self, message_id: str) -> bool:
+    async def find(self, message_id: str) -> Refuse | None:
         raise DatabaseUnavailable(REASON)
 
 
