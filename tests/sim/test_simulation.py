@@ -80,8 +80,11 @@ def test_every_invariant_holds_among_others(seed: int) -> None:
 
 
 def test_each_kind_of_others_can_be_left_out_and_moves_nothing_of_the_rest() -> None:
-    """All but fences, which take the place of those that moves draw; and what others exclude: gangs, decided cells."""
+    """All but fences, which take the place of those that moves draw; and what others exclude: gangs, decided cells.
+    Deadlines change the orders themselves.
+    """
     kinds = WIDENED - {Widening.FENCES, Widening.HOSTS_DIE_AGAIN, Widening.GANGS, Widening.DECIDED_CELLS}
+    kinds -= {Widening.DEADLINES}
     for seed in range(1, 41):
         alone, among = plan_of(seed), plan_of(seed, kinds)
         assert alone.widenings == () and plan_of(seed, ()) == alone
@@ -90,6 +93,16 @@ def test_each_kind_of_others_can_be_left_out_and_moves_nothing_of_the_rest() -> 
             without = plan_of(seed, kinds - {kind})
             assert set(without.orders) < set(among.orders)
             assert without.widenings == tuple(one for one in among.widenings if one != kind)
+
+
+def test_deadlines_change_nothing_but_how_long_clients_wait() -> None:
+    drawn = 0
+    for seed in range(1, 41):
+        waiting = plan_of(seed, WIDENED)
+        drawn += Widening.DEADLINES in waiting.widenings
+        orders = [replace(one, waits_s=0.0, gives_up=False) for one in waiting.orders]
+        assert orders == list(plan_of(seed, WIDENED - {Widening.DEADLINES}).orders)
+    assert drawn > 4
 
 
 @pytest.mark.parametrize(("conductors", "factor"), [(1, 0.0), (2, 2.0)])
