@@ -20,10 +20,19 @@ from berth.embedded.rabbitmq import ADMIN, RabbitMQ
 from berth.servers import RealServers
 from tests.kit.servers import fresh_database
 
-# The content of a new broker: the administrator with its password, the virtual host `/`, its own limit of memory.
+# The content of a new broker: the administrator with its password, the virtual host `/`, its own limit of memory. The
+# replicas of quorum queues end after their queues: one of the same name that was declared before that had none for ever
+# (INTERNAL_ERROR).
 AS_NEW = f"""
     By = <<"tests">>,
     [rabbit_vhost:delete(Name, By) || Name <- rabbit_vhost:list_names()],
+    Ended = fun Ended(Left) ->
+        case ra_directory:list_registered(quorum_queues) of
+            [] -> ok;
+            _ when Left > 0 -> timer:sleep(20), Ended(Left - 1)
+        end
+    end,
+    ok = Ended(1000),
     [rabbit_auth_backend_internal:delete_user(Name, By)
         || User <- rabbit_auth_backend_internal:list_users(), Name <- [proplists:get_value(user, User)],
            Name =/= <<"{ADMIN}">>],
