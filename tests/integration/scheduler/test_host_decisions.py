@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,11 +32,11 @@ from bus.contracts.operations import (
 from bus.contracts.placement import InventoryResult, InventoryUpdate
 from bus.faults import RequestRefused, RequestTimeout
 from bus.persistence.database import Database
-from bus.port import Outgoing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store.postgres import PostgresBuilds
+from tests.contract.test_published_once import watched
 from tests.integration.scheduler.world import PATIENCE_S, World
 from tests.kit.sent import Sent
 
@@ -51,21 +49,6 @@ async def decide(world: World, host: str, state: AdminState, reason: str = "fan"
     forced = {"force": True} if state is AdminState.FENCED else {}  # the hosts of these tests have a service that is up
     command = SetAdminState(host=host, state=state, reason=reason, by="ann", **{**forced, **more})
     return (await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)).host
-
-
-@contextmanager
-def published(world: World) -> Iterator[list[Outgoing]]:
-    """Messages that clients publish on the API bus in the meantime, for copies of them."""
-    transport, sent = world.buses[API].transport, list[Outgoing]()
-    publish = transport.publish
-
-    async def watch(message: Outgoing) -> None:
-        sent.append(message)
-        await publish(message)
-
-    transport.publish = watch  # type: ignore[method-assign]
-    yield sent
-    transport.publish = publish  # type: ignore[method-assign]
 
 
 async def hosts_of(world: World) -> dict[str, HostRecord]:
@@ -150,8 +133,8 @@ async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(worl
     await world.scheduler()
     (host,) = await world.add_hosts("c1", 1)
     first = await decide(world, host, AdminState.DISABLED)
-    with published(world) as sent:
-        await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
+    sent = watched(world.buses[API].transport)
+    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
     table = world.tables["s1"]
     await world.eventually(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
     (copy,) = sent

@@ -15,9 +15,10 @@ from bus.contracts.operations import AdminState, ServicesPage, ServicesQuery
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
+from tests.contract.test_published_once import watched
 from tests.integration.scheduler.test_fences import becomes, fence_sent, publish_fence
 from tests.integration.scheduler.test_forgotten_hosts import digests, forget
-from tests.integration.scheduler.test_host_decisions import decide, hosts_of, published
+from tests.integration.scheduler.test_host_decisions import decide, hosts_of
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -157,7 +158,8 @@ async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_ena
     """Seed 1795640147: the fence was refused, decided with its cell, and ended; then the copy fenced the host again."""
     await world.scheduler("s1", WARM)
     dead = await dead_in_book(world)
-    with published(world) as sent, pytest.raises(RequestRefused) as fault:
+    sent = watched(world.buses[API].transport)
+    with pytest.raises(RequestRefused) as fault:
         await decide(world, dead, AdminState.FENCED)
     assert fault.value.code == "host.cell_unknown"
     (copy,) = sent
