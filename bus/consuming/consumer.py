@@ -42,6 +42,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.port import BusError, BusForbidden, Delivery, Subscription
+from bus.under_way import UnderWay
 from bus.wire import Codec, Malformed, Read, letters_code
 
 __all__ = ["Consumer", "Malformed"]
@@ -68,9 +69,6 @@ MAX_PASSED_OVER = 8
 # The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
 # event loop, a megabyte in 5 to 12 ms.
 MAX_OPENED_BYTES = 512 * 1024
-
-# A batch that takes longer is slow, and another batch is taken beside it, however small.
-SLOW_BATCH_S = 0.05
 
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
@@ -121,8 +119,7 @@ class Consumer:
         self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
-        self._busy = 0
-        self._slow = False  # the youngest batch in progress has taken SLOW_BATCH_S
+        self._under_way = UnderWay(self._arrived.set)
         self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
@@ -225,18 +222,12 @@ class Consumer:
             await self._turn()
             items = self._take() if self._may_take() else []
             if items:
-                self._busy += 1
-                self._slow = False
-                if self._may_take():
-                    self._arrived.set()
-                slow = asyncio.get_running_loop().call_later(SLOW_BATCH_S, self._is_slow)
-                try:
+                with self._under_way.batch():
+                    if self._may_take():
+                        self._arrived.set()
                     await self._settle_all(items, number)
-                finally:
-                    slow.cancel()
-                    self._busy -= 1
             elif self._broken is not None:
-                if self._busy:
+                if self._under_way.count:
                     return  # the last one has the reason
                 raise self._broken
             elif self._draining:
@@ -247,14 +238,10 @@ class Consumer:
 
     def _may_take(self) -> bool:
         """Whether a batch may be taken now. Batches are taken one at a time, so that messages that arrive meanwhile
-        gather for the next one. A second batch is started only if it could not be larger, or if the batch in progress
-        is slow.
+        gather for the next one. A further batch is started only if it could not be larger, or if those in progress are
+        slow.
         """
-        return not self._busy or self._slow or self._waiting() >= self._max_batch
-
-    def _is_slow(self) -> None:
-        self._slow = True
-        self._arrived.set()
+        return not self._under_way.holds_up or self._waiting() >= self._max_batch
 
     async def _turn(self) -> None:
         """Wait until it is time for a batch. Messages that have arrived by then are part of it."""

@@ -20,6 +20,7 @@ from bus.contracts.base import Message
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError, BusUnavailable
 from bus.retrying import RELAY, Retrying
+from bus.under_way import UnderWay
 
 if TYPE_CHECKING:
     from bus.bus import Bus
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LANE_PUBLISHES = 4  # the bound of concurrent publishes on one bus, if all but the last are full or slow
-LANE_SLOW_S = 0.05  # a publish that takes this long no longer holds up the messages gathered behind it
 LANE_BATCH = 512  # messages handed to the bus at once
 UNAVAILABLE_LOG_INTERVAL_S = 30.0  # the interval at which an unavailable bus is logged, whatever the number of attempts
 
@@ -105,8 +105,7 @@ class Lane:
         self._at_once = False  # the process is ending, and nothing lingers
         self._waiting: deque[QueuedMessage] = deque()
         self._some = asyncio.Event()
-        self._publishing = 0
-        self._slow = False  # the youngest publish has been under way for LANE_SLOW_S
+        self._under_way = UnderWay(self._wake)
         self.is_unavailable = False  # while True one of its publishers retries
         self._logged_at = -math.inf
         self._closed = False
@@ -194,12 +193,12 @@ class Lane:
 
     def _may_publish(self) -> bool:
         """Whether a publish may begin. Publishes run one at a time, so that messages that arrive meanwhile gather; a
-        second one may begin when its batch is full, or when the first is slow.
+        further one may begin when its batch is full, or when those under way are slow.
         """
         count = len(self._waiting) + (len(self._lingering) if self._is_due() else 0)
-        if not count or not self._publishing:
+        if not count or not self._under_way.count:
             return count > 0
-        return not self.is_unavailable and (self._slow or count >= LANE_BATCH)
+        return not self.is_unavailable and (not self._under_way.holds_up or count >= LANE_BATCH)
 
     def _take(self) -> list[QueuedMessage]:
         """The next batch. A lingering message is younger than the waiting ones, or about another subject."""
@@ -207,10 +206,6 @@ class Lane:
         while self._is_due() and len(items) < LANE_BATCH:
             items += self._lingering.pop(next(iter(self._lingering))).items  # a few more, where they are kept
         return items
-
-    def _is_slow(self) -> None:
-        self._slow = True
-        self._wake()
 
     async def run(self) -> None:
         """Publish until cancelled, one batch at a time; several of these run for one lane."""
@@ -220,19 +215,14 @@ class Lane:
                 await self._some.wait()
                 continue
             items = self._take()
-            self._publishing += 1
-            self._slow = False
-            self._wake()
-            slow = asyncio.get_running_loop().call_later(LANE_SLOW_S, self._is_slow)
-            try:
-                await self._publish(items)
-            except asyncio.CancelledError:
-                if self._closed:
-                    self._settle(items, failed=True)
-                raise
-            finally:
-                slow.cancel()
-                self._publishing -= 1
+            with self._under_way.batch():
+                self._wake()
+                try:
+                    await self._publish(items)
+                except asyncio.CancelledError:
+                    if self._closed:
+                        self._settle(items, failed=True)
+                    raise
 
     def close(self) -> None:
         """Leave all waiting messages in the table. The messages that are being published are left when their publish is

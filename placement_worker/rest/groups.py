@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from bus.faults import DatabaseUnavailable, Transient
+from bus.under_way import UnderWay
 from placement_worker.rest import metrics
 
 Item = TypeVar("Item")
@@ -31,6 +32,10 @@ MAX_SKIPPED = 64
 # one turn of the event loop. One write alone may have more.
 MAX_ENTRIES = 4096
 
+# The groups that may be slow while others run beside them, because they wait for locks that another program holds. Each
+# has a connection of the database's pool, which placement's other work shares.
+MAX_SLOW = 2
+
 
 class TooMany(Transient):
     """More writes are waiting than the bound allows."""
@@ -39,7 +44,7 @@ class TooMany(Transient):
 
 
 class Groups(Generic[Item, Result]):
-    """Gathers items into groups, of which at most `under_way` run at a time."""
+    """Gathers items into groups, of which at most `under_way` run at a time, beside at most MAX_SLOW slow ones."""
 
     def __init__(
         self,
@@ -57,7 +62,8 @@ class Groups(Generic[Item, Result]):
         self._apply = apply
         self._group_max = max_group
         self._waiting_max = max_waiting
-        self._under_way = under_way
+        self._at_once = under_way
+        self._under_way = UnderWay(self._start)
         self._committed = committed
         self._entries = entries
         self._gather_s = gather_s
@@ -79,11 +85,7 @@ class Groups(Generic[Item, Result]):
         self._waiting.append((item, future))
         if self._gathering is not None and len(self._waiting) >= self._gathering[0]:
             _done(self._gathering[1])
-        if self._working < self._under_way:
-            self._working += 1
-            task = asyncio.create_task(self._work(), name=f"rest {self._name}")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
+        self._start()
         return await future
 
     async def drain(self) -> None:
@@ -91,12 +93,28 @@ class Groups(Generic[Item, Result]):
         while self._running:
             await asyncio.wait(self._running)
 
+    @property
+    def _quick(self) -> int:
+        """The tasks that will soon look for further writes, because their groups are not slow."""
+        return self._working - self._under_way.slow
+
+    def _start(self) -> None:
+        """Have the waiting writes taken, unless a task will soon look for them."""
+        if self._waiting and self._quick < self._at_once and self._working < self._at_once + MAX_SLOW:
+            self._working += 1
+            task = asyncio.create_task(self._work(), name=f"rest {self._name}")
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
     async def _work(self) -> None:
         try:
             while self._waiting:  # ends: each round takes some items
                 group = self._next_group()
                 metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
-                await self._run(group)
+                with self._under_way.batch():
+                    await self._run(group)
+                if self._quick > self._at_once:
+                    return  # its group was slow: another task has taken its place
                 await self._gather(min(len(group) + len(self._waiting), self._group_max))
         finally:
             self._working -= 1
@@ -114,7 +132,7 @@ class Groups(Generic[Item, Result]):
 
     async def _gather(self, wanted: int) -> None:
         """Wait for this many items for at most GATHER_S, unless recent waits were in vain."""
-        if self._under_way > 1 or len(self._waiting) >= wanted or wanted < 2:
+        if self._at_once > 1 or len(self._waiting) >= wanted or wanted < 2:
             return
         if self._skipped < self._skip:
             self._skipped += 1

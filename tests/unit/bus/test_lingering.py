@@ -10,13 +10,13 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from msgspec import structs
 
+from bus import under_way
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence import relay_lane
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
 from bus.persistence.relay_lane import Lingering, StreamPosition
@@ -236,7 +236,7 @@ async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
 async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay_lane, "LANE_SLOW_S", 100.0)
+    monkeypatch.setattr(under_way, "SLOW_S", 100.0)
     clock, receiver = Gate(), HeldUp()
     async with relaying(clock, receiver, position_of_event) as relay:
         relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
@@ -283,7 +283,7 @@ class HeldUp(Receiver):
 
 
 async def test_messages_during_a_publish_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relay_lane, "LANE_SLOW_S", 100.0)
+    monkeypatch.setattr(under_way, "SLOW_S", 100.0)
     receiver = HeldUp()
     async with relaying(Gate(), receiver) as relay:
         for row in (1, 2, 3):

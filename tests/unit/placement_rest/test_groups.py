@@ -71,6 +71,27 @@ async def test_item_16_a_group_has_no_more_entries_than_a_turn_of_the_loop_may_t
     await groups.drain()
 
 
+async def test_a_transaction_that_hangs_holds_up_only_its_own_writes() -> None:
+    """It waits for a lock that another program holds: the writes that come after it, one by one, are answered."""
+    book = Book()
+    began, go_on = asyncio.Event(), asyncio.Event()
+
+    async def apply(items: Sequence[int]) -> list[int]:
+        if 1 in items:
+            began.set()
+            await go_on.wait()
+        return await book.apply(items)
+
+    groups = Groups("test", apply, max_group=4, max_waiting=8, under_way=1, committed=book.committed)
+    hung = asyncio.create_task(groups.submit(1))
+    await began.wait()
+    async with asyncio.timeout(HANG_S):
+        assert [await groups.submit(number) for number in (2, 3, 4)] == [4, 6, 8]
+    go_on.set()
+    assert await hung == 2
+    await groups.drain()
+
+
 async def test_one_bad_item_fails_alone() -> None:
     book = Book()
     groups = make(book)
