@@ -184,10 +184,16 @@ class FleetReader:
         return HostDetail(host=host, providers=tree_of(tree.providers), holders=tree.holders, more=tree.more)
 
     async def changes(self, providers: Sequence[ProviderView]) -> list[HostChange]:
-        """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of the whole book."""
+        """The newest changes of these providers, newest first, among the last CHANGES_LOOKED_AT of the whole book,
+        or as many of them as the feed still has.
+        """
         names = {one.uuid: one.name for one in providers}
-        probe = await self._changes(MAX_SEQUENCE, 1)
-        page = await self._changes(max(0, probe.head - CHANGES_LOOKED_AT), CHANGES_LOOKED_AT)
+        head = (await self._changes(MAX_SEQUENCE, 1)).head
+        looked_at = CHANGES_LOOKED_AT
+        page = await self._changes(max(0, head - looked_at), looked_at)
+        while page.too_old and looked_at > CHANGES_SHOWN:  # the feed keeps fewer (`placement.feed_retention`)
+            looked_at //= 2
+            page = await self._changes(max(0, head - looked_at), looked_at)
         found = [
             HostChange(change.sequence, names[change.provider], _what_of(change), change.causes)
             for change in page.changes

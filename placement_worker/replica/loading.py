@@ -33,6 +33,11 @@ class Loading:
             self._loaded.add(providers[start : start + AT_ONCE])
             await next_turn()
 
+    def book_at(self, sequence: int, history: str) -> Book:
+        """The complete snapshot as a book of one feed number and history, to bring up to date before `finish`."""
+        self._loaded.sequence, self._loaded.history = sequence, history
+        return self._loaded
+
     def finish(self, book: Book, sequence: int, history: str) -> None:
         """Replace all providers of a book by the snapshot, which is of one feed number and history, and compute the
         tables that every search needs.

@@ -9,11 +9,25 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import structlog
+
 from bus.contracts.placement import ChangesPage, FeedHead, SnapshotPage
+from bus.faults import Transient
 from placement_worker.replica.book import Book
 from placement_worker.replica.loading import Loading, apply
 
+log = structlog.get_logger(__name__)
+
 PAGE = 1000  # providers or changes, decoded in one turn of the event loop
+
+# The snapshots that one read takes, when more changes are committed during each than the feed keeps.
+MAX_LOADS = 3
+
+
+class SnapshotOutrun(Transient):
+    """During each snapshot more changes were committed than `placement.feed_retention` keeps."""
+
+    code = "replica.snapshot_outrun"
 
 
 class FeedSource(Protocol):
@@ -66,16 +80,42 @@ class LocalReplica:
             return
         if head.sequence == self.book.sequence:
             return
-        while True:  # ends: each page brings the book closer to the head that was read with it
-            page = await self._source.changes(self.book.sequence, PAGE, self.book.history)
-            if page.too_old or await apply(self.book, page.changes) is not None:
-                await self._load()
-                return
-            if self.book.sequence >= page.head:
-                return
+        if not await self._follow(self.book):
+            await self._load()
 
+    async def _follow(self, book: Book) -> bool:
+        """Bring a book up to the feed's head. False: it cannot be, since the feed does not reach back to it, or has a
+        hole. No other method reads changes.
+        """
+        while True:  # ends: each page brings the book closer to the head that was read with it
+            before = book.sequence
+            page = await self._source.changes(before, PAGE, book.history)
+            if page.too_old or await apply(book, page.changes) is not None:
+                return False
+            if book.sequence >= page.head:
+                return True
+            if book.sequence == before:
+                return False
+
+    # until: bus (one `CatchUp` loads and follows for this replica and the schedulers' `Follower`)
     async def _load(self) -> None:
-        """Read the whole book, then the changes that were committed meanwhile."""
+        """Replace the book by a snapshot together with the changes that were committed while it was read.
+
+        The pages of a snapshot are of several numbers of the feed: without these changes they are a state that never
+        was, so they are read again, and readers keep the former book until then. Raises SnapshotOutrun.
+        """
+        for _ in range(MAX_LOADS):
+            loading, first = await self._read_snapshot()
+            loaded = loading.book_at(first.sequence, first.history)
+            if await self._follow(loaded):
+                loading.finish(self.book, loaded.sequence, loaded.history)
+                self._loaded = True
+                return
+            log.warning("replica.snapshot_outrun", providers=len(loading), sequence=first.sequence)
+        raise SnapshotOutrun(f"{len(loading)} providers were read {MAX_LOADS} times")
+
+    async def _read_snapshot(self) -> tuple[Loading, SnapshotPage]:
+        """Read the whole book. Returns it with its first page, of the oldest number."""
         loading = Loading()
         first: SnapshotPage | None = None
         after: str | None = None
@@ -87,10 +127,5 @@ class LocalReplica:
             first = first or page
             await loading.add(page.providers)
             if not page.more:
-                break
+                return loading, first
             after = page.providers[-1].uuid
-        loading.finish(self.book, first.sequence, first.history)
-        self._loaded = True
-        page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)
-        while page_of_changes.changes and await apply(self.book, page_of_changes.changes) is None:
-            page_of_changes = await self._source.changes(self.book.sequence, PAGE, self.book.history)

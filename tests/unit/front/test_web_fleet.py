@@ -7,11 +7,19 @@ from typing import Any
 
 import pytest
 
-from berth.web.fleet import COUNTED_AGE_S, FAILED_AGE_S, FleetReader
+from berth.web.fleet import (
+    CHANGES_LOOKED_AT,
+    CHANGES_SHOWN,
+    COUNTED_AGE_S,
+    FAILED_AGE_S,
+    FleetReader,
+    ProviderView,
+)
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
+from bus.contracts.placement import Change, ChangesPage, ChangesRequest
 from bus.faults import RequestTimeout
 
 UUID = "10000000-0000-4000-8000-000000000001"
@@ -126,3 +134,31 @@ async def test_pages_do_not_wait_one_after_the_other_for_schedulers_that_do_not_
     scheduler.failing = None
     clock.now += FAILED_AGE_S
     assert await fleet.hosts() and scheduler.requests["HostsQuery"] == 3
+
+
+class Feed:
+    """A bus on which placement answers from a feed that reaches back to a number."""
+
+    def __init__(self, head: int, oldest: int) -> None:
+        self.head = head
+        self.oldest = oldest
+
+    async def request(self, query: Message, _reply: type[Any], **_: Any) -> Message:
+        assert isinstance(query, ChangesRequest)
+        if query.after < self.oldest - 1:
+            return ChangesPage(head=self.head, too_old=True)
+        numbers = range(query.after + 1, min(self.head, query.after + query.limit) + 1)
+        changes = tuple(Change(sequence=number, provider=UUID, generation=number) for number in numbers)
+        return ChangesPage(changes=changes, head=self.head)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 1000, CHANGES_LOOKED_AT, 10_000])
+async def test_a_hosts_page_shows_the_newest_changes_however_short_the_feed_is(kept: int, clock: MovedClock) -> None:
+    """It showed none where the feed keeps fewer than the page looks through."""
+    head = 10_000
+    view = ProviderView(
+        uuid=UUID, name="h", parent_uuid=None, depth=0, generation=1, inventories={}, traits=(), aggregates=()
+    )
+    feed = Feed(head, oldest=head - kept + 1)
+    found = await FleetReader(feed, clock, ("c",)).changes([view])  # type: ignore[arg-type]
+    assert [one.sequence for one in found] == [head - back for back in range(min(kept, CHANGES_SHOWN))]
