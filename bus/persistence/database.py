@@ -74,6 +74,16 @@ TRANSIENT_STATES = {
     "55P03": "database.locked",
     "57014": "database.timeout",
 }
+# The errors by which a transaction fails, its own and those of its connection.
+FAILED_IN_USE = (
+    DBAPIError,
+    InvalidRequestError,
+    asyncpg.PostgresError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    ConnectionError,
+    TimeoutError,
+)
 # undefined_table, undefined_column, undefined_function, invalid_schema_name: no message is at fault.
 UNPREPARED_STATES = ("42P01", "42703", "42883", "3F000")
 FORBIDDEN_STATES = ("28", "3D000", "42501")
@@ -130,8 +140,8 @@ class Database:
 
     @property
     def losses(self) -> int:
-        """The number of connections that were lost; the server may have restarted then, and lost commits that were not
-        on disk.
+        """The number of connections that were lost; the server may have restarted then, or another one be the primary,
+        without the commits that were not on disk.
         """
         return self._losses
 
@@ -208,45 +218,42 @@ class Database:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
-        try:
-            async with self._checked_out() as held, held.connection.begin():
-                yield held.connection
-        except (DBAPIError, InvalidRequestError, PoolTimeout, asyncpg.PostgresError, OSError) as error:
-            raise_fault(error)
+        async with self._checked_out() as held, held.connection.begin():
+            yield held.connection
 
     @asynccontextmanager
     async def _raw(self, *, begin: bool = True) -> AsyncIterator[asyncpg.Connection]:
         async with self._checked_out(by_key=not begin) as held:
-            connection = held.driver
-            try:
-                if begin:
-                    async with connection.transaction():
-                        yield connection
-                else:
-                    yield connection
-            except asyncpg.InternalClientError as error:
-                raise DatabaseUnavailable(_first_line(error)) from error
-            except (asyncpg.PostgresError, asyncpg.InterfaceError, ConnectionError, TimeoutError) as error:
-                raise_fault(error, closed=connection.is_closed())
+            if begin:
+                async with held.driver.transaction():
+                    yield held.driver
+            else:
+                yield held.driver
 
+    # until: bus (asyncpg's own pools; the fault and the fate of a connection stay one decision)
     @asynccontextmanager
     async def _checked_out(self, *, by_key: bool = False) -> AsyncIterator[_Held]:
-        """Check out a pooled connection. A connection that was lost in use is discarded."""
+        """Check out a pooled connection, and raise the bus's own errors for those of the driver.
+
+        A connection that was lost in use is discarded. This is decided here alone, because the fault that is raised
+        does not tell it any more.
+        """
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("transaction", **self._traced)
         await self._slot()
-        unusable = False
+        unusable = is_read_only = False
         try:
             held = await self._take(by_key=by_key)
             try:
                 yield held
-            except (DBAPIError, asyncpg.PostgresError, DatabaseUnavailable) as error:
-                # A server that was made read-only while we were connected; or no statement can follow on this session.
-                unusable = _sqlstate(error) == READ_ONLY or _is_connection_error(error)
-                raise
+            except FAILED_IN_USE as error:
+                is_read_only = _sqlstate(error) == READ_ONLY
+                unusable = is_read_only or _is_connection_error(error)  # no statement can follow on this session
+                raise_fault(error, closed=held.driver.is_closed())
             finally:
                 if self._closed or unusable or held.driver.is_closed() or held.driver.is_in_transaction():
-                    await asyncio.shield(self._drop(held))  # a cancelled caller must not leak the connection
+                    # shield: a cancelled caller must not leak the connection
+                    await asyncio.shield(self._leave_server(held) if is_read_only else self._drop(held))
                 else:
                     self._spare.append(held)
         finally:
@@ -345,6 +352,15 @@ class Database:
         self._losses += held.driver.is_closed()
         await held.connection.invalidate()
         await held.connection.close()
+
+    async def _leave_server(self, held: _Held) -> None:
+        """Drop a connection to a server that was made read-only, and the idle ones: the server is no longer the
+        primary. Its successor may not have the commits that were not on disk, so this is a loss.
+        """
+        self._losses += 1
+        idle, self._spare = self._spare, []
+        for left in (held, *idle):
+            await self._drop(left)
 
     async def _prepare(self, package: str | None) -> None:
         # Its own connection: a migration may take longer than any statement of the running system.

@@ -1,0 +1,99 @@
+"""A primary that was made read-only is left also by what uses `raw` and `single`, as all workers do."""
+
+from __future__ import annotations
+
+import asyncio
+
+import asyncpg
+import pytest
+from sqlalchemy import text
+
+from bus.faults import DatabaseUnavailable
+from bus.persistence.database import Database
+from tests.kit.clusters import database_pair
+
+pytestmark = pytest.mark.postgres
+SOON_S = 10.0
+
+
+@pytest.mark.parametrize("way", ["raw", "single"])
+async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by(way: str) -> None:
+    manager = database_pair()
+    pair = await asyncio.to_thread(manager.__enter__)
+    database = Database(pair.url, "fenced")
+    try:
+        await database.open()
+        async with database.raw() as connection:
+            await connection.execute("CREATE TABLE written (n int)")
+        assert await _written_at(database, way) == pair.primary.port
+        admin = await asyncpg.connect(pair.primary.url())
+        await admin.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+        await admin.execute("SELECT pg_reload_conf()")
+        await admin.close()
+        await asyncio.to_thread(pair.stand_by.promote)
+        tries = 0
+        try:
+            async with asyncio.timeout(SOON_S):
+                while await _written_at(database, way) != pair.stand_by.port:
+                    tries += 1
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            pytest.fail(f"{way}: after {tries} failed transactions in {SOON_S} s it still uses the read-only primary")
+    finally:
+        await database.close()
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def _written_at(database: Database, way: str) -> int:
+    """The port of the server that took a write; 0: none did."""
+    try:
+        async with getattr(database, way)() as connection:
+            return int(await connection.fetchval("INSERT INTO written VALUES (1) RETURNING inet_server_port()"))
+    except DatabaseUnavailable:
+        return 0
+
+
+@pytest.mark.parametrize("way", ["transaction", "raw", "single"])
+async def test_a_connection_that_takes_no_writes_is_dropped(empty_database: str, way: str) -> None:
+    """The reason, without a pair: the session that has met 25006 is not used again."""
+    database = Database(empty_database, "owner", pool_size=1)
+    await database.open()
+    try:
+        async with database.raw() as connection:
+            await connection.execute("CREATE TABLE written (n int)")
+            before = await connection.fetchval("SELECT pg_backend_pid()")
+            await connection.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
+        with pytest.raises(DatabaseUnavailable):
+            async with getattr(database, way)() as connection:
+                statement = "INSERT INTO written VALUES (1)"
+                await connection.execute(text(statement) if way == "transaction" else statement)
+        async with database.raw() as connection:
+            assert await connection.fetchval("SELECT pg_backend_pid()") != before
+    finally:
+        await database.close()
+
+
+async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and_count_as_lost(
+    empty_database: str,
+) -> None:
+    """Each of them would have failed one more transaction. Commits that were not on disk may be lost."""
+    database = Database(empty_database, "owner", pool_size=3)
+    await database.open()
+    try:
+        async with database.raw() as one, database.raw() as two, database.raw() as three:
+            await one.execute("CREATE TABLE written (n int)")
+            before = {await each.fetchval("SELECT pg_backend_pid()") for each in (one, two, three)}
+            for each in (one, two, three):
+                await each.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
+        losses = database.losses
+        with pytest.raises(DatabaseUnavailable):
+            async with database.single() as connection:
+                await connection.execute("INSERT INTO written VALUES (1)")
+        assert database.losses > losses
+        async with database.raw() as one, database.raw() as two, database.raw() as three:
+            after = {await each.fetchval("SELECT pg_backend_pid()") for each in (one, two, three)}
+            for each in (one, two, three):
+                await each.execute("INSERT INTO written VALUES (1)")
+        assert len(after) == 3 and not before & after
+    finally:
+        await database.close()
