@@ -23,6 +23,11 @@ from bus.contracts.catalogue import (
 # The bound of messages in the queue of dead letters and in the queue of each delay.
 MAX_PARKED = 1_000_000
 
+# The delivery limit of a queue whose messages the broker never gives up for being given back. It is stated, because
+# RabbitMQ 4 gives a message up after 20 times where none is stated; and it is not -1, which RabbitMQ 3.10 takes for a
+# limit that each message has passed.
+NEVER_GIVEN_UP = 2**31 - 1
+
 # The delays that a bus has for messages. Each is a queue and an exchange.
 DELAYS_S = RETRY_S
 
@@ -51,7 +56,8 @@ class ExchangePlan(Struct, frozen=True):
 class QueuePlan(Struct, frozen=True, kw_only=True):
     """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
     dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
-    other properties, as an older berth declared, is deleted.
+    other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
+    before the queue gives it up; None: not stated, because nobody takes messages from the queue.
     """
 
     name: str
@@ -170,6 +176,7 @@ def shared_queues() -> tuple[QueuePlan, ...]:
         durable=True,
         exclusive=False,
         max_length=MAX_PARKED,
+        delivery_limit=NEVER_GIVEN_UP,  # each look at the letters gives all of them back
         bindings=((DEAD, ALL_KEYS), (GIVEN_UP, ALL_KEYS)),
     )
     delays = (
@@ -200,7 +207,7 @@ def plan(row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> Queue
         max_length=row.max_length,
         max_bytes=row.max_bytes,
         drop_head=private,
-        delivery_limit=row.delivery_limit if durable else None,
+        delivery_limit=None if private else row.delivery_limit if durable else NEVER_GIVEN_UP,
         ttl_s=row.ttl_s,
         dead_exchange=(GIVEN_UP if row.keeps_keys else DEAD) if dies else None,
         dead_key=name if dies and not row.keeps_keys else "",
@@ -215,7 +222,14 @@ def reply_plan(name: str) -> QueuePlan:
 
 def foreign_plan(name: str) -> QueuePlan:
     """Return a durable queue that is to be bound to an exchange of another system."""
-    return QueuePlan(name=name, durable=True, exclusive=False, max_length=MAX_PARKED, drop_head=True)
+    return QueuePlan(
+        name=name,
+        durable=True,
+        exclusive=False,
+        max_length=MAX_PARKED,
+        drop_head=True,
+        delivery_limit=NEVER_GIVEN_UP,
+    )
 
 
 def fill_in(row: QueueRow, values: Mapping[str, str]) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -10,15 +10,27 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import aio_pika
+import structlog
 from aiormq import Channel, spec
 from aiormq.abc import AbstractChannel, AbstractConnection
+from msgspec import structs
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.server_url import Endpoint
-from bus.topology import MARK_OF, ExchangePlan, QueueNames, QueuePlan, shared_exchanges, shared_queues
+from bus.topology import (
+    MARK_OF,
+    NEVER_GIVEN_UP,
+    ExchangePlan,
+    QueueNames,
+    QueuePlan,
+    shared_exchanges,
+    shared_queues,
+)
+
+log = structlog.get_logger("bus.rabbitmq")
 
 CONNECT_TIMEOUT_S = 10.0
 # An answer to a declaration or a get may take this long on a broker that is busy syncing disks.
@@ -30,6 +42,9 @@ HEARTBEAT_S = 10
 # How the broker reports the argument that an exchange has, when another one is declared; at most 255 bytes of it.
 CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
+
+# What an operator does about a queue that an earlier berth declared otherwise.
+UPGRADE = "docs/howto/upgrade.md"
 
 
 class Session:
@@ -153,17 +168,21 @@ class Session:
                 if await self.count(real.name) is None:
                     await self.declare(real)
                 elif may_bind:  # who made it may have ended before it was bound
-                    may_bind = await self._bind_if_allowed(real)
+                    may_bind = await self._declare_if_allowed(real)
         except BusForbidden as error:
             raise BusUnavailable(
                 f"another worker declares the bus's shared topology, and has not yet: {error}"
             ) from error
 
-    async def _bind_if_allowed(self, planned: QueuePlan) -> bool:
+    async def _declare_if_allowed(self, planned: QueuePlan) -> bool:
+        """Bind a shared queue that exists, and log how it differs. False: these credentials may not."""
         try:
-            await self._bind(planned)
+            await self.declare(planned)
         except BusForbidden:
             return False
+        except QueueDiffers as error:
+            log.warning("bus.shared_queue_differs", code=error.code, queue=planned.name, reason=str(error), see=UPGRADE)
+            await self._bind(planned)
         return True
 
     async def mark(self, name: str, owner: str) -> None:
@@ -245,13 +264,30 @@ class Session:
         try:
             await self._declare(planned)
         except QueueDiffers:
-            if not planned.disposable:
-                raise
-            channel = await self.named("control")
-            with translated(planned.name):
-                await channel.queue_delete(planned.name, timeout=RPC_TIMEOUT_S)
-            await self._declare(planned)
+            if not await self._lacks_limit(planned):
+                if not planned.disposable:
+                    raise
+                channel = await self.named("control")
+                with translated(planned.name):
+                    await channel.queue_delete(planned.name, timeout=RPC_TIMEOUT_S)
+                await self._declare(planned)
         await self._bind(planned)
+
+    async def _lacks_limit(self, planned: QueuePlan) -> bool:
+        """Whether the queue exists and differs only in that no delivery limit was stated, as by an earlier berth.
+
+        It is used as it is: it may hold what must not be lost, and a worker of that berth may use it beside this one.
+        """
+        if planned.delivery_limit != NEVER_GIVEN_UP:
+            return False
+        try:
+            await self._declare(structs.replace(planned, delivery_limit=None))
+        except QueueDiffers:
+            return False
+        if not planned.disposable:
+            reason = "RabbitMQ 4 drops its messages when they have been given back 20 times"
+            log.warning("bus.queue_without_limit", queue=planned.name, reason=reason, see=UPGRADE)
+        return True
 
     async def _declare(self, planned: QueuePlan) -> None:
         channel = await self.named("control")
@@ -276,6 +312,7 @@ class Session:
         with translated():
             await channel.exchange_declare(exchange, passive=True, timeout=RPC_TIMEOUT_S)
         await self.declare(planned)
+        channel = await self.named("control")  # another one, where the broker has closed it meanwhile
         for key in keys:
             with translated():
                 await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)

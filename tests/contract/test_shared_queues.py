@@ -32,7 +32,7 @@ async def park(transport: Transport, queue: str, name: str, **headers: str | int
 
 
 async def ids(transport: Transport, queue: str | None = None) -> list[str]:
-    """In no order: what RabbitMQ is given back it puts behind what it was given back before."""
+    """In no order: a look may come before all that the last one held is back in line."""
     return sorted(letter.id for letter in await dead_letters.list_dead(transport, queue))
 
 

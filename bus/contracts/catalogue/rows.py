@@ -34,8 +34,8 @@ class QueueKind(StrEnum):
     """How long a queue and its messages live.
 
     durable: quorum queue, survives the broker; delivery limit; retries and dead letters wait in the bus's own queues.
-    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no retries, no dead
-    letters.
+    expiring: for requests that their sender repeats: a quorum queue whose messages end after ttl_s; no delivery limit,
+    no retries, no dead letters.
     private: one consumer process's own, gone with its connection; bounded, the oldest dropped.
     """
 
