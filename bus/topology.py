@@ -57,7 +57,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
     dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
     other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
-    before the queue gives it up; None: not stated, because nobody takes messages from the queue.
+    before the queue gives it up; None: not stated, because the queue has no consumer.
     """
 
     name: str

@@ -236,7 +236,7 @@ class Database:
         """Check out a pooled connection, and raise the bus's own errors for those of the driver.
 
         A connection that was lost in use is discarded. This is decided here alone, because the fault that is raised
-        does not tell it any more.
+        does not show it any more.
         """
         scope = CURRENT.get()
         span = None if scope is None else scope.begin("transaction", **self._traced)

@@ -43,7 +43,7 @@ HEARTBEAT_S = 10
 CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
-# What an operator does about a queue that an earlier berth declared otherwise.
+# The page with the remedies for queues that an earlier berth declared otherwise.
 UPGRADE = "docs/howto/upgrade.md"
 
 

@@ -60,7 +60,7 @@ def transport_on(url: str, prefix: str = "") -> RabbitTransport:
     return RabbitTransport(url, name="api", prefix=prefix)
 
 
-def test_every_queue_that_somebody_takes_from_states_how_often_a_message_may_be_given_back() -> None:
+def test_every_consumed_queue_states_how_often_a_message_may_be_given_back() -> None:
     """RabbitMQ 4 gives up a message of any other after 20 times. -1 gives up all at once in RabbitMQ 3.10."""
     delayed = {planned.name for planned in shared_queues() if planned.ttl_s is not None}
     assert all(name.startswith(delayed_queue(0).removesuffix("0")) for name in delayed)
