@@ -15,7 +15,7 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Handler
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta
-from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, routing_key
+from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, destination
 from bus.faults import Fault
 from bus.owner import enter
 from bus.port import QueueLocked, Transport
@@ -232,15 +232,16 @@ class Bus:
         packed = pack(message, meta)
         # On a bus where only berth's processes listen, the message leaves in batches only, of all states and projects
         # together.
-        key = row.batch_key if row.batch_key and not mode.probes_first else routing_key(message)
+        in_batches = row.batch_key and not mode.probes_first
+        exchange, key = (row.exchange, row.batch_key) if in_batches else destination(message)
         has_two_keys = mode.probes_first
-        if has_two_keys and few and self.publisher.post_once(row.exchange, key, mode, row.batch_key, packed, waiter):
+        if has_two_keys and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
             return
-        self.publisher.post(row.exchange, key, mode, packed, waiter)
+        self.publisher.post(exchange, key, mode, packed, waiter)
         if has_two_keys:
             # A new id, because the id distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(row.exchange, row.batch_key, BATCHED, again, waiter)
+            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)

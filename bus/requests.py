@@ -12,7 +12,7 @@ import structlog
 from bus import metrics
 from bus.clock import Clock, new_uuid
 from bus.contracts.base import Message, Meta, Refusal
-from bus.contracts.catalogue import BY_TYPE, REPLIES, routing_key
+from bus.contracts.catalogue import BY_TYPE, REPLIES, destination
 from bus.faults import DatabaseUnavailable, Fault, RequestRefused, RequestTimeout, RequestUnconfirmed
 from bus.port import Delivery, Transport
 from bus.publishing import Mode, Publisher, Waiter
@@ -170,7 +170,7 @@ class Requester:
         )
         mode = Mode(True, row.persistent, row.mandatory)
         packed = pack(message, meta)
-        self._publisher.post(row.exchange, routing_key(message), mode, packed, waiter, max(deadline - now, 0.001))
+        self._publisher.post(*destination(message), mode, packed, waiter, max(deadline - now, 0.001))
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):

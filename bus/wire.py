@@ -22,6 +22,7 @@ from bus.contracts.base import MAX_REASON, FieldName, Message, Meta, encode, tag
 from bus.contracts.catalogue import (
     BY_TYPE,
     DEAD,
+    FORBIDDEN,
     GIVEN_UP,
     MESSAGES,
     QUEUES,
@@ -29,6 +30,7 @@ from bus.contracts.catalogue import (
     RETURN,
     may_come_under,
     routing_key,
+    why_not_under,
 )
 from bus.contracts.patterns import reason_of
 from bus.json_values import NUL_REASON, has_more_values, has_nul
@@ -321,8 +323,8 @@ class Codec:
             if type(message) in _BY_OTHERS and has_nul(body):
                 return self._malformed(body, INVALID, NUL_REASON, meta, key)
             if key and not may_come_under(message, key):
-                reason = f"it came under the routing key {key!r}; its own is {routing_key(message)!r}"
-                return self._malformed(body, WRONG_KEY, reason, meta, key)
+                code = FORBIDDEN if key == routing_key(message) else WRONG_KEY
+                return self._malformed(body, code, why_not_under(message, key), meta, key)
             return Read(message, meta)
         except msgspec.ValidationError as error:
             return self._malformed(body, INVALID, _with_suggestion(reason_of(error), self._fields), meta, key)

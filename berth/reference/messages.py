@@ -14,7 +14,9 @@ from bus.contracts.catalogue import (
     DEAD_LETTERS,
     DELAY,
     EVENTS,
+    FORBIDDEN,
     MESSAGES,
+    OPERATORS,
     QUEUES,
     REPLIES,
     MessageRow,
@@ -60,7 +62,7 @@ async def main():
         events = await channel.declare_queue(exclusive=True)
         await events.bind("berth.events", "instance.event.*.demo")
         move = {"request_id": str(uuid.uuid4()), "instance_uuid": os.environ["INSTANCE"], "project_id": "demo"}
-        move["kind"] = "live-migrate"
+        move["kind"] = "stop"
         message = aio_pika.Message(json.dumps(move).encode(), content_type="application/json", delivery_mode=2)
         await (await channel.get_exchange("berth")).publish(message, "instance.move.demo")
         async with events.iterator() as stream:
@@ -106,7 +108,9 @@ bound the values of one message (below); a batch has at most {MAX_BATCH_ITEMS:,}
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
-([Permissions](../howto/permissions.md)). Messages that `operator` alone publishes are not for a project's user.
+([Permissions](../howto/permissions.md)). Messages that `operator` alone publishes are not for a project's user. Fields
+that only an operator may use are refused under a project's key (`{FORBIDDEN}`), in a batch as alone; a message with one
+is sent to its queue itself, by the default exchange, where a project's user may not write.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
 workers of two versions understand each other. An `inventory.update` and a `host.metrics` are refused as well, by the
@@ -194,6 +198,10 @@ def _message(row: MessageRow) -> Iterator[str]:
         yield "- alone, it comes there as a plain message (header `CC`), and once where a queue is bound to both keys"
     yield f"- published by {', '.join(row.publishers)}; owned by {row.owner}"
     yield f"- idempotent by {row.idempotency}"
+    if rights := OPERATORS.get(row.message):
+        values = {name: f" ({', '.join(sorted(only))})" if only else "" for name, only in rights.items()}
+        fields = ", ".join(f"`{name}`{which}" for name, which in values.items())
+        yield f"- an operator's alone (`{FORBIDDEN}` under a project's key), by the default exchange: {fields}"
     if row.message.__struct_config__.forbid_unknown_fields:
         yield "- a field that it does not have is refused by name (`message.invalid`)"
     if row.reply is not None:

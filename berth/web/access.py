@@ -21,7 +21,8 @@ from msgspec import Struct
 
 from berth.web.problems import Problem
 from bus.clock import Clock
-from bus.contracts.base import Word
+from bus.contracts.base import Message, Word
+from bus.contracts.catalogue import FORBIDDEN, forbidden, operators_rights
 from bus.contracts.patterns import reason_of
 from bus.faults import Fault
 from bus.service.settings import SettingsError, read_toml
@@ -152,6 +153,12 @@ def caller_by_roles(known: Caller) -> WebCaller:
     if known.project_id and roles & PROJECT_ROLES:
         return WebCaller(known.user_id, WebRole.PROJECT, known.project_id)
     raise Problem(403, "role.insufficient", "this token needs role admin, a role on the system, or member of a project")
+
+
+def check_rights(caller: WebCaller, message: Message) -> None:
+    """Raises Problem 403 when a message requests what only an operator may, by the table that the bus goes by, too."""
+    if caller.role < WebRole.OPERATOR and operators_rights(message):
+        raise Problem(403, FORBIDDEN, forbidden(message))
 
 
 def check_listen(host: str, access: Access) -> None:

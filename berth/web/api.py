@@ -21,12 +21,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from berth.host_pages import json_of, read_hosts
-from berth.web.access import WebCaller, WebRole
+from berth.web.access import WebCaller, WebRole, check_rights
 from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.clock import new_uuid
-from bus.contracts.base import Uuid
+from bus.contracts.base import Message, Uuid
 from bus.contracts.build import (
     BuildAccepted,
     BuildEvent,
@@ -63,6 +63,7 @@ _ENDS = _GONE | {BuildState.ACTIVE}
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=Struct)
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Accepted(Struct, frozen=True, omit_defaults=True):
@@ -120,7 +121,7 @@ class WebApi:
         may_change(caller)
         if caller.project is not None and fields.setdefault("project_id", caller.project) != caller.project:
             raise Problem(403, "project.forbidden", f"this token builds for project {caller.project}")
-        build = converted(fields, BuildRequest)
+        build = message_of(fields, BuildRequest, caller)
         reply = await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
         return _accepted(build.instance_uuid, reply.members)
 
@@ -369,6 +370,13 @@ def converted(fields: dict[str, object], kind: type[Body]) -> Body:
         near = difflib.get_close_matches(unknown[1], known, n=1) if unknown else []
         hint = f"; did you mean `{near[0]}`?" if near else ""
         raise Problem(400, "request.invalid", reason + hint) from None
+
+
+def message_of(fields: dict[str, object], kind: type[AnyMessage], caller: WebCaller) -> AnyMessage:
+    """A body's fields as a message that this caller may publish. Raises Problem 400 and 403."""
+    message = converted(fields, kind)
+    check_rights(caller, message)
+    return message
 
 
 def parsed(make: Callable[[], T]) -> T:

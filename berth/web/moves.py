@@ -10,17 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from berth.web.access import WebRole
 from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
     MAX_PAGE,
     WebApi,
     caller_of,
-    converted,
     json_response,
     may_change,
-    need,
+    message_of,
     number_of,
     object_of,
     only,
@@ -32,10 +30,7 @@ from berth.web.problems import Problem
 from bus.bus import Bus
 from bus.clock import new_uuid
 from bus.contracts.base import Uuid
-from bus.contracts.moves import MoveAccepted, MoveKind, MovePage, MoveQuery, MoveRequest
-
-# As in Nova, where a machine runs is an operator's affair; what it is, and whether it runs, its project's.
-OPERATORS_KINDS = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
+from bus.contracts.moves import MoveAccepted, MovePage, MoveQuery, MoveRequest
 
 
 class MoveTaken(Struct, frozen=True):
@@ -73,9 +68,7 @@ class WebMoves:
             if fields.setdefault(name, value) != value:
                 raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
         fields.setdefault("request_id", new_uuid(self._rng))
-        move = converted(fields, MoveRequest)
-        if move.kind in OPERATORS_KINDS:
-            need(caller, WebRole.OPERATOR)
+        move = message_of(fields, MoveRequest, caller)
         await self._bus.request(move, MoveAccepted, timeout_s=ASK_TIMEOUT_S, cause=move.request_id)
         here = f"{API_ROOT}/moves/{move.request_id}"
         body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})

@@ -34,12 +34,13 @@ from berth.web.api import (
 )
 from berth.web.fleet import FleetReader
 from berth.web.live import Live, Second
-from berth.web.moves import OPERATORS_KINDS, WebMoves
+from berth.web.moves import WebMoves
 from berth.web.queues import QueueDepth, QueueReader
 from berth.web.rendering import rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
-from bus.contracts.moves import MoveKind, MoveQuery
+from bus.contracts.catalogue import OPERATORS
+from bus.contracts.moves import MoveKind, MoveQuery, MoveRequest
 from bus.contracts.stages import durations
 from bus.contracts.workers import WorkerRecord
 from bus.faults import Fault
@@ -410,10 +411,11 @@ def _kinds_for(build: BuildRecord, caller: WebCaller) -> list[MoveKind]:
         return []
     # Another flavor, an image, a password: by the API.
     needs_more = {MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.OFFLOAD, MoveKind.RESCUE}
+    operators = OPERATORS[MoveRequest]["kind"] or frozenset()
     return [
         kind
         for kind in MoveKind
-        if kind not in needs_more and (caller.role is WebRole.OPERATOR or kind not in OPERATORS_KINDS)
+        if kind not in needs_more and (caller.role is WebRole.OPERATOR or kind not in operators)
     ]
 
 

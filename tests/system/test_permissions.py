@@ -227,11 +227,39 @@ async def test_a_project_moves_its_own_and_no_other_machine(system: Guarded) -> 
         assert (foreign["state"], foreign["code"], foreign["condition"]) == ("refused", "instance.unknown", "unknown")
         forged = await mine.move(victim, "stop", project_id=THEIRS)
         assert (forged["code"], forged["project_id"]) == ("message.wrong_key", MINE)
-        dead = await mine.move(one, "evacuate", fenced=True)
-        assert (dead["state"], dead["code"]) == ("refused", "host.not_fenced")
         assert [event for event in theirs.events[before:] if event["instance_uuid"] == victim] == []
         assert (await mine.delete(one))["state"] == "deleted"
         assert (await theirs.delete(victim))["state"] == "deleted"
+
+
+RIGHTS: dict[str, dict[str, Any]] = {
+    "a forced revert": {"kind": "revert", "force": True},
+    "an evacuation": {"kind": "evacuate", "fenced": True},
+    "a forced evacuation": {"kind": "evacuate", "fenced": True, "force": True},
+    "a migration": {"kind": "migrate"},
+    "a live migration": {"kind": "live-migrate"},
+    "a resize past the filters": {"kind": "resize", "flavor": "m1.medium", "host": "x", "forced": True},
+}
+
+
+async def test_a_project_requests_nothing_that_is_an_operators_right(system: Guarded) -> None:
+    """The operator's own door, the queue itself, is closed to it as well (`FORBIDDEN`)."""
+    async with tenant(system) as mine:
+        one = await mine.boot()
+        for what, fields in RIGHTS.items():
+            refused = await mine.move(one, **fields)
+            assert (refused["state"], refused["code"], refused["project_id"]) == ("refused", "role.forbidden", MINE), (
+                what
+            )
+        placed = str(uuid.uuid4())
+        body = {"instance_uuid": placed, "project_id": MINE, "flavor": "m1.small", "host": "x", "forced": True}
+        await mine.publish(body, f"build.request.{MINE}")
+        assert (await mine.terminal(placed))["code"] == "role.forbidden"
+        moved = await asyncio.to_thread(system.berth, "migrate", one, "--live", "--json")
+        assert moved.returncode == 0, moved.stderr  # the operator's command of the same
+        reverted = await asyncio.to_thread(system.berth, "revert", one, "--force", "--json")
+        assert "role.forbidden" not in reverted.stdout + reverted.stderr  # there is no move to revert
+        assert (await mine.delete(one))["state"] == "deleted"
 
 
 @pytest.mark.parametrize("header", [None, "CC", "BCC", "berth-key"])
@@ -340,6 +368,7 @@ FORBIDDEN: dict[str, Attempt] = {
     "forges events": publishing("build.events", "berth.events"),
     "parks a dead letter": publishing("scheduler.requests", "berth.dead"),
     "publishes past exchanges": publishing("placement.requests", ""),
+    "requests by an operator's door": publishing("scheduler.requests", ""),
     "publishes to what is delayed": publishing("berth.delayed.200", ""),
     "delays a message for a queue": publishing("placement.requests", "berth.delay.200"),
     "returns a message to a queue": publishing("scheduler.requests", "berth.return"),

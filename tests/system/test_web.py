@@ -165,6 +165,16 @@ def test_hosts_are_listed_with_what_is_used(web: Web) -> None:
         assert {host["cell"] for host in client.get("/api/v1/hosts?cell=cell2").json()} == {"cell2"}
 
 
+OPERATORS_RIGHTS: list[dict[str, Any]] = [
+    {"kind": "revert", "force": True},
+    {"kind": "migrate"},
+    {"kind": "live-migrate", "host": "x"},
+    {"kind": "evacuate", "fenced": True},
+    {"kind": "unshelve", "host": "x"},
+    {"kind": "resize", "flavor": "m1.small", "host": "x", "forced": True},
+]
+
+
 def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
     with web.client("op") as client, web.client("alice") as alice, web.client("bob") as bob, web.client("see") as see:
         uuid = alice.post("/api/v1/builds", json={"flavor": "m1.tiny"}).json()["instance_uuid"]
@@ -172,7 +182,10 @@ def test_an_instance_is_moved_stopped_and_shown(web: Web) -> None:
         path = f"/api/v1/builds/{uuid}/moves"
         assert code_of(bob.post(path, json={"kind": "stop"}), 404) == "build.unknown"
         assert code_of(see.post(path, json={"kind": "stop"}), 403) == "role.forbidden"
-        assert code_of(alice.post(path, json={"kind": "migrate"}), 403) == "role.forbidden"
+        for right in OPERATORS_RIGHTS:
+            assert code_of(alice.post(path, json=right), 403) == "role.forbidden", right
+        placed = {"flavor": "m1.tiny", "host": "x", "forced": True}
+        assert code_of(alice.post("/api/v1/builds", json=placed), 403) == "role.forbidden"
         assert code_of(alice.post(path, json={"kind": "stop", "project_id": "p-bob"}), 400) == "request.invalid"
         assert code_of(alice.post(path, json={"kind": "stop", "imag": "x"}), 400) == "request.invalid"
         stopped = alice.post(path, json={"kind": "stop"})

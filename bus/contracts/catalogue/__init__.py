@@ -9,10 +9,12 @@ from bus.contracts.catalogue.lookup import (
     BY_TYPE,
     ENDED_BY_LETTER,
     OF_PROJECT,
+    destination,
     may_come_under,
     project_of,
     routing_key,
     taken_by,
+    why_not_under,
 )
 from bus.contracts.catalogue.messages import MESSAGES, REPLIES
 from bus.contracts.catalogue.queues import (
@@ -23,6 +25,7 @@ from bus.contracts.catalogue.queues import (
     QUEUES,
     RETRY_S,
 )
+from bus.contracts.catalogue.rights import FORBIDDEN, OPERATORS, forbidden, operators_rights
 from bus.contracts.catalogue.rows import (
     COMMANDS,
     DEAD,
@@ -49,12 +52,14 @@ __all__ = [
     "DELAYED",
     "ENDED_BY_LETTER",
     "EVENTS",
+    "FORBIDDEN",
     "GIVEN_UP",
     "MAX_REQUESTS_PER_MESSAGE",
     "MAX_WAITING_BYTES",
     "MAX_WAITING_MESSAGES",
     "MESSAGES",
     "OF_PROJECT",
+    "OPERATORS",
     "QUEUES",
     "REPLIES",
     "RETRY_S",
@@ -63,8 +68,12 @@ __all__ = [
     "QueueKind",
     "QueueRow",
     "Where",
+    "destination",
+    "forbidden",
     "may_come_under",
+    "operators_rights",
     "project_of",
     "routing_key",
     "taken_by",
+    "why_not_under",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 from bus.contracts.base import Message
 from bus.contracts.catalogue.messages import MESSAGES
 from bus.contracts.catalogue.queues import QUEUES
+from bus.contracts.catalogue.rights import OPERATORS, forbidden, operators_rights
 from bus.contracts.catalogue.rows import COMMANDS, DEAD, MessageRow, QueueRow
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
@@ -34,13 +35,34 @@ def routing_key(message: Message) -> str:
     return key
 
 
+def destination(message: Message) -> tuple[str, str]:
+    """(exchange, routing key) under which a message leaves. KeyError: not in the catalogue.
+
+    A message that uses an operator's rights goes to its queue itself, by the default exchange. The broker lets no
+    project write there, which distinguishes it from a project's message: the two have one routing key.
+    """
+    if operators_rights(message):
+        return "", _QUEUE_OF[type(message)]
+    return BY_TYPE[type(message)].exchange, routing_key(message)
+
+
 def may_come_under(message: Message, key: str) -> bool:
     """Whether a message may have been published under this key: its own, or the one under which batches of it leave.
 
     The broker's permissions bind a publisher to keys, never to bodies, so this is what binds a body to its publisher.
+    A message that uses an operator's rights comes under no key (`destination`).
     """
     row = BY_TYPE.get(type(message))
-    return row is None or key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
+    if row is None:
+        return True
+    own = key == routing_key(message) or bool(row.batch_key and key == row.batch_key)
+    return own and not operators_rights(message)
+
+
+def why_not_under(message: Message, key: str) -> str:
+    """Why a message may not come under this key, in words."""
+    own = routing_key(message)
+    return forbidden(message) if key == own else f"it came under the routing key {key!r}; its own is {own!r}"
 
 
 def project_of(key: str) -> str:
@@ -79,3 +101,12 @@ def _admits(pattern: str, template: str) -> bool:
         head = pattern[:-2]
         return template == head or template.startswith(head + ".")
     return pattern == template
+
+
+# The one queue of each message that may use an operator's rights.
+_QUEUE_OF: dict[type[Message], str] = {
+    kind: queue.name
+    for kind in OPERATORS
+    for queue in QUEUES
+    if any(exchange == COMMANDS and _admits(pattern, BY_TYPE[kind].key) for exchange, pattern in queue.bindings)
+}
