@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta as Bound
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.base import Label, Word
@@ -194,6 +195,16 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return Path("/var/lib/berth")
         base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         return Path(base) / "berth"
+
+    @property
+    def kept_compute(self) -> ComputeConfig:
+        """The settings of compute services with the directory of their machines, which outlive the process as the book
+        does: else each would be lost at the next start. The files there are named after the cell and the service. An
+        empty directory stays empty: in memory.
+        """
+        if self.compute.state_dir is not None:
+            return self.compute
+        return replace(self.compute, state_dir=str(self.state / "machines"))
 
     @property
     def socket(self) -> Path:

@@ -42,6 +42,9 @@ def build(
     driver: instead of the one that the configuration names. die: how a planned death of the service happens;
     the default ends the service with a fault (a process of its own may rather kill itself).
     """
+    if fleet is None and not config.state_dir:  # a fleet that is given is kept by its giver
+        reason = "its machines and its records are lost with this process: set compute.state_dir"
+        log.warning("compute.in_memory", service=service, cell=cell, reason=reason)
     parts = Parts(env, config, cell=cell, service=service, fleet=fleet, driver=driver, die=die)
     result = Service(f"compute {service}", clock=env.clock, log=log.bind(service=service, cell=cell))
     result.add_resource(parts.connect, parts.bus.close)

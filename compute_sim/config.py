@@ -219,7 +219,9 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ironic: IronicConfig = IronicConfig()
     """For `driver` = `ironic`."""
     state_dir: str | None = None
-    """The directory in which the service remembers its machines across processes. Not set: in memory only."""
+    """The directory in which the service remembers its machines across processes. Not set: `machines` below the site's
+    `state_dir`. Empty: in memory, and lost with the process (`compute.in_memory`, a warning at its start).
+    """
     heartbeat_interval_s: Annotated[float, Bound(gt=0, le=3600)] = 1.0
     """Seconds between two heartbeats of the service. `conductor.missed_heartbeats` of them make it silent."""
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0

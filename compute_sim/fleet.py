@@ -95,7 +95,7 @@ class Fleet:
     def planned(cls, config: ComputeConfig, cell: str, service: str) -> Fleet:
         """Return the fleet of this configuration, with the same uuids and names each time."""
         plans = plan_hosts(config, cell, service) if config.driver == "hypervisor" else ()
-        if config.state_dir is None:
+        if not config.state_dir:
             return cls(plans, Records())
         base = Path(config.state_dir)
         return cls(plans, Records(base / f"{cell}.{service}.records"), base / f"{cell}.{service}.machines")

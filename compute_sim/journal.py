@@ -39,8 +39,10 @@ _UUID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{1
 log = structlog.get_logger(__name__)
 
 
-class JournalInUse(Exception):
+class JournalInUse(Forbidden):
     """Another process has this journal open: two services of one name would fence nothing."""
+
+    code = "journal.in_use"
 
 
 class JournalUnusable(Forbidden):

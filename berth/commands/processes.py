@@ -128,7 +128,9 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
     if running is not None:
         raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
     _make_state(settings)
-    settings = _with_lasting_machines(settings)
+    settings = msgspec.structs.replace(settings, compute=settings.kept_compute)
+    if not settings.compute.state_dir:
+        _warn("compute.in_memory: the simulated machines are lost when this ends (compute.state_dir is empty)")
     configure_logging(process="up", role="up", level=settings.telemetry.log_level, style=settings.telemetry.log_format)
     stop = asyncio.Event()
     for number in STOP_SIGNALS:
@@ -140,7 +142,8 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
 async def _up_processes(context: typer.Context, requested: Mapping[str, int | None], as_json: bool) -> int:
     settings, stop = _prepare(context)
     cpus = len(os.sched_getaffinity(0))
-    earlier = computes_on_record(Path(settings.compute.state_dir or settings.state / "machines"), settings.cells)
+    kept = settings.compute.state_dir
+    earlier = computes_on_record(Path(kept), settings.cells) if kept else 0
     count = numbers(cpus, len(settings.cells), settings.up, requested, earlier=earlier)
     starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
     try:
@@ -204,14 +207,6 @@ def _make_state(settings: Settings) -> None:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
         raise Stop(EXIT_USAGE, "state.too_long", reason)
     make_directory(settings.state)
-
-
-def _with_lasting_machines(settings: Settings) -> Settings:
-    """The book outlives `berth up`, so the simulated machines must, too: else each would be lost at the next start."""
-    if settings.compute.state_dir is not None:
-        return settings
-    compute = msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))
-    return msgspec.structs.replace(settings, compute=compute)
 
 
 def _warn(summary: str) -> None:

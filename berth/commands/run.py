@@ -8,12 +8,23 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from berth.commands.common import EXIT_UNAVAILABLE, EXIT_USAGE, Stop, database_of, err, explain, print_stop, settings_of
+from berth.commands.common import (
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    Stop,
+    database_of,
+    err,
+    explain,
+    make_directory,
+    print_stop,
+    settings_of,
+)
 from berth.rest_address import AtHttp, at_http, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -22,7 +33,7 @@ from bus.service.environment import Environment
 from bus.service.main import run_process
 from bus.service.service import Service
 from bus.service.settings import SettingsError
-from compute_sim.config import ComputeConfig, default_service
+from compute_sim.config import default_service
 
 
 class Role(StrEnum):
@@ -122,14 +133,10 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
         raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
     import compute_sim.app  # noqa: PLC0415
 
-    return lambda env: compute_sim.app.build(env, durable_compute(settings), cell, name)
-
-
-def durable_compute(settings: Settings) -> ComputeConfig:
-    """The settings of the compute service. Instances on real machines outlive the process, and so does its record."""
-    if settings.compute.driver != "ironic" or settings.compute.state_dir is not None:
-        return settings.compute
-    return msgspec.structs.replace(settings.compute, state_dir=str(settings.state / "machines"))
+    config = settings.kept_compute
+    if config.state_dir:
+        make_directory(Path(config.state_dir))
+    return lambda env: compute_sim.app.build(env, config, cell, name)
 
 
 def _join(settings: Settings, cell: str | None) -> None:

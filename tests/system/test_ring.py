@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 import compute_sim.app
 from berth.client import BuildClient
-from berth.commands.run import durable_compute
 from berth.gather import gather, rest
 from berth.invariants import check_invariants
 from berth.ironic_stand_in import Behaviour, IronicStandIn
@@ -45,7 +44,7 @@ class Metal:
         base = self.place.settings.compute
         config = replace(base, driver="ironic", hosts=0, ironic=replace(base.ironic, url=self.ironic.url))
         if state is not None:
-            config = durable_compute(replace(self.place.settings, state_dir=str(state), compute=config))
+            config = replace(self.place.settings, state_dir=str(state), compute=config).kept_compute
         fleet = Fleet.planned(config, CELL, service)
         built = compute_sim.app.build(self.place.environment(service), config, CELL, service, fleet=fleet)
         await self.system.in_process.start((service, built))
