@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Annotated, Any
 
@@ -22,13 +22,13 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.commands.objects import DryRun, Name, Why, change_objects, find_object, object_commands
+from berth.commands.objects import DryRun, Name, Why, change_objects, object_commands
+from berth.object_edits import ObjectEdit
 from berth.render import printable, render_rows
 from berth.settings import Settings
-from bus.bus import Bus
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery
 from bus.contracts.drains import MAX_AT_ONCE, DrainTarget
-from bus.contracts.objects import CellState, ObjectChange, ObjectKind
+from bus.contracts.objects import CellState, ObjectKind, StoredObject
 
 cells = object_commands(ObjectKind.CELL, "Cells: which are in use, and which take builds.", lists=False, shows=False)
 
@@ -74,14 +74,16 @@ def add_cell(
     context: typer.Context,
     name: Name,
     url_file: Annotated[
-        str, typer.Option(metavar="FILE", help="The URL of its bus is in this file in each worker's cells_dir.")
-    ] = "",
+        str | None, typer.Option(metavar="FILE", help="The URL of its bus is in this file in each worker's cells_dir.")
+    ] = None,
     url_variable: Annotated[
-        str, typer.Option(metavar="CELL_...", help="The URL of its bus is in this environment variable of each worker.")
-    ] = "",
+        str | None,
+        typer.Option(metavar="CELL_...", help="The URL of its bus is in this environment variable of each worker."),
+    ] = None,
     prefix: Annotated[
-        str, typer.Option(help="Put before every exchange and queue name there. Else the cell's name, on the API bus.")
-    ] = "",
+        str | None,
+        typer.Option(help="Put before every exchange and queue name there. Else the cell's name, on the API bus."),
+    ] = None,
     disabled: Annotated[bool, typer.Option("--disabled", help="Without builds, until it is enabled.")] = False,
     why: Why = "",
     by: By = None,
@@ -90,14 +92,19 @@ def add_cell(
 ) -> None:
     """Take a cell into use: running schedulers and placements connect to its bus.
 
-    Its conductors and compute services are started with settings that have it. A removed cell is added again.
+    Its conductors and compute services are started with settings that have it. A removed cell is added again, with its
+    bus as it was but for what is named ("": as without it).
     """
     state = CellState.DISABLED if disabled else CellState.ENABLED
     given = {"url_file": url_file, "url_variable": url_variable, "prefix": prefix}
-    bus = {key: value for key, value in given.items() if value}
+    named = {key: value for key, value in given.items() if value is not None}
+    if url_file and url_variable is None:
+        named["url_variable"] = ""  # the URL is in one place
+    if url_variable and url_file is None:
+        named["url_file"] = ""
 
     def made(before: Body) -> Body:
-        return {"state": state.value, "reason": why, "bus": bus or before.get("bus", {})}
+        return {"state": state.value, "reason": why, "bus": {**before.get("bus", {}), **named}}
 
     _change(context, name, made, why=why, by=by, dry_run=dry_run, as_json=as_json)
 
@@ -214,15 +221,13 @@ def _change(
     dry_run: bool = False,
     as_json: bool,
 ) -> None:
-    """Change a cell relative to its record, unless that is changed meanwhile. made: the body, of the one before."""
+    """Change a cell relative to its record. made: the body, of the one before."""
 
-    async def changes(bus: Bus) -> Sequence[ObjectChange]:
-        found = await find_object(bus, ObjectKind.CELL, name)
-        before = {} if found is None else found.body
-        version = 0 if found is None else found.version
-        return [ObjectChange(kind=ObjectKind.CELL, name=name, body=made(before), if_version=version)]
+    def edit(known: StoredObject | None) -> Body:
+        return made({} if known is None else known.body)
 
-    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    edited = ObjectEdit(ObjectKind.CELL, name, edit)
+    change_objects(context, edited, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 async def _known(settings: Settings) -> tuple[CellRecord, ...]:

@@ -1,9 +1,8 @@
-"""`berth aggregates set|add-host|remove-host`, `berth groups set|show`: objects with members."""
+"""`berth aggregates add-host|remove-host`, `berth groups show`: objects with members."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
@@ -18,8 +17,6 @@ from berth.commands.common import (
     Stop,
     client,
     out,
-    pairs_of,
-    parse_uuid,
     print_json,
     run,
     settings_of,
@@ -31,53 +28,19 @@ from berth.commands.objects import (
     Why,
     aggregates,
     change_objects,
-    find_object,
     groups,
     read_object,
 )
+from berth.object_edits import ObjectEdit
 from berth.render import printable, render_rows
 from bus.bus import Bus
-from bus.clock import new_uuid
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, StoredObject, group_named
+from bus.contracts.objects import GroupDefinition, ObjectKind, StoredObject, group_named
 
 __all__ = ["aggregates", "groups"]
 
 GroupName = Annotated[str, typer.Argument(help="PROJECT/NAME.", metavar="PROJECT/NAME")]
 Hosts = Annotated[list[str], typer.Argument(help="Hosts, by name or uuid.", metavar="HOST...")]
-
-
-@aggregates.command("set")
-def set_aggregate(
-    context: typer.Context,
-    name: Name,
-    uuid: Annotated[
-        str | None, typer.Option(help="The uuid of the provider aggregate that holds its hosts; else as it is, or new.")
-    ] = None,
-    host: Annotated[
-        list[str] | None, typer.Option(help="A host of it, by name or uuid; repeatable. Else as Placement has them.")
-    ] = None,
-    metadata: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Metadata, as in Nova; repeatable.")
-    ] = None,
-    zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Make a host aggregate, or replace the whole of it."""
-    pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {"availability_zone": zone})
-
-    def body(known: StoredObject | None) -> dict[str, Any]:
-        kept = None if known is None else known.body["uuid"]
-        made = {"uuid": uuid or kept or new_uuid(random.SystemRandom()), "name": name, "metadata": pairs}
-        return made if host is None else {**made, "hosts": host}
-
-    prepare = _edit(name, body)
-    change_objects(context, prepare, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 
 
 @aggregates.command("add-host")
@@ -97,7 +60,15 @@ def add_hosts(
         named = _named(name, known)
         return {**_body_of(name, known), "hosts": [*named, *(host for host in hosts if host not in named)]}
 
-    change_objects(context, _edit(name, body), why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    change_objects(
+        context,
+        ObjectEdit(ObjectKind.AGGREGATE, name, body),
+        why=why,
+        by=by,
+        force=force,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
 
 
 @aggregates.command("remove-host")
@@ -119,30 +90,15 @@ def remove_hosts(
             raise Stop(EXIT_NO, "object.unknown", f"aggregate {name!r} does not name {', '.join(missing)}")
         return {**_body_of(name, known), "hosts": [host for host in named if host not in hosts]}
 
-    change_objects(context, _edit(name, body), why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
-
-
-@groups.command("set")
-def set_group(
-    context: typer.Context,
-    name: GroupName,
-    policy: Annotated[GroupPolicy, typer.Option(help="The policy of the group.")],
-    max_per_host: Annotated[
-        int, typer.Option(min=1, max=1000, help="With anti-affinity: this many may share a host.")
-    ] = 1,
-    uuid: Annotated[
-        str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Its uuid; else it follows from the name.")
-    ] = None,
-    why: Why = "",
-    by: By = None,
-    force: Annotated[bool, typer.Option("--force", help="Also where it has members.")] = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Make a server group, or replace the whole of it. Members keep the rule that they were built under."""
-    body = {"policy": policy.value, "max_per_host": max_per_host, **({} if uuid is None else {"uuid": uuid})}
-    changes = [ObjectChange(kind=ObjectKind.GROUP, name=name, body=body)]
-    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    change_objects(
+        context,
+        ObjectEdit(ObjectKind.AGGREGATE, name, body),
+        why=why,
+        by=by,
+        force=force,
+        dry_run=dry_run,
+        as_json=as_json,
+    )
 
 
 @groups.command("show")
@@ -175,19 +131,6 @@ async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[st
         if not page.more:
             return
         after = max(page.members)
-
-
-def _edit(
-    name: str, body: Callable[[StoredObject | None], dict[str, Any]]
-) -> Callable[[Bus], Awaitable[Sequence[ObjectChange]]]:
-    """A change of an aggregate as it is on record; refused when it is changed meanwhile."""
-
-    async def prepare(bus: Bus) -> list[ObjectChange]:
-        known = await find_object(bus, ObjectKind.AGGREGATE, name)
-        version = 0 if known is None else known.version
-        return [ObjectChange(kind=ObjectKind.AGGREGATE, name=name, body=body(known), if_version=version)]
-
-    return prepare
 
 
 def _body_of(name: str, known: StoredObject | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +22,11 @@ from berth.commands.common import (
     client,
     decided_by,
     out,
-    pairs_of,
     print_json,
     run,
     settings_of,
 )
+from berth.object_edits import ObjectEdit, change_object, find_object
 from berth.render import printable, render_rows
 from berth.settings import Settings
 from bus.bus import Bus
@@ -130,64 +130,6 @@ groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name."
 rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
 
 
-@flavors.command("set")
-def set_flavor(
-    context: typer.Context,
-    name: Name,
-    vcpus: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Virtual CPUs.")] = 0,
-    memory_mb: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="MiB.")] = 0,
-    disk_gb: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="GiB.")] = 0,
-    extra_spec: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="An extra spec, as in Nova; repeatable.")
-    ] = None,
-    project: Annotated[list[str] | None, typer.Option(help="Only for this project; repeatable.")] = None,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Make a flavor, or replace the whole of it."""
-    body = {
-        "vcpus": vcpus,
-        "memory_mb": memory_mb,
-        "disk_gb": disk_gb,
-        "extra_specs": pairs_of(extra_spec, "--extra-spec"),
-        "projects": project or [],
-    }
-    changes = [ObjectChange(kind=ObjectKind.FLAVOR, name=name, body=body)]
-    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
-
-
-@rules.command("set")
-def set_rules(
-    context: typer.Context,
-    multiplier: Annotated[
-        list[str] | None, typer.Option(metavar="WEIGHER=NUMBER", help="A weigher's multiplier; repeatable.")
-    ] = None,
-    filters: Annotated[
-        list[str] | None, typer.Option("--filter", help="An enabled filter, in order; repeatable.")
-    ] = None,
-    weighers: Annotated[list[str] | None, typer.Option("--weigher", help="An enabled weigher; repeatable.")] = None,
-    host_subset_size: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the best.")] = None,
-    why: Why = "",
-    by: By = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Replace the scheduling rules. Fields that are not given are as in the settings of each scheduler."""
-    numbers = {key: number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
-    given = {
-        "multipliers": numbers or None,
-        "enabled_filters": filters,
-        "enabled_weighers": weighers,
-        "host_subset_size": host_subset_size,
-    }
-    body = {key: value for key, value in given.items() if value is not None}
-    changes = [ObjectChange(kind=ObjectKind.SCHEDULING, name=SCHEDULING, body=body)]
-    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
-
-
 def apply(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
@@ -272,7 +214,7 @@ def _log_row(one: ObjectLogEntry) -> list[str | Text]:
 
 def change_objects(
     context: typer.Context,
-    requested: Sequence[ObjectChange] | Callable[[Bus], Awaitable[Sequence[ObjectChange]]],
+    requested: Sequence[ObjectChange] | ObjectEdit,
     *,
     why: str,
     by: str | None,
@@ -281,21 +223,24 @@ def change_objects(
     as_json: bool,
     prune: tuple[ObjectKind, ...] = (),
 ) -> None:
-    """Change objects, print the changes, and end the command. requested: the changes, or what makes them of those
-    on record.
-    """
+    """Change objects, print the changes, and end the command. requested: whole objects, or an edit of one on record."""
     if len(why) > MAX_REASON:
         raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
     who = decided_by(by)
-    given = None if callable(requested) else valid_changes(requested)
+    given = () if isinstance(requested, ObjectEdit) else valid_changes(requested)
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:
-            changes = await requested(berth.bus) if callable(requested) else given
-            change = ObjectsChange(
-                changes=tuple(valid_changes(changes or ())), who=who, why=why, prune=prune, force=force, dry_run=dry_run
-            )
-            answer = await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+
+            async def send(*changes: ObjectChange) -> ObjectsChanged:
+                valid = tuple(valid_changes(changes))
+                change = ObjectsChange(changes=valid, who=who, why=why, prune=prune, force=force, dry_run=dry_run)
+                return await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
+
+            if isinstance(requested, ObjectEdit):
+                answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
+            else:
+                answer = await send(*given)
         if as_json:
             print_json(answer)
             return
@@ -319,14 +264,9 @@ def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
         raise typer.BadParameter("tables are nested too deeply") from None
 
 
-async def find_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject | None:
-    """An object on record. None: there is none."""
-    return next(iter([stored async for stored in stored_objects(bus, kind, name)]), None)
-
-
 async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     """An object on record. Raises Stop when there is none."""
-    found = await find_object(bus, kind, name)
+    found = await find_object(bus, kind, name, timeout_s=QUERY_TIMEOUT_S)
     if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
         reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
         raise Stop(EXIT_NO, "object.unknown", reason)

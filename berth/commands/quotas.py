@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import typer
 from rich.text import Text
 
 from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
-from berth.commands.common import QUERY_TIMEOUT_S, AsJson, By, client, out, pairs_of, print_json, run, settings_of
+from berth.commands.common import QUERY_TIMEOUT_S, AsJson, client, out, print_json, run, settings_of
 from berth.commands.objects import (
-    DryRun,
     Name,
-    Why,
-    change_objects,
-    number,
     object_commands,
     read_object,
     stored_objects,
 )
 from berth.quota_use import QuotaUse, project_usage, quota_uses
 from berth.render import printable, render_rows
-from bus.contracts.objects import DEFAULT_QUOTA, ObjectChange, ObjectKind
+from bus.contracts.objects import DEFAULT_QUOTA, ObjectKind
 
 quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
 
@@ -61,24 +56,6 @@ def show_quota(context: typer.Context, name: Name, as_json: AsJson = False) -> N
         out.print(Text(text), end="", soft_wrap=True)
 
     run(body)
-
-
-@quotas.command("set")
-def set_quota(
-    context: typer.Context,
-    project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
-    limits: Annotated[
-        list[str], typer.Argument(metavar="CLASS=AMOUNT...", help="Resource classes, or INSTANCES for their number.")
-    ],
-    why: Why = "",
-    by: By = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Set the whole quota of a project. It holds from the next claim on; allocations beyond it stay."""
-    body = {"limits": {key: number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}}
-    changes = [ObjectChange(kind=ObjectKind.QUOTA, name=project, body=body)]
-    change_objects(context, changes, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
 
 
 def _uses(one: QuotaUse) -> str:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from berth.object_edits import ObjectEdit, Send, change_object, merged
 from berth.quota_use import QuotaUse, project_usage, quota_uses
 from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
@@ -125,6 +126,10 @@ class ObjectApi:
         """Ask for a change. Raises RequestRefused with what stands in the way."""
         return await self._bus.request(change, ObjectsChanged, timeout_s=ASK_TIMEOUT_S)
 
+    async def edit(self, wanted: ObjectEdit, send: Send, if_version: int | None) -> ObjectsChanged:
+        """Edit an object on record. Raises RequestRefused, and what the edit raises."""
+        return await change_object(self._bus, wanted, send, timeout_s=ASK_TIMEOUT_S, if_version=if_version)
+
     async def group(self, stored: StoredObject) -> GroupView:
         """A server group on record, with its members."""
         group = group_named(stored.name, msgspec.convert(stored.body, GroupDefinition))
@@ -178,6 +183,7 @@ class WebObjects:
                 ]
             routes += [
                 Route(where, of_kind.put, methods=["PUT"], name=f"set_{section}"),
+                Route(where, of_kind.patch, methods=["PATCH"], name=f"patch_{section}"),
                 Route(where, of_kind.delete, methods=["DELETE"], name=f"delete_{section}"),
             ]
         return routes
@@ -276,19 +282,44 @@ class _OfKind:
         body = await object_of(request)
         if self._kind is ObjectKind.AGGREGATE:
             body.setdefault("name", self._name(request))
-        return await self._change(request, caller, body)
+        return json_response(await self._objects.change(self._changes(request, caller, body)))
+
+    async def patch(self, request: Request) -> Response:
+        """Change the named fields of an object (JSON merge patch: null removes one). For operators."""
+        caller = caller_of(request)
+        need(caller, WebRole.OPERATOR)
+        only(request, *CHANGE_PARAMETERS)
+        patch, name = await object_of(request), self._name(request)
+        given = request.query_params.get("if_version")
+        if_version = None if given is None else parsed(lambda: msgspec.convert(given, Version, strict=False))
+
+        def edit(known: StoredObject | None) -> dict[str, Any]:
+            if known is None:
+                raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}: PUT makes one")
+            return merged(known.body, patch)
+
+        async def send(change: ObjectChange) -> ObjectsChanged:
+            requested = self._changes(request, caller, change.body, change.if_version)
+            return await self._objects.change(requested)
+
+        return json_response(await self._objects.edit(ObjectEdit(self._kind, name, edit), send, if_version))
 
     async def delete(self, request: Request) -> Response:
         """Delete an object. For operators."""
         caller = caller_of(request)
         need(caller, WebRole.OPERATOR)
         only(request, *CHANGE_PARAMETERS)
-        return await self._change(request, caller, None)
+        return json_response(await self._objects.change(self._changes(request, caller, None)))
 
-    async def _change(self, request: Request, caller: WebCaller, body: dict[str, object] | None) -> Response:
+    def _changes(
+        self, request: Request, caller: WebCaller, body: dict[str, Any] | None, if_version: int | None = None
+    ) -> ObjectsChange:
+        """The change that a request is for. if_version: instead of that which the request names."""
         query = request.query_params
         fields: dict[str, Any] = {"kind": self._kind, "name": self._name(request), "body": body}
-        if "if_version" in query:
+        if if_version is not None:
+            fields["if_version"] = if_version
+        elif "if_version" in query:
             fields["if_version"] = parsed(lambda: msgspec.convert(query["if_version"], Version, strict=False))
         requested = {
             "changes": [fields],
@@ -297,7 +328,7 @@ class _OfKind:
             "force": truth_of(request, "force") or False,
             "dry_run": truth_of(request, "dry_run") or False,
         }
-        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(requested, ObjectsChange))))
+        return parsed(lambda: msgspec.convert(requested, ObjectsChange))
 
     def _name(self, request: Request) -> str:
         key = "project" if self._kind is ObjectKind.QUOTA else "name"

@@ -146,6 +146,9 @@ def _of_objects() -> dict[str, _Operation]:
         found[f"set_{section}"] = _Operation(
             ObjectsChanged, body=bodies[kind], query=change, errors=(404, 409, *_WRITES)
         )
+        found[f"patch_{section}"] = _Operation(
+            ObjectsChanged, body=dict[str, Any], query=change, errors=(404, 409, *_WRITES)
+        )
         found[f"delete_{section}"] = _Operation(ObjectsChanged, query=change, errors=(404, 409, 422, *_READS))
     return found
 

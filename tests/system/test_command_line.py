@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -571,6 +572,98 @@ def test_a_group_on_record_and_the_hosts_of_an_aggregate(berth: Berth) -> None:
     assert berth("aggregates", "delete", "w").status == 0
 
 
+def body_of(berth: Berth, kind: str, name: str) -> dict[str, Any]:
+    shown = berth(kind, "show", name, "--json")
+    assert shown.status == 0, shown.err
+    found: dict[str, Any] = shown.data["limits"] if kind == "quotas" else shown.data["body"]
+    return found
+
+
+SIZES = {"vcpus": 32, "memory_mb": 64}
+SPECS = {"a": "1", "b": "2"}
+# [options, the object after them], the first of what makes it.
+KEPT: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "flavors": [
+        (
+            "--vcpus 16 --memory-mb 64 --disk-gb 3 --extra-spec a=1 --project p",
+            {"vcpus": 16, "memory_mb": 64, "disk_gb": 3, "extra_specs": {"a": "1"}, "projects": ["p"]},
+        ),
+        ("--vcpus 32", {**SIZES, "disk_gb": 3, "extra_specs": {"a": "1"}, "projects": ["p"]}),
+        ("--extra-spec b=2 --project q", {**SIZES, "disk_gb": 3, "extra_specs": SPECS, "projects": ["p", "q"]}),
+        (
+            "--remove-extra-spec a --remove-project p --disk-gb 0",
+            {**SIZES, "extra_specs": {"b": "2"}, "projects": ["q"]},
+        ),
+        ("--every-project", {**SIZES, "extra_specs": {"b": "2"}}),
+    ],
+    "quotas": [
+        ("INSTANCES=5 VCPU=4", {"INSTANCES": 5, "VCPU": 4}),
+        ("VCPU=8", {"INSTANCES": 5, "VCPU": 8}),
+        ("MEMORY_MB=64 --remove VCPU", {"INSTANCES": 5, "MEMORY_MB": 64}),
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_set_changes_what_is_named_and_nothing_else(berth: Berth, kind: str) -> None:
+    for options, after in KEPT[kind]:
+        done = berth(kind, "set", "kept", *options.split())
+        assert done.status == 0, done.err
+        assert body_of(berth, kind, "kept") == after, options
+    last = body_of(berth, kind, "kept")
+    assert berth(kind, "set", "kept", *KEPT[kind][1][0].split(), "--dry-run").out.splitlines()[-1].startswith("1 would")
+    assert body_of(berth, kind, "kept") == last
+    assert berth(kind, "delete", "kept").status == 0
+
+
+def test_a_flavor_is_not_opened_to_every_project_by_its_last_ones_removal(berth: Berth) -> None:
+    assert berth("flavors", "set", "own", "--vcpus", "1", "--memory-mb", "1", "--project", "p").status == 0
+    refused = berth("flavors", "set", "own", "--remove-project", "p")
+    assert (refused.status, "(flavor.last_project)" in refused.err) == (USAGE, True)
+    assert body_of(berth, "flavors", "own")["projects"] == ["p"]
+    assert berth("flavors", "delete", "own").status == 0
+
+
+def test_set_of_a_group_keeps_its_other_fields(berth: Berth) -> None:
+    made = {"policy": "anti-affinity", "max_per_host": 2, "uuid": "00000000-0000-4000-8000-0000000000bb"}
+    options = [text for key, value in made.items() for text in (f"--{key.replace('_', '-')}", str(value))]
+    assert berth("groups", "set", "kept/group", *options).status == 0
+    assert berth("groups", "set", "kept/group", "--max-per-host", "3").status == 0
+    assert berth("groups", "show", "kept/group", "--json").data["group"]["body"] == {**made, "max_per_host": 3}
+    assert berth("groups", "delete", "kept/group").status == 0
+
+
+def test_set_of_rules_keeps_the_other_rules(berth: Berth) -> None:
+    try:
+        assert berth("rules", "set", "--multiplier", "ram=-1", "--host-subset-size", "3").status == 0
+        assert berth("rules", "set", "--multiplier", "cpu=2").status == 0
+        kept = {"multipliers": {"ram": -1.0, "cpu": 2.0}, "host_subset_size": 3}
+        assert body_of(berth, "rules", "default") == kept
+        assert berth("rules", "set", "--remove-multiplier", "ram", "--unset", "host-subset-size").status == 0
+        assert body_of(berth, "rules", "default") == {"multipliers": {"cpu": 2.0}}
+        assert berth("rules", "set").status == USAGE
+    finally:
+        assert berth("rules", "delete", "default").status == 0
+
+
+def test_set_of_an_aggregate_keeps_its_other_fields(berth: Berth) -> None:
+    hosts = sorted(one["name"] for one in berth("hosts", "--json").data)[:2]
+    made = berth("aggregates", "set", "kept", "--metadata", "a=1", "--metadata", "b=2", "--host", hosts[0])
+    assert made.status == 0, made.err
+    uuid = body_of(berth, "aggregates", "kept")["uuid"]
+    first = {"uuid": uuid, "name": "kept", "metadata": {"a": "1", "b": "2"}, "hosts": hosts[:1]}
+    for options, after in (
+        (("--metadata", "c=3"), {**first, "metadata": {"a": "1", "b": "2", "c": "3"}}),
+        (("--host", hosts[1]), {**first, "metadata": {"a": "1", "b": "2", "c": "3"}, "hosts": hosts}),
+        (("--remove-metadata", "b"), {**first, "metadata": {"a": "1", "c": "3"}, "hosts": hosts}),
+        (("--hosts-in-placement",), {"uuid": uuid, "name": "kept", "metadata": {"a": "1", "c": "3"}}),
+    ):
+        done = berth("aggregates", "set", "kept", *options, "--force")
+        assert done.status == 0, done.err
+        assert body_of(berth, "aggregates", "kept") == after, options
+    assert berth("aggregates", "delete", "kept").status == 0
+
+
 def test_objects_are_changed_while_everything_runs(berth: Berth) -> None:
     """Flavors, quotas, aggregates and rules: listed, changed, refused, logged, and kept in a file."""
     assert "m1.small" in {one["name"] for one in berth("flavors", "list", "--json").data}
@@ -661,7 +754,17 @@ def test_a_file_of_objects_is_applied_all_or_none(berth: Berth) -> None:
         (("quotas", "set", "x", "VCPU=many"), "no number"),
         (("quotas", "set", "x", "vcpu=1"), "quota 'x'"),
         (("quotas", "set", "x", "CORES=1"), "did you mean VCPU?"),
-        (("flavors", "set", "x", "--extra-spec", "resources:VGPUS=1"), "did you mean VGPU?"),
+        (
+            ("flavors", "set", "x", "--vcpus", "1", "--memory-mb", "1", "--extra-spec", "resources:VGPUS=1"),
+            "did you mean VGPU?",
+        ),
+        (("flavors", "set", "x", "--vcpus", "2"), "name --memory-mb"),
+        (("flavors", "set", "x", "--disk-gb", "2"), "(flavor.incomplete)"),
+        (("flavors", "set", "m1.tiny", "--remove-extra-spec", "none"), "has no extra spec none"),
+        (("quotas", "set", "x"), "name a limit"),
+        (("quotas", "set", "x", "--remove", "VCPU"), "has no limit of VCPU"),
+        (("quotas", "set", "x", "VCPU=1", "--remove", "VCPU"), "is set and removed"),
+        (("groups", "set", "a/b", "--max-per-host", "2"), "name --policy"),
         (("placement", "export", "no/such/place"), "cannot use no/such/place: No such file or directory (book.file)"),
         (("aggregates", "set", "x", "--uuid", "no"), "no uuid"),
         (("groups", "set", "web", "--policy", "affinity"), "PROJECT/NAME"),

@@ -96,6 +96,32 @@ def test_a_change_by_version_is_refused_when_another_came_first(web: Web) -> Non
         assert again.status_code == 200 and client.delete(path).status_code == 200
 
 
+def test_a_patch_changes_what_is_named_and_nothing_else(web: Web) -> None:
+    with web.client("op") as client, web.client("alice") as alice:
+        path = "/api/v1/flavors/patched"
+        whole = {"vcpus": 16, "memory_mb": 64, "disk_gb": 3, "extra_specs": {"a": "1", "b": "2"}}
+        assert code_of(client.patch(path, json={"vcpus": 1}), 404) == "object.unknown"
+        assert client.put(path, json=whole).status_code == 200
+        assert code_of(alice.patch(path, json={"vcpus": 32}), 403) == "role.forbidden"
+        changed = client.patch(path, params={"reason": "more"}, json={"vcpus": 32, "extra_specs": {"a": None}})
+        assert changed.status_code == 200, changed.text
+        found = client.get(path).json()
+        assert found["body"] == {"vcpus": 32, "memory_mb": 64, "disk_gb": 3, "extra_specs": {"b": "2"}}
+        (entry,) = client.get("/api/v1/objects/log", params={"name": "patched", "limit": 1}).json()
+        assert (entry["who"], entry["why"]) == ("op", "more")
+        late = {"if_version": str(found["version"] - 1)}
+        assert code_of(client.patch(path, params=late, json={"vcpus": 1}), 409) == "object.conflict"
+        now = {"if_version": str(found["version"]), "dry_run": "true"}
+        assert client.patch(path, params=now, json={"vcpus": 1}).json()["changed"][0]["after"]["vcpus"] == 1
+        assert client.get(path).json() == found
+        assert code_of(client.patch(path, json={"vcpu": 1}), 422) == "object.invalid"
+        quota, limits = "/api/v1/quotas/p-patched", {"limits": {"VCPU": 4, "INSTANCES": 2}}
+        assert client.put(quota, json=limits).status_code == 200
+        assert client.patch(quota, json={"limits": {"VCPU": 8}}).status_code == 200
+        assert client.get(quota).json()["limits"] == {"VCPU": 8, "INSTANCES": 2}
+        assert client.delete(quota).status_code == 200 and client.delete(path).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("path", "body", "params", "refused"),
     [
