@@ -611,7 +611,7 @@ def test_set_changes_what_is_named_and_nothing_else(berth: Berth, kind: str) -> 
         assert done.status == 0, done.err
         assert body_of(berth, kind, "kept") == after, options
     last = body_of(berth, kind, "kept")
-    assert berth(kind, "set", "kept", *KEPT[kind][1][0].split(), "--dry-run").out.splitlines()[-1].startswith("1 would")
+    assert berth(kind, "set", "kept", *KEPT[kind][0][0].split(), "--dry-run").out.splitlines()[-1].startswith("1 would")
     assert body_of(berth, kind, "kept") == last
     assert berth(kind, "delete", "kept").status == 0
 
