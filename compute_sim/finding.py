@@ -24,9 +24,11 @@ class Finder:
         """Every machine of these instances with this deployment's mark that no order has ended.
 
         Also those that are still being built, and those that are not on record here but were listed by their hosts
-        when these were last looked at. A thorough query is answered with those of other deployments as well. Raises
-        DriverUnavailable.
+        when these were last looked at. A thorough query is answered with those of other deployments as well, and one
+        that names hosts with the machines that these list now. Raises DriverUnavailable.
         """
+        if question.on_hosts:
+            return await self._on_hosts(question)
         wanted, ours, thorough = frozenset(question.instance_uuids), question.deployment, question.thorough
         recorded = {
             key: entry
@@ -45,6 +47,25 @@ class Finder:
         found += [self._unrecorded(one, ours) for key, one in unrecorded.items() if key not in recorded]
         hosts, more = self._looked_at(question.hosts_after) if thorough else (None, False)
         return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts, more=more)
+
+    async def _on_hosts(self, question: FindMachines) -> MachinesFound:
+        """The complete machines that these hosts list, and that no order has ended: a record alone proves none."""
+        wanted, ours = frozenset(question.instance_uuids), question.deployment
+        listed = await self._driver.list(sorted(self._survey.hosts.intersection(question.on_hosts)))
+        found = [
+            self._unrecorded(one, ours)
+            for machines in listed.values()
+            for one in machines
+            if one.instance_uuid in wanted and one.deployment == ours and one.built and self._is_kept(one, ours)
+        ]
+        hosts = tuple(host for host in question.on_hosts if host in listed)
+        return MachinesFound(service=self._service, machines=tuple(found), hosts=hosts)
+
+    def _is_kept(self, machine: Machine, ours: str) -> bool:
+        entry = self._records.get((machine.host_uuid, machine.instance_uuid))
+        if entry is None:
+            return not machine.left
+        return entry.attempt == machine.attempt and entry.phase is Phase.RUNNING and is_there(entry, ours)
 
     def _looked_at(self, after: int | None) -> tuple[tuple[str, ...], bool]:
         """A page of the hosts that have been looked at, and whether there are others; all of them without `after`."""

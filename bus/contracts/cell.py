@@ -147,6 +147,8 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     Spawn; machines with the mark of another one are left out. thorough: they are not, and the answer names the hosts
     that the service has looked at. hosts_after: only the next page of these hosts, after so many (None: all; the
     conductor is of a version before). The machines are those of all hosts with every page: each page is true by itself.
+    on_hosts: these hosts are looked at now, and only the machines that they list count, whatever is on record; the
+    answer names those that the service has and has looked at ((): none in particular).
     """
 
     service: Word
@@ -154,6 +156,7 @@ class FindMachines(Message, frozen=True, kw_only=True, tag="compute.find.v1"):
     instance_uuids: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_FOUND)]
     thorough: bool = False
     hosts_after: Count | None = None
+    on_hosts: Annotated[tuple[Uuid, ...], Bound(max_length=MAX_FOUND)] = ()
 
 
 class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -175,7 +178,8 @@ class FoundMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
     """All that one compute service has of the instances that it was queried about.
 
-    hosts: that it has looked at, if the query was thorough (None: it was not, or the service does not know that).
+    hosts: that it has looked at, if the query was thorough or names hosts (None: it was not, or the service does not
+    know that).
     more: they are a page, and there are others after it.
     """
 

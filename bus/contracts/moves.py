@@ -289,6 +289,8 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     order, sequence: the changes of its machine, and its announcements, are numbered above these: no more than the cell
     has on record, unless that was set back. The other fields: as in MoveRequest. room: of a revert: the
     amounts of each class that the project may hold beside its present ones, by its quota (a class without: no limit).
+    A revert with `to_cell` is to the cell that keeps the instance's former machine while that cell has the instance:
+    its host is queried for it, and no more is done. kept_seen: of a revert: it was seen there.
     """
 
     request_id: Uuid
@@ -311,6 +313,7 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     to_cell: Word | None = None
     arrival: Departure | None = None
     active_in: Word | None = None
+    kept_seen: bool = False
     order: Annotated[int, Bound(ge=0, le=2**62)] = 0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 

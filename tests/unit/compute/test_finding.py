@@ -126,6 +126,51 @@ async def test_a_thorough_query_finds_it_and_its_answer_names_the_hosts_that_wer
     assert (await finder_of(service).find(replace(question, thorough=False))).hosts is None
 
 
+async def look(service: Service, *hosts: str, deployment: str = OURS) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """The machines that these hosts list, and the hosts that were looked at."""
+    question = FindMachines(
+        service="s", deployment=deployment, instance_uuids=(INSTANCES[0],), on_hosts=hosts or (HOSTS[0],)
+    )
+    answer = await finder_of(service).find(question)
+    assert answer.hosts is not None
+    return [(one.host_uuid, one.attempt) for one in answer.machines], answer.hosts
+
+
+async def test_a_query_that_names_hosts_is_answered_by_what_they_list_and_not_by_the_record() -> None:
+    service = await built()
+    assert await look(service) == ([(HOSTS[0], 1)], (HOSTS[0],))
+    assert await look(service, HOSTS[1]) == ([], (HOSTS[1],))
+    assert await look(service, deployment=THEIRS) == ([], (HOSTS[0],))
+    lost = service.driver.machines.pop((HOSTS[0], INSTANCES[0]))
+    assert len(await ask(service)) == 1, "by its record it is there"
+    assert await look(service) == ([], (HOSTS[0],))
+    service.driver.machines[HOSTS[0], INSTANCES[0]] = lost + 1
+    assert await look(service) == ([], (HOSTS[0],)), "another attempt than the one on record"
+
+
+async def test_a_query_that_names_a_host_which_the_service_no_longer_has_does_not_count_it_as_looked_at() -> None:
+    service = await built()
+    gone = "20000000-0000-4000-8000-000000000001"
+    service.records.put((gone, INSTANCES[0]), Entry(1, Phase.RUNNING, deployment=OURS))
+    assert await look(service, gone) == ([], ())
+    assert await look(service, gone, HOSTS[0]) == ([(HOSTS[0], 1)], (HOSTS[0],))
+
+
+async def test_a_query_that_names_hosts_does_not_count_what_an_order_has_ended_or_what_is_not_complete() -> None:
+    driver = Marking()
+    driver.machines[HOSTS[0], INSTANCES[0]] = 1
+    service = Service(driver)
+    await service.agent.resume()
+    assert await look(service) == ([(HOSTS[0], 1)], (HOSTS[0],)), "without a record its mark counts"
+    for entry in (
+        Entry(1, Phase.BUILDING, deployment=OURS),
+        Entry(1, Phase.DESTROYING, fence=1, deployment=OURS),
+        Entry(1, Phase.FAILED, code="instance.lost", deployment=OURS),
+    ):
+        service.records.put((HOSTS[0], INSTANCES[0]), entry)
+        assert await look(service) == ([], (HOSTS[0],)), entry
+
+
 async def test_item_16_the_hosts_that_were_looked_at_come_in_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """100,000 in one list took 48 ms of the conductor's loop to read, and 26 of this one to sort. A conductor of a
     version before gets them all, and each page has the machines of all hosts.
