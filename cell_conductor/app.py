@@ -118,6 +118,7 @@ def _search_of(
         unexplained=lambda: hosts().unexplained,
         listed=lambda services: hosts().listed(services),
         forgotten=keeper.forgotten,
+        listers=lambda host: hosts().listers(host),
     )
 
 

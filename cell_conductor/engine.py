@@ -47,6 +47,7 @@ from .domain.leases import Lease
 from .domain.proof import outdated_by
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
+from .domain.way_back import SourceQuery
 from .placement_requests import PendingQuestion, PlacementRequests, due_questions
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
@@ -360,7 +361,8 @@ class Engine:
 
     async def search(self) -> None:
         """Search for the machines of the instances that wait for it (all at once, so one silent service delays none of
-        them longer than another); then send placement the requests of those that have none.
+        them longer than another): the sources of moves that are to be undone first, then machines that a record may
+        have forgotten. Send placement the requests of those that have none of these.
 
         Waits until there are some. It has a task of its own: nothing else waits for a service that does not answer.
         """
@@ -368,6 +370,9 @@ class Engine:
         self._search_due.clear()
         questions, self._unsearched = list(self._unsearched.values()), {}
         decided, self._decided = self._decided, {}
+        if seen := await self._see_sources(questions):
+            await self._ask_placement(await self._apply(seen))
+        questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
         found, unsure = await self._find_forgotten(questions)
         found += await self._find_decided(decided)
         if found:
@@ -383,6 +388,14 @@ class Engine:
         if self._search is not None and len(self._decided) < MAX_UNSEARCHED:
             self._decided[record.machine.uuid] = record
             self._search_due.set()
+
+    async def _see_sources(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+        """The answers about the sources of moves that are to be undone."""
+        sources = {one.instance.uuid: one.message for one in questions if isinstance(one.message, SourceQuery)}
+        if not sources or self._search is None:
+            return []
+        found = await self._search.see_sources(sources, self._clock.time)
+        return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
 
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
         if not decided or self._search is None:
@@ -410,11 +423,14 @@ class Engine:
         log.error("instance.unsettled", instances=[question.instance.uuid for question in questions][:10])
 
     def _searched(self, questions: Sequence[PendingQuestion]) -> list[PendingQuestion]:
-        """The requests of instances that need not be searched for first; the others wait for the next search."""
+        """The requests to placement of instances that need not be searched for first; the others wait for the next
+        search, and so do the questions to compute services.
+        """
         ready: list[PendingQuestion] = []
         for one in questions:
-            uuid = one.instance.uuid
-            if self._search is None or not (is_searched(one.instance) or is_searched_for(one.instance)):
+            uuid, is_for_services = one.instance.uuid, isinstance(one.message, SourceQuery)
+            is_first = is_for_services or is_searched(one.instance) or is_searched_for(one.instance)
+            if self._search is None or not is_first:
                 ready.append(one)
             elif uuid in self._unsearched or len(self._unsearched) < MAX_UNSEARCHED:
                 self._unsearched[uuid] = one

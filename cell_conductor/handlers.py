@@ -253,6 +253,10 @@ class HostHandlers:
         """The hosts that these services have reported."""
         return self._listings.hosts_of(services)
 
+    def listers(self, host: str) -> Collection[str]:
+        """The services that have reported this host."""
+        return self._listings.listers(host)
+
     async def hosts(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """ComputeHosts."""
         for received in batch:

@@ -26,7 +26,7 @@ from . import metrics
 from .domain.arrival_doubts import is_taken_back
 from .domain.events import REASSIGNED, Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
 from .domain.instance import Instance
-from .domain.table import question_of
+from .domain.table import Question, question_of
 
 R = TypeVar("R", bound=Message)
 
@@ -34,17 +34,17 @@ log = structlog.get_logger(__name__)
 
 
 class PendingQuestion(Struct, frozen=True):
-    """A request to placement for one instance. repeated: placement may have had this very request before."""
+    """A query about one instance, to placement or to compute services. repeated: it may have been sent before."""
 
     instance: Instance
-    message: Claim | Release | Revert
+    message: Question
     repeated: bool = False
 
 
 def due_questions(
     before: Mapping[str, Instance], after: Mapping[str, Instance], *, again: Collection[str]
 ) -> list[PendingQuestion]:
-    """The requests to placement that are due: new ones, and those of `again` once more.
+    """The questions that are due: new ones, and those of `again` once more.
 
     An instance that was waiting before is another task's: two requests at the same time would be answered twice.
     """

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from heapq import nsmallest
+from itertools import islice
 
 import structlog
 from msgspec import Struct
@@ -24,7 +25,9 @@ from bus.faults import Fault
 from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
 from .domain.arrival_doubts import hosts_of, services_of, unexpected
+from .domain.events import SourceAnswered
 from .domain.instance import Instance, State
+from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import UnexplainedRecord
 
@@ -101,10 +104,13 @@ class MachineSearch:
         unexplained: Callable[[], Collection[str]] = frozenset,
         listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
         forgotten: Callable[[], Collection[str]] = frozenset,
+        listers: Callable[[str], Collection[str]] = lambda _host: (),
     ) -> None:
         """`unexplained()`: instances of which a host has a machine that no record explains. `listed(services)`: the
-        hosts that these have reported. `forgotten()`: services that are gone for good, as an operator has stated.
+        hosts that these have reported. `listers(host)`: the services that have reported this host. `forgotten()`:
+        services that are gone for good, as an operator has stated.
         """
+        self._listers = listers
         self._forgotten = forgotten
         self._store = store
         self._bus = bus
@@ -163,6 +169,38 @@ class MachineSearch:
         if missing or machines:
             _log_searched(wanted, machines, missing)
         return Searched(machines, tuple(missing), frozenset({*up, *also}), hosts)
+
+    async def see_sources(
+        self, sources: Mapping[str, SourceQuery], now: Callable[[], float]
+    ) -> dict[str, SourceAnswered]:
+        """Query the services that have the hosts of these machines, by the record or by their reports, whether the
+        hosts list them now; by instance. now: seconds since the epoch.
+        """
+        queried: dict[str, dict[str, SourceQuery]] = defaultdict(dict)
+        for uuid, source in sorted(sources.items()):
+            for service in sorted({source.service, *self._listers(source.host_uuid)}):
+                queried[service][uuid] = source
+        questions = [
+            FindMachines(
+                service=service,
+                deployment=self._store.deployment,
+                instance_uuids=piece,
+                on_hosts=tuple(dict.fromkeys(about[uuid].host_uuid for uuid in piece)),
+            )
+            for service, about in sorted(queried.items())
+            for piece in batched(about, MAX_FOUND_AT_ONCE)
+        ]
+        causes = [question.instance_uuids[0] for question in questions]
+        answers = await self._bus.request_all(questions, MachinesFound, timeout_s=self._timeout_s, causes=causes)
+        found: dict[str, list[tuple[str, MachinesFound | Fault]]] = defaultdict(list)
+        for question, answer in zip(questions, answers, strict=True):
+            for uuid in question.instance_uuids:
+                found[uuid].append((question.service, answer))
+        seen = {uuid: answer_about(uuid, source, found[uuid], now()) for uuid, source in sources.items()}
+        for uuid, one in seen.items():
+            if one.code:
+                log.warning("move.source_not_seen", instance=uuid, code=one.code, reason=one.reason, cause=uuid)
+        return seen
 
     async def find_moved(
         self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
@@ -263,6 +301,13 @@ class MachineSearch:
                 cause=uuid,
             )
         return found
+
+
+def batched(uuids: Iterable[str], size: int) -> Iterator[tuple[str, ...]]:
+    """These, so many at a time."""
+    left = iter(uuids)
+    while piece := tuple(islice(left, size)):
+        yield piece
 
 
 def _log_searched(

@@ -73,7 +73,7 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.transfers import for_former_cell
+from scheduler_worker.domain.transfers import by_keeper, for_former_cell
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -479,6 +479,9 @@ class MoveEngine:
         host = chosen.selections[0].host if chosen.selections else None
         command = self._command(request, known, chosen)
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
+        if (first := by_keeper(command, known.now.handed, known.build.cell)) is not None:
+            cell, question = first
+            return replace(move, cell=cell, command=question), for_former_cell(question)
         if chosen.cell in (None, known.build.cell):
             return move, command
         leaving = replace(command, to_cell=chosen.cell)

@@ -215,6 +215,19 @@ class MachineFound(Event, frozen=True, kw_only=True):
     decided_by: str = ""
 
 
+class SourceAnswered(Event, frozen=True, kw_only=True):
+    """The compute services were queried for the machine of a move's source (`way_back.SourceQuery`).
+
+    by: the request for which they were queried ("": none, the destination was fenced). service: which lists the machine
+    on its host. code, reason: why it counts as not being there ("": it is).
+    """
+
+    by: str = ""
+    service: str = ""
+    code: str = ""
+    reason: str = ""
+
+
 class HostFenced(Event, frozen=True, kw_only=True):
     """A host is fenced: it is off, and receives the list of its losses before it is used again (see `fences`)."""
 
@@ -239,6 +252,7 @@ EVENTS: tuple[type[Event], ...] = (
     Reverted,
     HostFenced,
     MachineFound,
+    SourceAnswered,
 )
 
 

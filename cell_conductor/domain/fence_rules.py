@@ -14,7 +14,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveState
 
-from . import change_rules, delete_rules, leave_rules, move_rules, rules, steps, undo_rules
+from . import change_rules, delete_rules, leave_rules, move_rules, rules, steps, undo_rules, way_back
 from .arrival_doubts import is_unsure
 from .events import Destroyed, HostFenced
 from .fences import FENCED
@@ -70,8 +70,10 @@ def stay_at_source(instance: Instance, event: HostFenced, context: StepContext) 
 
 
 def give_up_destination(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The destination is off, whether the move had arrived or not: the source, which is stopped and whole, goes on, or
-    the next destination is tried.
+    """The destination is off: the source, which is stopped and whole, goes on, or the next destination is tried.
+
+    Of a move that had arrived the destination's machine is the newest, and is destroyed when its host is back: the
+    source is seen first.
     """
     if event.host_uuid != instance.host_uuid or (instance.is_in_place and instance.state is State.RESIZED):
         return Step(instance)
@@ -79,6 +81,8 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
         return Step(instance)  # it may be the only machine, which its host is not to destroy when it is back
     if instance.state is State.FINISHING:
         return leave_checked_destination(instance, event, context)
+    if instance.state is State.RESIZED:
+        return way_back.leave_fenced(instance, event.at, context, FENCED, _reason(instance.here.host))
     return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
 
 

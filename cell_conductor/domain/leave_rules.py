@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import ChangeKind, Departure, GivenBack, KeptMachine, MoveKind, MoveState
 
-from . import departure_rules, rules, steps
+from . import departure_rules, rules, steps, way_back
 from .departure_steps import announce_departure, begin_order_epoch, depart
 from .events import (
     ChangeEnded,
@@ -159,14 +159,24 @@ def _depart(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def announce_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No command has come for a while: the departure is announced again, and the schedulers answer by their record."""
+    """No command has come for a while: the departure is announced again, and the schedulers answer by their record.
+
+    The answer about the kept machine, which a revert waits for, has not come in time either.
+    """
+    if way_back.is_waiting(instance):
+        return way_back.query_again(instance, event.at, context)
     kept = replace(instance, deadline=repeat_at(instance, event.at, context))
     return Step(kept, (announce_departure(kept, event.at, context),))
 
 
 def follow_kept(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """It comes back, or is active in the other cell; every other request is answered with the departure."""
+    """It comes back, is active in the other cell, or is to come back; every other request is answered with the
+    departure.
+    """
     request, move = event.request, move_of(instance)
+    is_to_come_back = request.kind is MoveKind.REVERT and request.to_cell is not None and not event.is_query
+    if is_to_come_back and event.given_up is None and not has_ended(instance, request.request_id):
+        return way_back.look_at_kept(instance, event, context)
     back = request.arrival.given_back if request.arrival is not None else None
     if request.arrival is not None and _has_left_again(instance, request.arrival, context):
         return _clear(instance, event, context)

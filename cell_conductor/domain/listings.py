@@ -70,6 +70,10 @@ class Listings:
         """The hosts that these services list."""
         return {host for service in services if service in self._services for host in self._services[service].hosts}
 
+    def listers(self, host: str) -> tuple[str, ...]:
+        """The services that list this host."""
+        return tuple(self._listers.get(host, ()))
+
     def contested(self, report: ComputeHosts, up: Collection[str]) -> dict[str, str]:
         """{host of this report: another service that is up and lists it}, unless both are in a ring."""
         found: dict[str, str] = {}

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import Selection
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
 from .events import MoveRequested
@@ -83,6 +84,23 @@ def report_progress(instance: Instance, state: MoveState, at: float, context: St
     is_late = state in (MoveState.CONFIRMED, MoveState.SOURCE_GONE)
     condition = condition_of(instance) if is_late else Condition.MOVING
     return _event(instance, EndedMove(move.request_id, move.kind, state), at, context, condition=condition)
+
+
+def report_waiting(instance: Instance, code: str, reason: str, at: float, context: StepContext) -> Step:
+    """Progress of the request that ends the move (confirm, revert, abort), if there is one, with why it has no end."""
+    move = move_of(instance)
+    if not move.by or move.by_kind is None:
+        return Step(instance)
+    waits = EndedMove(move.by, move.by_kind, _PROGRESS.get(instance.state, MoveState.CHANGING), code, cut(reason))
+    return _event(instance, waits, at, context, condition=condition_of(instance))
+
+
+def report_silent(instance: Instance, code: str, silent: Selection, at: float, context: StepContext) -> Step:
+    """The same, where a host does not answer that its machine is destroyed."""
+    closed = context.closed.why(silent)
+    why = "" if closed is None else f" ({closed.code}: {closed.reason})"
+    reason = f"host {silent.host} has not answered that its machine is destroyed{why}; it is commanded again"
+    return report_waiting(instance, code, reason, at, context)
 
 
 def answer(instance: Instance, ending: MoveEnd, at: float, context: StepContext) -> Step:

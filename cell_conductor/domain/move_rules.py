@@ -17,7 +17,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from . import rules, steps
+from . import rules, steps, way_back
 from .adopt_rules import is_held
 from .arrival_doubts import confirm_seen, is_unsure, may_end
 from .evacuations import why_not_evacuated
@@ -49,6 +49,7 @@ from .move_events import (
     refuse_request,
     repeat_end,
     report_progress,
+    report_silent,
     without_move,
 )
 from .move_steps import (
@@ -155,16 +156,22 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return refuse_request(instance, event, context, "instance.resized", "confirm or revert it first")
     if request.migration not in (None, move.request_id):
         return refuse_request(instance, event, context, "move.none", "another move is to be confirmed or reverted")
+    if (answered := way_back.ending_instead(instance, event, context)) is not None:
+        return answered
     if is_doubted(instance, context) and not instance.is_in_place:
         if not may_end(instance, event):
             return refuse_doubted(instance, event, context)
         instance = replace(instance, doubted=False)
     if request.kind is MoveKind.REVERT and (past := past_quota(instance, request)):
         return refuse_request(instance, event, context, OVER_QUOTA, past)
-    named = replace(instance, move=replace(move, by=request.request_id, by_kind=request.kind), cause=event.cause)
-    if request.kind is MoveKind.CONFIRM:
-        return confirm(named, event.at, context)
-    return undo(named, event.at, context, REVERTED, "")
+    if request.kind is MoveKind.REVERT:
+        return way_back.revert(instance, event, context, REVERTED)
+    named = replace(move_of(instance), by=request.request_id, by_kind=request.kind)
+    confirmed = confirm(way_back.kept_here(replace(instance, move=named, cause=event.cause)), event.at, context)
+    source, waits = move.source, confirmed.instance.state is State.CONFIRMING
+    if not waits or source is None or source.host_uuid in context.fences or source.service not in context.down:
+        return confirmed
+    return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
 
 
 def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
@@ -393,7 +400,15 @@ def revert_lost(instance: Instance, event: HostMissing, context: StepContext) ->
 
 
 def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No client has confirmed or reverted in the time that the request allowed: the move is confirmed."""
+    """No client has confirmed or reverted in the time that the request allowed: the move is confirmed.
+
+    Not while nothing is known of its destination: the source, which is whole, would be given up for it by the time
+    alone. Nor while the services are queried for the source, in order to go back.
+    """
+    if way_back.is_waiting(instance):
+        return way_back.query_again(instance, event.at, context)
+    if not instance.is_in_place and context.closed.why(instance.here) is not None:
+        return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
     if is_unsure(instance, context):
         return confirm_seen(instance, event, context)
     if is_doubted(instance, context) and not instance.is_in_place:
@@ -403,10 +418,15 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
 
 
 def destroy_source_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source has not confirmed: the command is repeated, without a limit. The migration holds its allocation."""
-    return Step(
-        replace(instance, deadline=repeat_at(instance, event.at, context)), (destroy_source(instance, context),)
-    )
+    """The source has not confirmed: the command is repeated, without a limit. The migration holds its allocation.
+
+    A client that waits for the end of its confirm is informed of that.
+    """
+    source = move_of(instance).source
+    assert source is not None
+    again = replace(instance, deadline=repeat_at(instance, event.at, context))
+    waits = report_silent(again, way_back.SOURCE_SILENT, source, event.at, context)
+    return after(Step(again, (destroy_source(again, context),)), waits)
 
 
 def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:

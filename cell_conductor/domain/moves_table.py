@@ -20,6 +20,7 @@ from . import (
     repeat_rules,
     rules,
     undo_rules,
+    way_back,
 )
 from .events import (
     BuildRequested,
@@ -37,6 +38,7 @@ from .events import (
     Released,
     Reverted,
     ServiceLost,
+    SourceAnswered,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -93,6 +95,7 @@ MOVING: Mapping[type[Event], Rule | None] = {
     Reverted: IGNORE,
     HostFenced: IGNORE,
     MachineFound: IGNORE,
+    SourceAnswered: IGNORE,
 }
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
@@ -155,6 +158,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         HostMissing: Rule(move_rules.revert_lost, (*UNDONE, State.GIVING_UP)),
         MoveRequested: Rule(move_rules.end_resized, (State.CONFIRMING, State.RELEASING_SOURCE, State.ACTIVE, *UNDONE)),
         HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
+        SourceAnswered: Rule(way_back.go_back, UNDONE),
     },
     State.CONFIRMING: {
         **MOVING,
@@ -251,6 +255,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         TimedOut: Rule(leave_rules.announce_again),
         HostRuns: CONFIRM_RUNNING,
         MoveRequested: Rule(leave_rules.follow_kept, (State.CLEARING, *TAKEN_BACK)),
+        SourceAnswered: Rule(way_back.answer_kept),
     },
     State.CLEARING: {
         **MOVING,

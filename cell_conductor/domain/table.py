@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
@@ -26,6 +27,7 @@ from .events import (
     Released,
     Reverted,
     ServiceLost,
+    SourceAnswered,
     Spawned,
     SpawnFailed,
     TimedOut,
@@ -44,6 +46,7 @@ from .moves_table import (
     Rule,
 )
 from .steps import Step, StepContext
+from .way_back import SourceQuery, source_query_of
 
 __all__ = ["IGNORE", "TABLE", "IllegalStep", "Rule", "question_of", "step"]
 
@@ -77,6 +80,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
@@ -96,6 +100,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.BUILDING: {
         BuildRequested: IGNORE,
@@ -115,6 +120,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.leave_host, (State.RECLAIMING, State.GIVING_UP)),
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.ADOPTING: {
         BuildRequested: Rule(repeat_rules.announce_adopted_again),
@@ -134,6 +140,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,  # the next events are judged once it is active
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.RECLAIMING: {
         BuildRequested: IGNORE,
@@ -153,6 +160,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: Rule(adopt_rules.adopt_machine, (State.ADOPTING, State.GIVING_UP)),
+        SourceAnswered: IGNORE,
     },
     State.ABANDONING: {
         BuildRequested: IGNORE,
@@ -172,6 +180,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.ACTIVE: {
         BuildRequested: ACTIVE_AGAIN,
@@ -194,6 +203,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
         MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
+        SourceAnswered: IGNORE,
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
@@ -213,6 +223,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.FAILED: {
         BuildRequested: Rule(
@@ -234,6 +245,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
+        SourceAnswered: IGNORE,
     },
     State.DELETING: {
         BuildRequested: IGNORE,
@@ -253,6 +265,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: Rule(fence_rules.end_delete, (State.RELEASING,)),
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.RELEASING: {
         BuildRequested: IGNORE,
@@ -272,6 +285,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     State.DELETED: {
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
@@ -291,6 +305,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         Reverted: IGNORE,
         HostFenced: IGNORE,
         MachineFound: IGNORE,
+        SourceAnswered: IGNORE,
     },
     **MOVES,
 }
@@ -332,10 +347,15 @@ MAY_BE_CLAIMED = (
 )
 
 
-def question_of(instance: Instance) -> Claim | Release | Revert | None:
-    """The request to placement while the instance is in this state. It follows from the record alone, so a crash at any
-    moment leads to the very same request.
+Question: TypeAlias = Claim | Release | Revert | SourceQuery
+
+
+def question_of(instance: Instance) -> Question | None:
+    """The request to placement, or to compute services, while the instance is in this state. It follows from the record
+    alone, so a crash at any moment leads to the very same request.
     """
+    if (query := source_query_of(instance)) is not None:
+        return query
     if instance.state in AWAITS_CLAIM:
         return _claim(instance)
     move = instance.move

@@ -25,6 +25,7 @@ from .move_events import (
     after,
     answer,
     move_of,
+    report_silent,
 )
 from .move_steps import (
     change,
@@ -39,6 +40,8 @@ from .move_steps import (
     revert_book,
 )
 from .steps import Step, StepContext
+
+DESTINATION_SILENT = "move.destination_silent"  # of a move that is undone: it has not answered that nothing is left
 
 
 def undo_failed_in_place(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -59,9 +62,14 @@ def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context
 
 
 def undo_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The destination has not confirmed: the command is repeated, without a limit, and less and less often."""
+    """The destination has not confirmed: the command is repeated, without a limit, and less and less often.
+
+    A client that waits for the end of its revert is informed of that.
+    """
     step = resize_back(instance, event.at, context) if instance.is_in_place else end_here(instance, context)
-    return Step(replace(step.instance, deadline=repeat_at(instance, event.at, context)), step.commands)
+    again = replace(step.instance, deadline=repeat_at(instance, event.at, context))
+    waits = report_silent(again, DESTINATION_SILENT, again.here, event.at, context)
+    return after(Step(again, step.commands), waits)
 
 
 def return_to_source(instance: Instance, event: Reverted, context: StepContext) -> Step:

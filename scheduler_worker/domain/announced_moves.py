@@ -18,6 +18,7 @@ from scheduler_worker.domain.transfers import (
     is_for_good,
     relearned,
     released,
+    sent_on,
     settled,
     transfer,
 )
@@ -50,6 +51,7 @@ class AnnouncedMoves:
         build = self.builds.get(uuid)
         leaves = build is not None and is_departure(event, build, self.instances[uuid], self._cell)
         why = self._apply(event)
+        self._send_on(event)
         if leaves:
             self._transfer(event)
         elif why:
@@ -58,6 +60,15 @@ class AnnouncedMoves:
             self._settle(event)
         if build is not None and not leaves:
             self._answer_keeper(event)
+
+    def _send_on(self, event: MoveEvent) -> None:
+        """The machine to which a revert goes back was seen: the revert goes on in the instance's cell."""
+        move = sent_on(event, self.moves.get(event.request_id), self._cell)
+        if move is None or move.cell is None or move.command is None or move.instance_uuid != event.instance_uuid:
+            return
+        self.moves[event.request_id] = move
+        self.changed[event.request_id] = None
+        self.messages.append(OutboxMessage(move.cell, move.command, event.request_id))
 
     def _settle(self, event: MoveEvent) -> None:
         """The instance stays in the cell that has it: what another cell has kept for it is destroyed."""

@@ -24,6 +24,28 @@ def for_former_cell(command: CellMove) -> CellMove:
     return replace(command, selections=(), server_group=None, limits={})
 
 
+def by_keeper(command: CellMove, handed: Departure | None, cell: str) -> tuple[str, CellMove] | None:
+    """The cell that keeps the machine to which a revert would go back, and the revert as that cell gets it first.
+
+    None: the machine is in the instance's own cell, or an operator has looked at it, and forces the revert.
+    """
+    kept = None if handed is None else handed.kept
+    if command.kind is not MoveKind.REVERT or command.force or kept is None or kept.cell == cell:
+        return None
+    return kept.cell, replace(command, to_cell=cell, kept_seen=False)
+
+
+def sent_on(event: MoveEvent, move: RecordedMove | None, cell: str) -> RecordedMove | None:
+    """A revert for which the cell that keeps the machine has seen it, as it goes on in the instance's cell; None: the
+    announcement is not that.
+    """
+    if move is None or move.terminal or move.cell != cell or move.kind is not MoveKind.REVERT or event.terminal:
+        return None
+    if move.command is None or move.command.to_cell is None or event.departure is not None:
+        return None
+    return replace(move, cell=move.command.to_cell, command=replace(move.command, to_cell=None, kept_seen=True))
+
+
 class Transfer(Struct, frozen=True):
     """The effect of a departure: the records after it, and the commands to the instance's new cell. handed: the
     departure, if a cell keeps a machine, or gets the instance back.

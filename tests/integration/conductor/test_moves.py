@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
+from msgspec.structs import replace
 
 import cell_conductor.app
 import compute_sim.app
@@ -18,6 +19,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
+from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, ChangeKind, ChangeMachine, Condition, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, LocatePage, LocateRequest, Release, ReleaseResult
 from bus.rabbitmq import RabbitTransport
@@ -37,6 +39,8 @@ pytestmark = pytest.mark.rabbitmq
 CELL = "c1"
 WAIT_S = 60.0
 SERVICES = ("s1", "s2")
+# The answer of a service that is stopped is not waited for long.
+CONDUCTOR = ConductorConfig(sweep_interval_s=0.1, answer_timeout_s=2.0, destroy_retry_s=1.0)
 
 
 class Rig:
@@ -52,6 +56,7 @@ class Rig:
         self._changed = asyncio.Condition()
         self._stop = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
+        self._computes: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
         self.cell = self._bus(CELL)
         self.api = self._bus(API)
 
@@ -59,27 +64,25 @@ class Rig:
         transport = RabbitTransport(self._broker.url(name), name=name)
         return Bus(name, transport, process="test", clock=SystemClock(), rng=self.rng)
 
-    async def open(self) -> None:
-        def environment(process: str) -> Environment:
-            return Environment(
-                process,
-                transports=lambda name: RabbitTransport(self._broker.url(name), name=name),
-                cells=(CELL,),
-                database_url=self._url,
-            )
+    def _environment(self, process: str) -> Environment:
+        return Environment(
+            process,
+            transports=lambda name: RabbitTransport(self._broker.url(name), name=name),
+            cells=(CELL,),
+            database_url=self._url,
+        )
 
+    async def open(self) -> None:
         services: list[Service] = [
-            placement_worker.app.build(environment("placement"), PlacementConfig(), [CELL]),
-            cell_conductor.app.build(environment("conductor"), ConductorConfig(sweep_interval_s=0.1), CELL),
-            *(
-                compute_sim.app.build(environment(f"compute-{name}"), self.config, CELL, name, fleet=self.fleets[name])
-                for name in SERVICES
-            ),
+            placement_worker.app.build(self._environment("placement"), PlacementConfig(), [CELL]),
+            cell_conductor.app.build(self._environment("conductor"), CONDUCTOR, CELL),
         ]
         self._running = [asyncio.create_task(service.run(self._stop)) for service in services]
         async with asyncio.timeout(WAIT_S):
             for service in services:
                 await service.ready.wait()
+        for name in SERVICES:
+            await self.start(name)
         await self.cell.open()
         await self.api.open()
         self._ears = self.cell.consumer("scheduler.builds", self._receive)
@@ -87,7 +90,23 @@ class Rig:
         for name in SERVICES:
             await self._until_reported(name)
 
+    async def start(self, name: str) -> None:
+        """A process of this compute service, with the machines that its hosts have."""
+        config, fleet, stop = self.config, self.fleets[name], asyncio.Event()
+        service = compute_sim.app.build(self._environment(f"compute-{name}"), config, CELL, name, fleet=fleet)
+        self._computes[name] = (stop, asyncio.create_task(service.run(stop)))
+        async with asyncio.timeout(WAIT_S):
+            await service.ready.wait()
+
+    async def stop(self, name: str) -> None:
+        """The end of that process."""
+        stop, task = self._computes.pop(name)
+        stop.set()
+        await task
+
     async def close(self) -> None:
+        for name in list(self._computes):
+            await self.stop(name)
         self._stop.set()
         await asyncio.gather(*self._running)
         await self._ears.drain(1.0)
@@ -149,10 +168,24 @@ class Rig:
             selections=tuple(self.selection(service, vcpus) for service in services),
             **fields,  # type: ignore[arg-type]
         )
-        await self.cell.publish(request)
-        await self.cell.publish(request)  # at least once
+        await self.send(request)
         await self.until(lambda: self.ends(request.request_id))
         return self.ends(request.request_id)[-1]
+
+    async def send(self, request: CellMove) -> None:
+        await self.cell.publish(request)
+        await self.cell.publish(request)  # at least once
+
+    async def fence(self, service: str, version: int, *, lift: bool = False) -> None:
+        """An operator's decision about the host of this service."""
+        (host,) = self.fleets[service].hosts
+        at = SystemClock().time()
+        fence = CellFence(host_uuid=host.plan.uuid, host=host.plan.name, version=version, lift=lift, at=at)
+        await self.cell.publish(fence)
+
+    def condition(self, uuid: str) -> Condition | None:
+        events = [m for m in self.published if isinstance(m, MoveEvent) and m.instance_uuid == uuid]
+        return max(events, key=lambda one: one.sequence).condition if events else None
 
     def ends(self, request_id: str) -> list[MoveEvent]:
         return [m for m in self.published if isinstance(m, MoveEvent) and m.request_id == request_id and m.terminal]
@@ -284,3 +317,71 @@ async def test_a_delete_before_the_confirm_leaves_nothing(rig: Rig) -> None:
     await rig.until(lambda: rig.state(uuid) is BuildState.DELETED)
     assert rig.machines(uuid) == {}
     assert await rig.held(uuid, moved.request_id) == []
+
+
+async def test_a_revert_to_a_service_that_is_down_gives_nothing_up_and_is_done_when_it_is_back(rig: Rig) -> None:
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    await rig.stop("s1")
+    refused = await rig.move(uuid, MoveKind.REVERT)
+    assert (refused.state, refused.code, refused.condition) == (
+        MoveState.REFUSED,
+        "move.source_silent",
+        Condition.RESIZED,
+    )
+    assert rig.machines(uuid) == {"s1": False, "s2": True}
+    assert await rig.held(uuid) == ["s2"]
+    await rig.start("s1")
+    reverted = await rig.move(uuid, MoveKind.REVERT)
+    assert (reverted.state, reverted.condition) == (MoveState.DONE, Condition.ACTIVE)
+    assert rig.machines(uuid) == {"s1": True}
+    assert await rig.held(uuid, moved.request_id) == ["s1"]
+
+
+async def test_a_revert_to_a_host_without_its_machine_gives_nothing_up(rig: Rig) -> None:
+    uuid = await rig.build()
+    moved = await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    (host,) = rig.fleets["s1"].hosts
+    rig.fleets["s1"].remove(host.plan.uuid, uuid)
+    refused = await rig.move(uuid, MoveKind.REVERT)
+    assert (refused.state, refused.code) == (MoveState.REFUSED, "move.source_lost")
+    assert rig.machines(uuid) == {"s2": True}
+    confirmed = await rig.move(uuid, MoveKind.CONFIRM)
+    assert (confirmed.state, rig.machines(uuid)) == (MoveState.DONE, {"s2": True})
+    assert await rig.held(uuid, moved.request_id) == ["s2"]
+
+
+async def test_a_confirm_to_a_service_that_is_down_shows_what_it_waits_for(rig: Rig) -> None:
+    uuid = await rig.build()
+    await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    await rig.stop("s1")
+    request = CellMove(request_id=new_uuid(rig.rng), instance_uuid=uuid, project_id="p", kind=MoveKind.CONFIRM)
+    await rig.send(request)
+
+    def waits() -> bool:
+        events = [m for m in rig.published if isinstance(m, MoveEvent) and m.request_id == request.request_id]
+        return any(one.code == "move.source_silent" and not one.terminal for one in events)
+
+    await rig.until(waits)
+    assert rig.machines(uuid) == {"s1": False, "s2": True}
+    await rig.start("s1")
+    await rig.until(lambda: rig.ends(request.request_id))
+    assert rig.machines(uuid) == {"s2": True}
+
+
+async def test_a_fenced_destination_is_given_up_when_the_source_is_back_and_not_before(rig: Rig) -> None:
+    """Both hosts were lost with their rack; the destination has the newest machine."""
+    uuid = await rig.build()
+    await rig.move(uuid, MoveKind.MIGRATE, "s2")
+    for name in SERVICES:
+        await rig.stop(name)
+    (host,) = rig.fleets["s2"].hosts
+    rig.fleets["s2"].put(host.plan.uuid, replace(rig.fleets["s2"].guest(host.plan.uuid, uuid), runs=False))
+    await rig.fence("s2", 1)
+    refused = await rig.move(uuid, MoveKind.REVERT)
+    assert (refused.state, refused.code) == (MoveState.REFUSED, "move.source_silent")
+    assert rig.machines(uuid) == {"s1": False, "s2": False}
+    await rig.start("s1")
+    await rig.until(lambda: rig.condition(uuid) is Condition.ACTIVE)
+    assert rig.machines(uuid) == {"s1": True, "s2": False}
+    assert await rig.held(uuid) == ["s1"]

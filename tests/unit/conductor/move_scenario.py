@@ -69,6 +69,11 @@ def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fiel
     )
 
 
+def seen(by: str = OTHER, service: str = "s1") -> e.SourceAnswered:
+    """The source is where the record has it."""
+    return e.SourceAnswered(at=211.0, by=by, service=service)
+
+
 def announced(*commands: Message) -> list[tuple[MoveKind, MoveState, bool, str]]:
     return [(m.kind, m.state, m.terminal, m.code) for m in commands if isinstance(m, MoveEvent)]
 

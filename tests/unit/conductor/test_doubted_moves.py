@@ -23,6 +23,7 @@ from tests.unit.conductor.move_scenario import (
     claimed,
     refused,
     request,
+    seen,
     to_resized,
 )
 from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, spawned
@@ -45,7 +46,7 @@ def at_state(state: State) -> Scenario:
     if state in (State.RESIZED, State.UNDOING):
         made.apply(spawned(attempt=2, at=210.0))
     if state is State.UNDOING:
-        made.apply(request(MoveKind.REVERT, request_id=OTHER))
+        made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     assert made.instance.state is state
     made.instance = replace(made.instance, doubted=True)
     made.context = AFTER
@@ -159,7 +160,7 @@ def test_a_client_who_confirms_or_reverts_is_refused_until_both_hosts_have_answe
     assert hosts.machines == TRULY[truly]
     if truly == "both":
         assert made.instance.state is State.RESIZED
-        made.apply(request(kind, request_id=OTHER.replace("2", "4")))
+        made.apply(request(kind, request_id=OTHER.replace("2", "4")), seen(OTHER.replace("2", "4")))
         assert made.instance.state is (State.CONFIRMING if kind is MoveKind.CONFIRM else State.UNDOING)
     else:
         assert made.instance.state is State.ACTIVE

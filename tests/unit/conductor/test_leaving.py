@@ -358,7 +358,7 @@ def test_a_revert_goes_back_and_has_its_end_in_the_former_cell() -> None:
     spec = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", flavor="m1.large")
     there = active_there(departure, MoveKind.RESIZE, spec=spec)
     assert last_event(there).flavor == "m1.large"
-    there.apply(request(MoveKind.REVERT, request_id=OTHER))
+    there.apply(request(MoveKind.REVERT, request_id=OTHER, kept_seen=True))
     there.apply(gone(there.instance, 2), e.Released(at=230.0))
     assert (last_event(there).request_id, last_event(there).terminal) == (OTHER, False)
     back_in_former(made, there, MoveKind.REVERT, OTHER)

@@ -14,7 +14,7 @@ from cell_conductor.domain.instance import MAX_ENDED_ATTEMPTS, State
 from cell_conductor.domain.proof import is_ordered
 from cell_conductor.domain.report import differences
 from cell_conductor.store import rows
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, request, to_resized
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, request, seen, to_resized
 from tests.unit.conductor.scenario import UUID, host, spawned
 from tests.unit.conductor.test_outdated_reports import (
     CONFIG,
@@ -95,6 +95,7 @@ def test_the_destination_of_a_move_that_is_reverted_is_no_finding() -> None:
     made = to_resized()
     made.apply(
         request(MoveKind.REVERT, request_id=OTHER),
+        seen(),
         e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)),
         e.Reverted(at=221.0, attempt=3, consumer_generation=11),
     )

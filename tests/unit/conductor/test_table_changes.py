@@ -33,6 +33,7 @@ from tests.unit.conductor.move_scenario import (
     claimed,
     refused,
     request,
+    seen,
 )
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection, spawned
 
@@ -60,7 +61,7 @@ def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
     made.apply(claimed())
     made.end(1, 1, runs=True)
-    (back,) = changes(made.apply(request(MoveKind.REVERT, request_id=OTHER)))
+    (back,) = changes(made.apply(request(MoveKind.REVERT, request_id=OTHER), seen()))
     assert (back.change, back.spec.flavor, made.instance.state) == (ChangeKind.RESIZE, "", State.UNDOING)
     made.end(1, 1, done=False)
     assert made.instance.state is State.UNDOING  # until it has its old size the larger claim is kept
@@ -75,7 +76,7 @@ def test_an_old_size_that_no_host_confirms_is_commanded_less_and_less_often() ->
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="larger"))
     made.apply(claimed())
     made.end(1, 1, runs=True)
-    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     waits, now = [], made.instance.since
     while len(waits) < 7:
         assert (made.instance.state, made.instance.deadline is None) == (State.UNDOING, False)

@@ -18,6 +18,7 @@ from cell_conductor.domain.fences import FENCED, Fence, RunningAfterFence, losse
 from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.way_back import SourceQuery
 from tests.unit.conductor.move_scenario import (
     OTHER,
     SERVICE_DOWN,
@@ -27,6 +28,7 @@ from tests.unit.conductor.move_scenario import (
     claimed,
     ended,
     request,
+    seen,
     selection,
     to_resized,
 )
@@ -250,6 +252,9 @@ def test_a_source_that_is_fenced_before_it_handed_over_ends_the_move_on_record_t
 def test_a_migration_that_is_not_confirmed_goes_back_from_a_fenced_destination() -> None:
     made = to_resized()
     made.apply(fence(2), fence(2))
+    assert isinstance(question_of(made.instance), SourceQuery)
+    made.context = replace(PATIENCE, fences=fenced(2))
+    made.apply(seen(""), fence(2))
     assert isinstance(question_of(made.instance), Revert)
     made.apply(e.Reverted(at=301.0, attempt=3))
     (start,) = [one for one in made.commands[-2:] if isinstance(one, ChangeMachine)]

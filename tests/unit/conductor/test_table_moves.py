@@ -35,6 +35,7 @@ from tests.unit.conductor.move_scenario import (
     ended,
     refused,
     request,
+    seen,
     to_resized,
 )
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, queried, run, selection, spawned
@@ -106,7 +107,7 @@ def test_a_copy_of_a_request_that_has_ended_gets_its_end_again() -> None:
     made = to_resized()
     made.apply(request(MoveKind.MIGRATE, 2, 3))
     assert made.instance.state is State.RESIZED
-    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     made.apply(request(MoveKind.MIGRATE, 2, 3))
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")] * 2
     made = begun(MoveKind.MIGRATE, 1)
@@ -116,7 +117,7 @@ def test_a_copy_of_a_request_that_has_ended_gets_its_end_again() -> None:
 
 def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
     made = to_resized()
-    made.apply(request(MoveKind.REVERT, request_id=OTHER))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
     assert question_of(made.instance) is None
     made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
@@ -148,7 +149,7 @@ def test_the_time_confirms_and_a_late_revert_is_refused() -> None:
 
 def test_a_revert_and_then_the_time_reverts() -> None:
     made = to_resized(auto_confirm_s=5.0)
-    made.apply(request(MoveKind.REVERT, request_id=OTHER), e.TimedOut(at=245.0))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER), seen(), e.TimedOut(at=245.0))
     assert made.instance.state is State.UNDOING
 
 
@@ -410,7 +411,7 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
     for act in steps[: min(number, 6)] if stage != "undoing" else steps[:4]:
         act()
     if stage == "undoing":
-        made.apply(request(MoveKind.REVERT, request_id=OTHER))
+        made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     made.apply(e.DeleteRequested(at=300.0))
     if stage == "claiming":
         made.apply(claimed())
@@ -528,7 +529,7 @@ def test_a_clients_revert_to_a_larger_size_needs_room_in_the_quota(left: dict[st
     made.end(1, 1)
     made.apply(spawned(attempt=2, at=210.0))
     assert made.instance.state is State.RESIZED
-    made.apply(request(MoveKind.REVERT, request_id=OTHER, room=left))
+    made.apply(request(MoveKind.REVERT, request_id=OTHER, room=left), seen())
     if is_refused:
         assert made.instance.state is State.RESIZED
         assert made.terminals[-1] == (MoveKind.REVERT, MoveState.REFUSED, "quota.exceeded")

@@ -471,7 +471,8 @@ def test_a_cell_that_has_given_an_instance_back_still_ends_the_request_that_has_
     """Seed 92 of `transfers-restored`: schedulers that were set back repeat its command there, and had no end of it."""
     _, departure = kept()
     there = active_there(departure)
-    there.apply(request(MoveKind.REVERT, request_id=OTHER), gone(there.instance, 2), e.Released(at=230.0))
+    there.apply(request(MoveKind.REVERT, request_id=OTHER, kept_seen=True))
+    there.apply(gone(there.instance, 2), e.Released(at=230.0))
     assert there.instance.state is State.DEPARTED
     there.commands = []
     there.apply(arrives(departure, 2, 3))

@@ -21,7 +21,7 @@ from bus.contracts.moves import (
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.moves import ends_another, may_leave_cell, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
-from scheduler_worker.domain.transfers import repeated
+from scheduler_worker.domain.transfers import by_keeper, repeated
 from tests.unit.scheduler.test_transfers import COMMAND, DEPARTURE, HOST, REQUEST, UUID, on_record, sent
 from tests.unit.scheduler.test_transfers import applied as applied_at
 
@@ -259,3 +259,72 @@ def test_while_a_cell_keeps_its_machine_it_leaves_for_no_other() -> None:
         requested = MoveRequest(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=kind, flavor="m1.small")
         assert may_leave_cell(requested, InstanceRecord(instance_uuid=UUID)) is allowed
         assert not may_leave_cell(requested, InstanceRecord(instance_uuid=UUID, handed=HANDED))
+
+
+REVERT = CellMove(request_id=OTHER, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, room={"VCPU": 3})
+
+
+def reverting() -> MoveContext:
+    """It is resized in its next cell, and a revert is at the cell that keeps its machine."""
+    resized = after(received(in_next_cell(), DONE, "c2"))
+    assert resized.move is not None and resized.instance is not None
+    first = by_keeper(REVERT, resized.instance.handed, "c2")
+    assert first is not None and first[0] == "c1"
+    move = replace(
+        resized.move,
+        request_id=OTHER,
+        kind=MoveKind.REVERT,
+        state=MoveState.SCHEDULED,
+        sequence=2,
+        terminal=False,
+        cell=first[0],
+        command=first[1],
+    )
+    return replace(resized, move=move, instance=replace(resized.instance, under_way=OTHER))
+
+
+def answered(known: MoveContext, event: MoveEvent, cell: str) -> AnnouncedMoves:
+    batch = AnnouncedMoves(cell, {OTHER: known}, 100.0)
+    batch.apply(event)
+    return batch
+
+
+SEEN = replace(
+    LEFT, request_id=OTHER, kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=19, departure=None, flavor=""
+)
+
+
+def test_a_revert_queries_the_cell_that_keeps_the_machine_first() -> None:
+    known = in_next_cell()
+    assert by_keeper(REVERT, handed(known), "c2") == ("c1", replace(REVERT, to_cell="c2"))
+    assert by_keeper(replace(REVERT, force=True), handed(known), "c2") is None, "an operator has looked at it"
+    assert by_keeper(replace(REVERT, kind=MoveKind.CONFIRM), handed(known), "c2") is None
+    assert by_keeper(REVERT, handed(known), "c1") is None, "it is back there"
+    assert by_keeper(REVERT, NOTHING_KEPT, "c2") is None
+    assert by_keeper(REVERT, None, "c2") is None
+    known = reverting()
+    assert known.move is not None
+    assert repeated(known.move) == replace(REVERT, to_cell="c2"), "as long as that cell is silent"
+
+
+def test_a_revert_goes_on_in_the_instances_cell_once_the_machine_was_seen() -> None:
+    known = reverting()
+    batch = answered(known, SEEN, "c1")
+    assert sent(batch, "c2") == [replace(REVERT, kept_seen=True)]
+    move, instance = batch.moves[OTHER], batch.instances[UUID]
+    assert (move.cell, move.terminal, OTHER in batch.changed) == ("c2", False, True)
+    assert (instance.condition, instance.under_way) == (Condition.RESIZED, OTHER)
+    assert (batch.builds[UUID].cell, batch.builds[UUID].host) == ("c2", "there")
+    again = answered(replace(known, move=move), SEEN, "c1")
+    assert (sent(again, "c2"), again.changed) == ([], {}), "a copy of the announcement"
+    assert repeated(move) == replace(REVERT, kept_seen=True)
+
+
+def test_a_revert_whose_machine_was_not_seen_ends_and_the_instance_stays() -> None:
+    refused = replace(SEEN, state=MoveState.REFUSED, terminal=True, code="move.source_silent")
+    batch = answered(reverting(), refused, "c1")
+    assert sent(batch, "c2") == []
+    move, instance = batch.moves[OTHER], batch.instances[UUID]
+    assert (move.state, move.code, move.terminal) == (MoveState.REFUSED, "move.source_silent", True)
+    assert (instance.condition, instance.under_way, batch.builds[UUID].cell) == (Condition.RESIZED, None, "c2")
+    assert batch.builds[UUID].host == "there"

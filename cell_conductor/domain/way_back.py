@@ -1,0 +1,264 @@
+"""The proof that a move which has arrived can go back: its source's machine was seen on its host.
+
+The machine at the destination runs, and a revert or a fence gives it up for the source's, which is stopped. A record
+does not prove that the source is still there: its host may be dead or reinstalled, or be none of its service any more.
+So the compute services are queried for it first; meanwhile the move stays as it is, and states why it is to be undone
+(`lost_code`). Only the answer that its host lists that very machine undoes it. Without that a revert is refused, and
+the client may confirm the move or request the revert again. After a fence of the destination the services are queried
+again, until the source is seen or the destination is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.cell import MachinesFound, Selection
+from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.faults import Fault
+
+from . import steps
+from .departure_steps import announce_departure
+from .events import MoveRequested, SourceAnswered
+from .instance import MAX_ENDED, EndedMove, Instance, Move, State
+from .move_events import MoveEnd, after, answer_other, move_of, refuse_request, report_waiting
+from .move_steps import undo
+from .steps import Step, StepContext
+
+SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is off
+SOURCE_SILENT = "move.source_silent"  # its compute service has not answered
+SOURCE_LOST = "move.source_lost"  # its host was looked at, and does not have it
+SOURCE_UNREPORTED = "move.source_unreported"  # its compute service has no such host any more
+SOURCE_UNSEEN = "move.source_unseen"  # it is in another cell, which was not queried for it
+# The answers are waited for so many times as long as one of them: several searches may be ahead. After that no
+# conductor is waiting for them any more.
+ANSWERS = 3
+
+
+class SourceQuery(Struct, frozen=True):
+    """Which machine is queried for before a move is undone. by: the request that undoes it ("": none does).
+
+    service: that manages its host, by the record.
+    """
+
+    host_uuid: str
+    service: str
+    attempt: int
+    by: str = ""
+
+
+def source_query_of(instance: Instance) -> SourceQuery | None:
+    """The query that an instance waits for; None: for none. It follows from the record alone."""
+    move = instance.move
+    if move is None or not is_waiting(instance) or move.source is None:
+        return None
+    return SourceQuery(move.source.host_uuid, move.source.service, move.source_attempt, move.by)
+
+
+def answer_about(
+    uuid: str, source: SourceQuery, answers: Sequence[tuple[str, MachinesFound | Fault]], at: float
+) -> SourceAnswered:
+    """The event of the services' answers: (service, its answer). Another service that has the host counts when it lists
+    the machine; that it does not proves nothing while the service on record is silent.
+    """
+    own = next((answer for service, answer in answers if service == source.service), None)
+    looked = [(name, one) for name, one in answers if isinstance(one, MachinesFound)]
+    for service, answer in looked:
+        if any(
+            (m.instance_uuid, m.host_uuid, m.attempt) == (uuid, source.host_uuid, source.attempt)
+            for m in answer.machines
+        ):
+            return SourceAnswered(at=at, by=source.by, service=service)
+    if not isinstance(own, MachinesFound) or own.hosts is None:
+        why = own.code if isinstance(own, Fault) else "it is of a version before"
+        code, reason = SOURCE_SILENT, f"compute service {source.service} has not answered: {why}"
+    elif any(source.host_uuid in (answer.hosts or ()) for _, answer in looked):
+        code, reason = SOURCE_LOST, "its host does not have the machine any more"
+    else:
+        code, reason = SOURCE_UNREPORTED, f"compute service {source.service} has no such host any more"
+    return SourceAnswered(at=at, by=source.by, code=code, reason=reason)
+
+
+def is_waiting(instance: Instance) -> bool:
+    """Whether the move has arrived, here or in another cell, and is to be undone once its source was seen."""
+    move = instance.move
+    if move is None:
+        return False
+    if instance.state is State.KEPT:
+        return move.by_kind is MoveKind.REVERT
+    return instance.state is State.RESIZED and bool(move.lost_code)
+
+
+def revert(instance: Instance, event: MoveRequested, context: StepContext, code: str) -> Step:
+    """A client requests the way back: it is begun once the source was seen.
+
+    The host of a machine that is kept in another cell cannot be queried here: `CellMove.kept_seen` states that it was
+    seen there. An operator who forces the revert has looked at it; that it was not seen is announced.
+    """
+    move = move_of(instance)
+    named = replace(move, by=event.request.request_id, by_kind=MoveKind.REVERT)
+    begun = replace(instance, move=named, cause=event.cause)
+    if move.source is None:
+        if not (event.request.kept_seen or event.request.force):
+            reason = "the cell that keeps its former machine was not queried for it"
+            return refuse_request(instance, event, context, SOURCE_UNSEEN, reason)
+        undone = undo(begun, event.at, context, code, "")
+        if event.request.kept_seen:
+            return undone
+        reason = "an operator has forced it back: the cell that keeps its former machine was not queried for it"
+        return after(undone, report_waiting(undone.instance, SOURCE_UNSEEN, reason, event.at, context))
+    if (fenced := why_fenced(move.source, context)) is not None:
+        return refuse_request(instance, event, context, fenced.code, fenced.reason)
+    return _query(begun, event.at, context, code, "")
+
+
+def leave_fenced(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
+    """The destination of a move that has arrived was fenced: it goes back once the source was seen."""
+    if move_of(instance).source is None:
+        return undo(instance, at, context, code, reason)
+    return Step(instance) if is_waiting(instance) else _query(instance, at, context, code, reason)
+
+
+def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
+    """The source was seen: the move is undone. It was not: the destination stays, and a revert is refused."""
+    move = move_of(instance)
+    if not is_waiting(instance) or move.source is None or event.by != move.by:
+        return Step(instance)
+    if event.code:
+        return _stay(instance, MoveEnd(MoveState.REFUSED, event.code, event.reason), event.at, context)
+    if (fenced := why_fenced(move.source, context)) is not None:
+        return _stay(instance, fenced, event.at, context)
+    if not _is_wanted(instance, context):
+        return Step(_rested(instance))
+    seen = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
+    if instance.is_in_place:
+        seen = steps.at_service(seen, event.service)
+    return undo(seen, event.at, context, move.lost_code, move.lost_reason)
+
+
+def look_at_kept(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """Another cell has the instance, and a client reverts that: the host of the machine kept here is queried first.
+
+    The schedulers command the other cell once it was seen. A copy of the request changes nothing until then.
+    """
+    move, by = move_of(instance), event.request.request_id
+    if by == move.by:
+        return Step(instance)
+    begun = replace(instance, move=replace(move, by=by, by_kind=MoveKind.REVERT), cause=event.cause)
+    if (fenced := why_fenced(instance.here, context)) is not None:
+        return _answer_kept(begun, fenced, event.at, context)
+    return Step(replace(begun, deadline=event.at + _wait_s(context)))
+
+
+def answer_kept(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
+    """The machine that is kept was seen, or not: the schedulers are informed, who revert the move or do not."""
+    move = move_of(instance)
+    if not is_waiting(instance) or event.by != move.by:
+        return Step(instance)
+    ended = why_fenced(instance.here, context)
+    if event.code:
+        ended = MoveEnd(MoveState.REFUSED, event.code, event.reason)
+    return _answer_kept(steps.at_service(instance, event.service or instance.here.service), ended, event.at, context)
+
+
+def _answer_kept(instance: Instance, ended: MoveEnd | None, at: float, context: StepContext) -> Step:
+    """Announce it by the number of the departure: it is older than all that the other cell announces."""
+    move = move_of(instance)
+    ending = ended or MoveEnd(MoveState.UNDOING)
+    left = announce_departure(instance, at, context)
+    announced = replace(
+        left,
+        request_id=move.by,
+        kind=MoveKind.REVERT,
+        state=ending.state,
+        sequence=left.sequence - 1,
+        terminal=ended is not None,
+        condition=Condition.MOVING if ended is None else Condition.RESIZED,
+        flavor="",  # as the other cell has them
+        image="",
+        code=ending.code,
+        reason=steps.cut(ending.reason),
+        departure=None,
+    )
+    kept = EndedMove(move.by, MoveKind.REVERT, ending.state, ending.code, steps.cut(ending.reason))
+    answered = replace(
+        instance,
+        move=replace(move, by="", by_kind=None),
+        ended=instance.ended if ended is None else (*instance.ended, kept)[-MAX_ENDED:],
+        deadline=at + context.destroy_retry_s,
+    )
+    return Step(answered, (announced,))
+
+
+def query_again(instance: Instance, at: float, context: StepContext) -> Step:
+    """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
+    reason = f"no conductor has an answer of compute service {_source_of(move_of(instance)).service}"
+    silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
+    stays = _answer_kept if instance.state is State.KEPT else _stay
+    return stays(instance, silent, at, context)
+
+
+def ending_instead(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
+    """The answer to a confirm or revert while the source is queried for; None: it may be carried out.
+
+    After a fence the client may still confirm the move, or wait for the answer by a revert.
+    """
+    move = move_of(instance)
+    if not is_waiting(instance) or not move.by:
+        return None
+    if event.request.request_id == move.by:
+        return Step(instance)
+    return refuse_request(instance, event, context, "instance.busy", "a revert of it waits for its source")
+
+
+def kept_here(instance: Instance) -> Instance:
+    """The move as it is when it is not to be undone any more."""
+    move = move_of(instance)
+    return replace(instance, move=replace(move, lost_code="", lost_reason="")) if is_waiting(instance) else instance
+
+
+def why_fenced(source: Selection, context: StepContext) -> MoveEnd | None:
+    """Why nothing can be started on the source's host; None: it is not fenced."""
+    fence = context.fences.get(source.host_uuid)
+    if fence is None:
+        return None
+    reason = (
+        f"host {fence.host}, where it would go back to, is fenced; confirm the move, or revert it when it is enabled"
+    )
+    return MoveEnd(MoveState.REFUSED, SOURCE_FENCED, reason)
+
+
+def _is_wanted(instance: Instance, context: StepContext) -> bool:
+    """Whether the reason for which the source was queried for still holds: the fence may have been lifted since."""
+    return move_of(instance).by_kind is MoveKind.REVERT or instance.host_uuid in context.fences
+
+
+def _query(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
+    lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
+    return Step(replace(instance, move=lost, deadline=at + _wait_s(context)))
+
+
+def _wait_s(context: StepContext) -> float:
+    return max(context.destroy_retry_s, ANSWERS * context.answer_timeout_s)
+
+
+def _stay(instance: Instance, refused: MoveEnd, at: float, context: StepContext) -> Step:
+    if move_of(instance).by_kind is MoveKind.REVERT:
+        return answer_other(_rested(instance), refused, at, context)
+    if not _is_wanted(instance, context):
+        return Step(_rested(instance))
+    return Step(replace(instance, deadline=at + context.destroy_retry_s))
+
+
+def _rested(instance: Instance) -> Instance:
+    """It waits for a confirm or a revert again, for as long as it was to."""
+    move = move_of(instance)
+    deadline = None if move.auto_confirm_s is None else instance.since + move.auto_confirm_s
+    return replace(kept_here(instance), deadline=deadline)
+
+
+def _source_of(move: Move) -> Selection:
+    assert move.source is not None
+    return move.source
