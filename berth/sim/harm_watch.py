@@ -26,6 +26,8 @@ RACE_S = 5.0
 LATE_REPORT_S = MAX_FAULT_S + 5.0
 # The codes of attempts that ended although their machines had been built: nothing of them is wanted any more.
 LOST = frozenset({"instance.lost", "host.fenced"})
+# A move that had arrived goes back: its destination is given up for its source.
+GOES_BACK = frozenset({State.UNDOING, State.REVERTING})
 # While a record stands so, its attempt is wanted.
 WANTED = frozenset({State.BUILDING, State.ADOPTING, State.ACTIVE})
 
@@ -60,6 +62,9 @@ class HarmWatch:
         # {instance: attempts after which its build went on}: each was commanded to be destroyed, and a command
         # outlives the record of it.
         self._left: dict[str, set[int]] = {}
+        # {compute service: since when no process of it runs}, of those that have none.
+        self.down_since: dict[str, float] = {}
+        self.machines: Callable[[str, str], bool] = lambda _host, _instance: False  # whether a machine is on a host
         self.taken_back: Container[str] = ()  # instances of which a restored database has an old record
         self.holdings: dict[str, Mapping[str, Mapping[str, int]]] = {}  # of consumers that are not ours
         self.may_let_go: set[str] = set()  # of these, those whose owner has requested it
@@ -81,10 +86,11 @@ class HarmWatch:
         return instance in self._to_delete
 
     def record(self, instances: Mapping[str, Instance]) -> None:
-        """After a commit of a conductor."""
+        """After a commit of a conductor. Raises Breach."""
         for uuid, instance in instances.items():
             if self._records.get(uuid) is instance:
                 continue
+            self._has_a_way_back(self._records.get(uuid), instance)
             self._records[uuid] = instance
             # Of one that is out of time its host was commanded to end what is not complete.
             over = instance.attempt - (instance.state in WANTED and not instance.queried)
@@ -102,6 +108,20 @@ class HarmWatch:
                 lost.add(instance.attempt)
             if instance.state is State.ACTIVE and instance.host_uuid is not None:
                 self._was_active[instance.host_uuid, uuid] = instance.attempt
+
+    def _has_a_way_back(self, before: Instance | None, after: Instance) -> None:
+        """A machine that has arrived is given up for its source only if that may have been seen. Raises Breach.
+
+        The answer of a service that has died since may be this old: its conductor waited for its database.
+        """
+        goes_back = before is not None and before.state is State.RESIZED and after.state in GOES_BACK
+        source = after.move.source if goes_back and after.move is not None else None
+        if before is None or source is None or after.uuid in self.taken_back or self.is_deleted(after.uuid):
+            return
+        down_s = self._now() - self.down_since.get(source.service, self._now())
+        if down_s > LATE_REPORT_S and self.machines(before.here.host_uuid, after.uuid):
+            words = f"{after.uuid} on {before.here.host} is given up for {source.host}, whose service has been down"
+            raise Breach("destroyed_with_reason", f"{words} for {down_s:.0f} s")
 
     def destroyed(self, host: str, guest: Guest) -> None:
         """A driver takes a machine away. Raises Breach."""

@@ -159,6 +159,7 @@ class World:
         self.move_watch = MoveWatch(self.book, self.cells, self.fleets, self.duplicates)
         self.peer_watch.exempt = self.move_watch.exempt = self.taken_back
         self.harm.given_up = self.move_watch.given_up
+        self.harm.machines = self._has_machine
         self.move_watch.judges_machines = plan.judges_machines
         self.last_machines = LastMachineWatch(self.cells, self.fleets, self.move_watch.was_active)
         self._book_watch = BookWatch(self.book)
@@ -214,6 +215,7 @@ class World:
         book, hosts = (Book(), HostTable()) if name.startswith("scheduler") else (None, None)
         service = self.wiring.build(name, environment, ProcessContext(process, transports, session, book, hosts))
         self.event_log.record("start", f"{name} {count}")
+        self.harm.down_since.pop(name.removeprefix("compute-"), None)
         task = process.spawn(service.run(stop), name)
         life = Incarnation(process, service, stop, task, transports, sessions, clock, book, hosts)
         self.lives[name] = life
@@ -226,6 +228,7 @@ class World:
         if life is None:
             return
         self.event_log.record("kill", name)
+        self.harm.down_since.setdefault(name.removeprefix("compute-"), self.now())
         life.process.dead = True
         life.killed.set()
         life.cut()
@@ -242,6 +245,7 @@ class World:
             killed.cancel()
             if self.lives.get(name) is life:
                 del self.lives[name]
+                self.harm.down_since.setdefault(name.removeprefix("compute-"), self.now())
             life.cut()  # its connections end with it, closed or not (seed 1795407488)
 
     def _ended(self, name: str, life: Incarnation, task: asyncio.Task[None]) -> None:
@@ -308,6 +312,12 @@ class World:
         self.harm.destroyed(host, guest)
         if self.plan.judges_machines:
             self.last_machines.destroyed(host, guest, is_deleted=self.harm.is_deleted(guest.instance_uuid))
+
+    def _has_machine(self, host: str, instance: str) -> bool:
+        """Whether one machine of this instance is on this host, and the host has not burnt down."""
+        if self.move_watch.has_a_double(host) or host in self.left:
+            return False
+        return any(fleet.guest(host, instance) is not None for fleet in self.fleets.values())
 
     def _has_name(self, cell: str, service: str, process: Process) -> bool:
         """Whether this process has the name of a service: its private queue. One that only waits for it has not."""

@@ -25,6 +25,7 @@ from cell_conductor.domain import (
     steps,
     table,
     undo_rules,
+    way_back,
 )
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Power, State
@@ -96,11 +97,25 @@ def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
     def undo(instance: Any, event: Any, context: Any) -> Step:
         return Step(steps.ask(instance, State.REVERTING, event.at, context))
 
-    def end_resized(instance: Any, event: Any, context: Any) -> Step:
-        stepped = move_rules.end_resized(instance, event, context)
+    def go_back(instance: Any, event: Any, context: Any) -> Step:
+        stepped = way_back.go_back(instance, event, context)
         if stepped.instance.state is not State.UNDOING:
             return stepped
         return undo(stepped.instance, event, context)
+
+    return _rule(State.RESIZED, e.SourceAnswered, go_back)
+
+
+def reverted_without_its_source() -> AbstractContextManager[Any]:
+    """A revert gives the destination up before its source was seen."""
+
+    def end_resized(instance: Any, event: Any, context: Any) -> Step:
+        stepped = move_rules.end_resized(instance, event, context)
+        move = stepped.instance.move
+        if not way_back.is_waiting(stepped.instance):
+            return stepped
+        undone = move_steps.undo(stepped.instance, event.at, context, move.lost_code, "")
+        return Step(undone.instance, (*stepped.commands, *undone.commands))
 
     return _rule(State.RESIZED, e.MoveRequested, end_resized)
 
@@ -379,4 +394,5 @@ FOUND_BY_THE_TABLE: tuple[Mutant, ...] = (
     late_answers_accepted,
     stopped_machine_started_by_its_move,
     undone_in_place_keeps_the_new_size,
+    reverted_without_its_source,
 )

@@ -25,6 +25,7 @@ from cell_conductor.domain import (
     move_steps,
     steps,
     undo_rules,
+    way_back,
 )
 from cell_conductor.domain.events import MoveRequested, TimedOut
 from cell_conductor.domain.instance import State
@@ -110,8 +111,10 @@ def given_back_with_its_machine() -> AbstractContextManager[Any]:
             return kept_undo(instance, at, context, code, reason)
         return Step(original(replace(instance, move=move), at, context))
 
-    kept_undo = move_steps.undo
-    return patch.object(move_rules, "undo", undo)
+    kept_undo, planted = move_steps.undo, ExitStack()
+    for module in (move_rules, way_back):
+        planted.enter_context(patch.object(module, "undo", undo))
+    return planted
 
 
 def delete_does_not_go_back() -> AbstractContextManager[Any]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
 from berth.sim.event_log import EventLog
+from berth.sim.harm_watch import LATE_REPORT_S
 from berth.sim.move_watch import MoveWatch
 from berth.sim.plan import Action, Order
 from berth.sim.run import run
@@ -168,3 +171,22 @@ async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deploymen
     deployment.watch.instances({UUID: deployment.moving(State.RELEASING_SOURCE)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))
+
+
+@pytest.mark.parametrize("case", ["down", "up", "just died", "nothing there", "deleted", "set back"])
+async def test_what_runs_is_not_given_up_for_a_source_whose_service_is_down(deployment: Deployment, case: str) -> None:
+    """A revert began to destroy the only machine though the service of its source had died long ago."""
+    now, harm = 1_000.0, deployment.world.harm
+    harm._now = lambda: now
+    resized = deployment.moving(State.RESIZED)
+    if case != "nothing there":
+        Fleet.put(deployment.places[1][0], deployment.places[1][1], Guest(UUID, 2, {}, True))
+    if case != "up":
+        harm.down_since["s"] = now - (1.0 if case == "just died" else LATE_REPORT_S + 1.0)
+    if case == "deleted":
+        harm.delete(UUID)
+    if case == "set back":
+        deployment.world.taken_back[UUID] = None
+    harm.record({UUID: resized})
+    with pytest.raises(Breach, match="destroyed_with_reason") if case == "down" else nullcontext():
+        harm.record({UUID: replace(resized, state=State.UNDOING)})

@@ -17,6 +17,7 @@ from cell_conductor.domain.instance import State
 from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
 from tests.unit.conductor import test_table_changes as changes
 from tests.unit.conductor import test_table_moves as table
+from tests.unit.conductor import test_way_back as way_back
 
 MOVES = frozenset({Widening.MOVES})
 MAX_SEEDS = 30
@@ -39,6 +40,7 @@ TESTS: dict[str, Callable[[], None]] = {
     "undone_in_place_keeps_the_new_size": partial(
         changes.test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_commanded, answered=False
     ),
+    "reverted_without_its_source": way_back.test_a_revert_queries_for_its_source_first_and_gives_nothing_up,
     "stopped_machine_started_by_its_move": table.test_a_stopped_machine_is_stopped_where_it_has_been_moved_to,
 }
 
