@@ -112,7 +112,8 @@ class RequestHandlers:
         return await self._forgetter.forget(command)
 
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun.
+        """Queue conductor.given_up: a build or a move that was given up ends with one event, and is not begun; a build
+        whose machine is found, because the database has lost its record, goes on as any other of that kind.
 
         A delete is tried once more, without the messages that it came with.
         """
@@ -141,7 +142,8 @@ class RequestHandlers:
         last = {
             received.meta.id
             for received in batch
-            if received.meta.attempt >= RETRIES or received.queue == GIVEN_UP_QUEUE
+            if received.meta.attempt >= RETRIES
+            or (received.queue == GIVEN_UP_QUEUE and not isinstance(received.message, CellBuild))
         }
         incoming, unsure = await self._searched(incoming, last)
         outcomes = [
@@ -188,7 +190,7 @@ class RequestHandlers:
 
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested]:
-    return isinstance(event, DeleteRequested) or (isinstance(event, BuildRequested) and event.given_up is None)
+    return isinstance(event, DeleteRequested | BuildRequested)
 
 
 def _may_be_lost(event: Event, search: MachineSearch) -> bool:
@@ -203,7 +205,7 @@ def _is_anothers(incoming: InstanceEvent, search: MachineSearch) -> bool:
 
 def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
     event = incoming.event
-    if not isinstance(event, BuildRequested) or event.given_up is not None:
+    if not isinstance(event, BuildRequested):
         return False
     return is_doubted_request(event, search.set_back_at) or search.is_unexplained(incoming.uuid)
 

@@ -258,7 +258,7 @@ PLANTS = (
         name="deleted_tombstone_builds",
         does="a build that comes after its delete is built",
         file="cell_conductor/domain/table.py",
-        old="BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),",
+        old="BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),",
         new="BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),",
         tests="tests/unit/conductor",
     ),

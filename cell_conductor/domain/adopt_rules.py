@@ -50,7 +50,7 @@ def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
     It was taken before the set-back was recognised, and is to be taken once more.
     """
     if isinstance(event, BuildRequested):
-        return event.found is None and event.given_up is None and rules.is_doubted_request(event, set_back_at)
+        return event.found is None and rules.is_doubted_request(event, set_back_at)
     is_new = instance.state in (State.ABSENT, State.TOMBSTONE)
     return isinstance(event, DeleteRequested) and bool(set_back_at) and is_new and event.found is None
 
@@ -65,13 +65,13 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     """A build that is new here: its machine is adopted, if the cell was found to have one.
 
     A machine on its first host that is of its first attempt is no other machine: the command there is repeated, and
-    answered; unless an earlier record has released that attempt.
+    answered; unless an earlier record has released that attempt, or the build was given up, and is not commanded.
     """
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
-    is_held = event.attempt > instance.newest
+    is_held = event.attempt > instance.newest and event.given_up is None
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
-    if not event.found or event.given_up is not None or is_new:
+    if not event.found or is_new:
         return rules.start_build(instance, event, context)
     return _adopt(replace(rules.numbered_on(requested), reused_from=1), event.found, event.at, context)
 

@@ -14,6 +14,7 @@ from bus.contracts.moves import (
 
 from . import rules, steps
 from .events import (
+    BuildRequested,
     DeleteRequested,
     Destroyed,
     HostMissing,
@@ -84,6 +85,15 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         for place in range(1, len(own))
     )
     return Step(left.instance, (*others, *left.commands))
+
+
+def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """The build of a deleted instance: start nothing, and release its claim once none of its machines is left."""
+    if event.found:
+        wanted = DeleteRequested(at=event.at, cause=instance.cause, project_id=event.spec.project_id, found=event.found)
+        return delete_unknown(instance, wanted, context)
+    adopted = replace(rules.with_request(instance, event), cause=instance.cause)
+    return Step(steps.ask(adopted, State.RELEASING, event.at, context))
 
 
 def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:

@@ -66,9 +66,10 @@ def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
+    is_doubted = is_doubted_request(event, context.set_back_at)
     if event.given_up is not None:
-        return _end_unbuilt(adopted, event.given_up, event.at, context)
-    if is_doubted_request(event, context.set_back_at):
+        return _end_unbuilt(adopted, event, event.given_up, context, is_doubted=is_doubted)
+    if is_doubted:
         # It may have been handed in before, to a record that the database has lost: its host is queried, and its answer
         # awaited. This record's actions do not prove that a machine on a service that is down is over.
         return _spawn(replace(numbered_on(adopted), doubted=True, reused_from=1), event.at, context)
@@ -90,29 +91,27 @@ def numbered_on(instance: Instance) -> Instance:
     return replace(instance, sequence=instance.sequence + SET_BACK_GAP)
 
 
-def _end_unbuilt(instance: Instance, why: Refusal, at: float, context: StepContext) -> Step:
+def _end_unbuilt(
+    instance: Instance, event: BuildRequested, why: Refusal, context: StepContext, *, is_doubted: bool
+) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
-    A claim under a later attempt belongs to a build that this database has lost. Its machine may run: it is kept.
+    In doubt it may have been begun by a record that this database has lost, and its machine may run on a host that did
+    not answer: it is kept.
     """
-    if instance.attempt > 1:
-        reason = f"the cell has lost its record of this instance; {why.code} {why.reason}".strip()
-        unsure = _with_attempt(numbered_on(instance), "unknown", at=at, code=OUTCOME_UNKNOWN, reason=reason)
+    if is_doubted:
+        reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()
+        unsure = _with_attempt(numbered_on(instance), "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
         unsure = replace(unsure, doubted=True, reused_from=1, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
-        return Step(steps.ask(unsure, State.GIVING_UP, at, context))
-    passed = _with_attempt(instance, NOT_TRIED, at=at, code=why.code, reason=why.reason)
-    return Step(steps.ask(replace(passed, code=why.code, reason=steps.cut(why.reason)), State.GIVING_UP, at, context))
+        return Step(steps.ask(unsure, State.GIVING_UP, event.at, context))
+    passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
+    over = replace(passed, code=why.code, reason=steps.cut(why.reason))
+    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """The delete came first: it is recorded, so that the build never starts."""
     return Step(replace(instance, state=State.TOMBSTONE, since=event.at, cause=event.cause))
-
-
-def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """The build of a deleted instance: release its claim, start nothing."""
-    adopted = replace(with_request(instance, event), cause=instance.cause)
-    return Step(steps.ask(adopted, State.RELEASING, event.at, context))
 
 
 def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:

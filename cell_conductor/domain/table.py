@@ -83,7 +83,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.TOMBSTONE: {
-        BuildRequested: Rule(rules.refuse_build, (State.RELEASING,)),
+        BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DELETING, State.RELEASING)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,

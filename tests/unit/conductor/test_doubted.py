@@ -126,6 +126,22 @@ def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_machine() ->
     assert isinstance(question_of(first), Release), "a scheduler's claim that no cell has built on is released"
 
 
+def test_a_build_that_was_deleted_before_it_came_again_holds_its_claim_until_its_machine_is_gone() -> None:
+    """The first delivery was carried out, and the database has lost it: the claim was released while it ran."""
+    machine = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(1), host="host", service="s1", attempt=1, project_id="p", built=True
+    )
+    gone = Instance(uuid=UUID, state=State.TOMBSTONE)
+    left = run(replace(requested(SET_BACK_AT - 10.0), found=(machine,)), start=gone)
+    assert (left.instance.state, destroys(left), question_of(left.instance)) == (
+        State.DELETING,
+        [(1, host(1))],
+        None,
+    )
+    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=left.instance).instance
+    assert (over.state, isinstance(question_of(over), Release)) == (State.RELEASING, True)
+
+
 def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_that_has_released() -> None:
     over = replace(in_doubt(), state=State.FAILED, attempt=2, newest=3, requested_at=0.0)
     late = requested(SET_BACK_AT + 100.0)
