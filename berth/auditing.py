@@ -20,6 +20,8 @@ _HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND a
 _OPEN_REQUESTS = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
 """
+# Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
+_IN_DOUBT = "SELECT instance_uuid::text FROM build_requests WHERE claim_in_doubt AND state <> 'deleted'"
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
@@ -59,9 +61,12 @@ async def read_facts(site: Site) -> AuditFacts:
             held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
+            in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT)}
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler)
-        return AuditFacts(facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones)
+        return AuditFacts(
+            facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+        )
     finally:
         await scheduler.close()
         await book.close()

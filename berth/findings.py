@@ -32,6 +32,7 @@ class FindingKind(StrEnum):
     """The finding in words."""
 
     ORPHANED = "orphaned"  # an allocation without an instance
+    IN_DOUBT = "in_doubt"  # an allocation that the request on record for its instance is not known to have made
     MISSING = "missing"  # an active instance without an allocation on its host
     DOUBLED = "doubled"  # an instance in two cells, on two hosts, or with an allocation on another host than its own
     OVER_CAPACITY = "over_capacity"
@@ -48,6 +49,8 @@ REPAIRABLE = frozenset({Kind.ORPHANED, Kind.MISSING, Kind.DOUBLED, Kind.MISCOUNT
 _BY_AUDIT = "berth placement audit --repair"
 _PROPOSED: Mapping[FindingKind, str] = {
     Kind.ORPHANED: f"release it: {_BY_AUDIT}",
+    Kind.IN_DOUBT: "look whether it runs: berth show, berth quarantine list; then decide: berth delete has its cell"
+    " destroy it and release this",
     Kind.MISSING: f"claim it again where there is room: {_BY_AUDIT}",
     Kind.DOUBLED: f"release allocations that are not on its own host: {_BY_AUDIT}",
     Kind.OVER_CAPACITY: "move instances away: berth migrate, berth drain",
@@ -85,6 +88,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
     instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
+    in_doubt: instances whose request ended without knowing whose their allocation is.
     """
 
     facts: Facts
@@ -92,6 +96,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     busy: AbstractSet[str]
     migrations: Mapping[str, str]
     zones: Mapping[str, tuple[str, str]] = {}
+    in_doubt: AbstractSet[str] = frozenset()
 
 
 class Confirmed:
@@ -178,6 +183,10 @@ def _holdings(
         if owner in unsettled or consumer not in audited.held_by_bus:
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
+        if consumer in audited.in_doubt:  # until: workers
+            reason = f"claim.in_doubt: its request has ended, and may not be the one that claimed, on {providers}"
+            yield _finding(Kind.IN_DOUBT, consumer, reason)
+            continue
         what = "of a move that is over" if consumer in audited.migrations else "of no instance"
         orphaned = _finding(Kind.ORPHANED, consumer, f"an allocation {what}, on {providers}")
         yield replace(orphaned, proof=_proof_of_end(facts, consumer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -11,14 +11,14 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildState, DeleteRequest
+from bus.contracts.build import BuildState, DeleteRequest, member_uuids
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import is_unused
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.deletes import (
     DeletePlan,
     PendingDelete,
@@ -63,7 +63,8 @@ class Cancellations:
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
             return plan.outcomes, plan.accepted
-        kept = await self._release([_look_up(one.request) for one in plan.unbuilt])
+        looks = [_look_up(one.request.instance_uuid, one.request.project_id) for one in plan.unbuilt]
+        kept = await self._release(looks)
         of_unbuilt = await self._carry_out(plan.unbuilt, kept)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
@@ -132,9 +133,42 @@ class Cancellations:
         metrics.count_ended(end.update.build for end in ended)
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
+    async def doubt(self, instances: Iterable[str]) -> None:
+        """Put on record that what these hold may be an earlier request's: their next delivery could not know it.
+
+        until: workers.
+        """
+        doubted = sorted(instances)
+        if not doubted:
+            return
+        author = self._author()
+        async with self._store.unit() as unit:
+            builds = await unit.lock(doubted)
+            updates = [
+                BuildUpdate(build=replace(one, claim_in_doubt=True))
+                for one in builds.values()
+                if one.awaits_decision and not one.claim_in_doubt
+            ]
+            await unit.update(updates, author.at)
+
+    async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
+        """The requests of these of which an instance holds what they may have claimed. Nothing is released. Raises
+        Transient when placement does not answer.
+        """
+        looks = [(one, uuid) for one in builds for uuid in member_uuids(one.request)]
+        releases = [_look_up(uuid, one.request.project_id) for one, uuid in looks]
+        found: set[str] = set()
+        for (one, _), answer in zip(looks, await self._claims.release(releases) if releases else (), strict=True):
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            within_s = one.claimed_within_s
+            if answer.outcome == "older" and (within_s is None or answer.age_s < within_s):
+                found.add(one.instance_uuid)
+        return found
+
     async def release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
         """Release the claims that earlier runs of builds that have ended may hold, and fence those that they may still
-        make. Returns and raises as `_release`.
+        make. Where it is in doubt whose they are, they are kept. Returns and raises as `_release`.
         """
         return await self._release(
             [
@@ -142,7 +176,7 @@ class Cancellations:
                     consumer=pending.instance_uuid,
                     attempt=FIRST_ATTEMPT,
                     project_id=pending.request.project_id,
-                    claimed_within_s=pending.claimed_within_s,
+                    claimed_within_s=0.0 if pending.in_doubt else pending.claimed_within_s,
                 )
                 for pending in builds
             ]
@@ -170,8 +204,8 @@ class Cancellations:
         return Author(self._who, self._clock.time())
 
 
-def _look_up(request: DeleteRequest) -> Release:
+def _look_up(instance: str, project: str) -> Release:
     """A release of what is younger than zero seconds: nothing is, and what the instance holds is named. It fences
     nothing.
     """
-    return Release(consumer=request.instance_uuid, project_id=request.project_id, claimed_within_s=0.0)
+    return Release(consumer=instance, project_id=project, claimed_within_s=0.0)

@@ -17,9 +17,10 @@ import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome
+from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import DeleteRequest
 from bus.contracts.stages import Stamps
@@ -32,7 +33,15 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import Admission, admit, first_of_each, is_clash_of_first
 from scheduler_worker.domain.builds import Author, BuildStatus
 from scheduler_worker.domain.decision_messages import messages_of, to_clients
-from scheduler_worker.domain.decisions import Circumstances, Conclusion, by_request, conclude_all, prepare, with_stages
+from scheduler_worker.domain.decisions import (
+    Circumstances,
+    Conclusion,
+    by_request,
+    conclude_all,
+    is_in_doubt,
+    prepare,
+    with_stages,
+)
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.pending import PendingBuild, accepted, as_copy, first_event, new_build, stamps_of
@@ -79,7 +88,11 @@ class RequestRecorder:
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
         await self._cancellations.release(
-            [pending for pending, one in zip(builds, admissions, strict=True) if one.release]
+            [
+                replace(pending, in_doubt=one.in_doubt)
+                for pending, one in zip(builds, admissions, strict=True)
+                if one.release
+            ]
         )
         return admissions
 
@@ -178,6 +191,8 @@ class SchedulingEngine:
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
                 pending = as_copy(taken, admission.recorded_at)
+                if not admission.in_doubt:
+                    pending = replace(pending, in_doubt=False)
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif admission.cancelled or pending.instance_uuid in deleted:
@@ -197,6 +212,10 @@ class SchedulingEngine:
             return ()
         async with self._store.unit() as unit:
             return await unit.read(instances)
+
+    async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
+        """The requests of these that may have claimed, for a member at least, though they are not on record."""
+        return await self._cancellations.may_have_claimed(builds)
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
         """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""
@@ -246,6 +265,7 @@ class SchedulingEngine:
                     placing.append((pending, prepared))
                 else:
                     concluded.append((pending, prepared))
+        unlooked = {pending.instance_uuid for pending, end in concluded if isinstance(end, Retry) and pending.in_doubt}
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         unavailable: PlacementUnavailable | None = None
@@ -253,6 +273,9 @@ class SchedulingEngine:
             of_placed, missing = conclude_all(requests, self._circumstances())
             concluded += of_placed
             unavailable = missing or unavailable
+        decided = {pending.instance_uuid for pending, end in concluded if isinstance(end, DecidedBuild)}
+        doubted = {one.pending.instance_uuid for one in placed if is_in_doubt(one.pending, one.result)}
+        await self._cancellations.doubt(unlooked | doubted - decided)
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
         outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
         if unavailable is not None:
@@ -305,14 +328,20 @@ class SchedulingEngine:
         # A failed build is dispatched by no scheduler; the release also fences a claim that is still in flight.
         await self._cancellations.release(
             [
-                one.pending
+                replace(one.pending, in_doubt=one.in_doubt)
                 for one in failed
                 if one.pending.instance_uuid in written
                 and one.may_hold_claim
                 and one.decision.build.code != CONSUMER_CHANGED
             ]
         )
-        await self._cancellations.cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
+        await self._cancellations.cancel(
+            [
+                replace(one.pending, in_doubt=one.in_doubt)
+                for one in scheduled
+                if one.pending.instance_uuid not in written
+            ]
+        )
 
     def _circumstances(self) -> Circumstances:
         now_s = self._clock.monotonic()

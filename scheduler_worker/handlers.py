@@ -90,6 +90,8 @@ class RequestHandler:
         Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end. One
         with a deadline that expired at the broker was left by its requester, who knows that it may be carried out: it
         has no event. A build goes on if it was begun: what is on record was published by its project. So does a move.
+        And so does an expired build without a record that may have claimed: its record is lost, and where that claim is
+        it is built, or runs already.
         """
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         expired = [one.code == EXPIRED for one in why]
@@ -97,11 +99,16 @@ class RequestHandler:
         # The clock of a client does not bound how long ago a request may have claimed that has surely been delivered.
         again = [structs.replace(one, redelivered=not expired[position]) for position, one in enumerate(batch)]
         builds = [structs.replace(one, redelivered=True) for one in await self._builds(again, self._clock.time())]
-        begun = await self._engine.on_record([one.instance_uuid for one in builds if one.position in left])
-        going_on = [
-            structs.replace(one, given_up=None) for one in builds if one.position in left and one.instance_uuid in begun
-        ]
-        ended = [structs.replace(one, given_up=why[one.position]) for one in builds if one.position not in left]
+        unfinished = [one for one in builds if expired[one.position]]
+        known = await self._engine.on_record([one.instance_uuid for one in unfinished])
+        lost = await self._engine.may_have_claimed([one for one in unfinished if one.instance_uuid not in known])
+        begun = {
+            one.position
+            for one in unfinished
+            if one.instance_uuid in lost or (one.position in left and one.instance_uuid in known)
+        }
+        going_on = [structs.replace(one, given_up=None) for one in builds if one.position in begun]
+        ended = [structs.replace(one, given_up=why[one.position]) for one in builds if one.position not in begun | left]
         deletes = [
             (received.message, why[position])
             for position, received in enumerate(batch)

@@ -49,8 +49,9 @@ def audit(
 ) -> None:
     """Find allocations, records and machines that disagree.
 
-    Orphaned, missing and doubled allocations, machines without instance, instances without machine, capacity exceeded,
-    usage miscounted, hosts outside the zone that a request names; each with its reason and the repair that is proposed.
+    Orphaned, missing and doubled allocations, claims in doubt, machines without instance, instances without machine,
+    capacity exceeded, usage miscounted, hosts outside the zone that a request names; each with its reason and the
+    repair that is proposed.
 
     Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is `repair`:

@@ -342,13 +342,15 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
     """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
     (it is of an earlier request, by `claimed_within_s`, and is kept). hosts: with `older`, the roots that it is
-    on; cell: their cell (None: no cell has reported them).
+    on; cell: their cell (None: no cell has reported them); age_s: for how long its consumer has been on record, in
+    seconds by placement's clock.
     """
 
     outcome: str
     sequence: int = 0
     hosts: tuple[Uuid, ...] = ()
     cell: Word | None = None
+    age_s: float = 0.0
 
 
 class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):

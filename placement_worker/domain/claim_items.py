@@ -169,7 +169,9 @@ def reply(
         )
     if isinstance(item, Release):
         cell = _cell_of(verdict.hosts, cells or {})
-        return ReleaseResult(outcome=verdict.outcome, sequence=number, hosts=verdict.hosts, cell=cell)
+        return ReleaseResult(
+            outcome=verdict.outcome, sequence=number, hosts=verdict.hosts, cell=cell, age_s=verdict.age_s
+        )
     if isinstance(item, Revert):
         return RevertResult(
             outcome=verdict.outcome,

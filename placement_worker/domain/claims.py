@@ -423,7 +423,7 @@ def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdic
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
     if within_s is not None and (is_later or max(age_s, 0.0) >= within_s):
         roots = sorted({ledger.providers[uuid].root for uuid in known.holding if uuid in ledger.providers})
-        return ClaimVerdict(outcome="older", consumer_generation=known.generation, hosts=tuple(roots))
+        return ClaimVerdict(outcome="older", consumer_generation=known.generation, hosts=tuple(roots), age_s=age_s)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))

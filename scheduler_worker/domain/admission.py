@@ -23,8 +23,9 @@ class Admission(Struct, frozen=True, kw_only=True):
 
     label: for the metrics. surely_unclaimed: this delivery put it on record and no earlier one can have claimed.
     cancelled: a delete came before the decision. release: an earlier run may hold a claim that no cell will use.
-    recorded_at: when an earlier copy came on record. event: published to the project, because no other event of this
-    request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
+    recorded_at: when an earlier copy came on record. in_doubt: as in PendingBuild. event: published to the project,
+    because no other event of this request will follow. withdrawn: a delete has ended it, or will: its gang does not
+    wait for it.
     """
 
     outcome: Outcome | None = None
@@ -35,6 +36,7 @@ class Admission(Struct, frozen=True, kw_only=True):
     event: BuildEvent | None = None
     withdrawn: bool = False
     recorded_at: float | None = None
+    in_doubt: bool = True
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -106,7 +108,8 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None, *, may_have_ru
         reason = "the same request is being recorded by another scheduler"
         return Admission(outcome=Retry("request.concurrent", reason))
     if known.code == UNKNOWN and known.project_id == pending.request.project_id:
-        # Its delete came first, and its client was answered "no such instance", which stays true.
+        # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
+        # has nevertheless is of a record that is lost, and its machine may run.
         return Admission(outcome=accepted(pending.instance_uuid), label="deleted", release=may_have_run, withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
@@ -115,12 +118,21 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None, *, may_have_ru
     if known.state is not BuildState.ACCEPTED or refusal is not None:
         # The scheduler that wrote this record may have died before it could release the claim. Then its message comes
         # again; a copy that its client has sent finds no claim but that of an earlier request.
-        release = may_have_run and is_unused(known)
+        release = may_have_run and is_unused(known) and not known.claim_in_doubt
         withdrawn = known.delete_requested or known.state is BuildState.DELETED
         return Admission(
-            outcome=accepted(pending.instance_uuid), label="repeated", release=release, withdrawn=withdrawn
+            outcome=accepted(pending.instance_uuid),
+            label="repeated",
+            release=release,
+            withdrawn=withdrawn,
+            in_doubt=False,
         )
-    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested, recorded_at=known.recorded_at)
+    return Admission(
+        cancelled=known.delete_requested,
+        withdrawn=known.delete_requested,
+        recorded_at=known.recorded_at,
+        in_doubt=known.claim_in_doubt,
+    )
 
 
 def admit_without_first(pending: PendingBuild) -> Admission:

@@ -47,7 +47,8 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
     terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
-    has not decided yet. history: the attempts that its cell has reported.
+    has not decided yet. history: the attempts that its cell has reported. claim_in_doubt: it ended, or waits, without
+    a claim that is known to be its own: what its instance holds may be an earlier request's, and is kept.
     """
 
     instance_uuid: str
@@ -61,6 +62,7 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
     delete_requested: bool = False
+    claim_in_doubt: bool = False  # until: workers (a claim that names its run needs no doubt)
 
     @property
     def awaits_decision(self) -> bool:
@@ -70,7 +72,7 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
 
 class BuildStatus(Struct, frozen=True, kw_only=True):
     """The record of a request that came again. cell: where it was dispatched to, together with its claim. recorded_at:
-    when the first copy came on record (seconds since the epoch; None: not known).
+    when the first copy came on record (seconds since the epoch; None: not known). claim_in_doubt: as in RecordedBuild.
     """
 
     state: BuildState
@@ -80,6 +82,7 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
     cell: str | None = None
     code: str = ""
     recorded_at: float | None = None
+    claim_in_doubt: bool = False
 
 
 class Gang(Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementUnavailable,
+    found_claim,
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -76,7 +77,7 @@ def prepare(
     author = circumstances.author
     if pending.given_up is not None:  # an earlier delivery may have claimed for it before its process ended
         failed = given_up(pending.request, pending.given_up, author)
-        return DecidedBuild(pending=pending, decision=failed, may_hold_claim=True)
+        return _without_look(pending, failed, may_hold_claim=True)
     spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
     if isinstance(spec, RequestSpec):
         return PlacementRequest(
@@ -86,7 +87,21 @@ def prepare(
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
     failed = unsatisfiable(pending.request, spec, hosts, author)
-    return DecidedBuild(pending=pending, decision=failed, may_hold_claim=not surely_unclaimed)
+    return _without_look(pending, failed, may_hold_claim=not surely_unclaimed)
+
+
+def _without_look(pending: PendingBuild, failed: BuildDecision, *, may_hold_claim: bool) -> DecidedBuild:
+    """A failure that was decided without a look at what the instance holds."""
+    return DecidedBuild(
+        pending=pending,
+        decision=_in_doubt(failed) if pending.in_doubt else failed,
+        may_hold_claim=may_hold_claim,
+        in_doubt=pending.in_doubt,
+    )
+
+
+def _in_doubt(failed: BuildDecision) -> BuildDecision:
+    return replace(failed, build=replace(failed.build, claim_in_doubt=True))
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -128,7 +143,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     for one in members:
         result = one.result
         if gang is not None and is_short and isinstance(result, HostClaimed) and not result.held_by_cell:
-            result = GangIncomplete(gang, started, result.claims, result.lost)
+            result = GangIncomplete(gang, started, result.claims, result.lost, claimed=result)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded
 
@@ -142,15 +157,32 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
 
 
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
-    """The decision to write of a placement's result."""
-    request = placed.request
+    """The decision to write of a placement's result. A failure that leaves a claim in doubt is recorded as one: the next
+    delivery could not know it.
+    """
+    request, nearest = placed.request, circumstances.nearest
+    decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)
     is_held = isinstance(result, NoValidHost | GangIncomplete) and result.is_held
+    claimed = result if isinstance(result, HostClaimed) else None
+    in_doubt = is_in_doubt(placed.pending, result)
     return DecidedBuild(
         pending=placed.pending,
-        decision=decision(request.request, request.spec, result, circumstances.author, nearest=circumstances.nearest),
-        claimed=result if isinstance(result, HostClaimed) else None,
+        decision=_in_doubt(decided) if in_doubt and claimed is None else decided,
+        claimed=claimed,
         may_hold_claim=not is_held and (not request.surely_unclaimed or may_hold_claim(result)),
+        in_doubt=in_doubt,
     )
+
+
+def is_in_doubt(pending: PendingBuild, result: PlacementResult) -> bool:
+    """Whether placement has shown an allocation of the instance that is not known to be this request's.
+
+    An earlier request may have made it, whose record is lost while its instance runs. It is never released for this
+    request: `berth audit` names it.
+    """
+    if isinstance(result, NoValidHost | GangIncomplete) and result.is_held:
+        return True
+    return pending.in_doubt and found_claim(result) is True  # until: workers
 
 
 def decision(

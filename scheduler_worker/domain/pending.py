@@ -60,7 +60,9 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     earlier delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its
     retries are exhausted, or are about to be; None: they are not. refusal: why it is refused at once, if it is new.
     claimed_within_s: for how long a run of this request can have held a claim, in seconds (None: not known). An older
-    allocation of its instance is of an earlier request, whose record may be lost while the instance runs.
+    allocation of its instance is of an earlier request, whose record may be lost while the instance runs. in_doubt:
+    that is not known of any allocation that its instance had before this run, however young: this delivery has put the
+    request on record, or its record was marked so.
     """
 
     position: int
@@ -74,6 +76,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     gang: Gang | None = None
     claimed_within_s: float | None = None
+    in_doubt: bool = True  # until: workers
 
     @property
     def is_later_member(self) -> bool:

@@ -11,13 +11,14 @@ from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, Pla
 
 class DecidedBuild(Struct, frozen=True, kw_only=True):
     """A decision to write: scheduled or failed. may_hold_claim: a claim of it may stand or be in flight;
-    only read when it has failed.
+    only read when it has failed. in_doubt: as in PendingBuild, by now.
     """
 
     pending: PendingBuild
     decision: BuildDecision
     claimed: HostClaimed | None = None
     may_hold_claim: bool = False
+    in_doubt: bool = False
 
 
 class PlacedBuild(Struct, frozen=True):

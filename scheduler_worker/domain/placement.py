@@ -50,6 +50,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
 
     passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
     weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
+    is_found: it was held before it was claimed in this run.
     """
 
     cell: str
@@ -63,6 +64,7 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     lost: tuple[ClaimLoss, ...] = ()
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
+    is_found: bool = False
 
     @property
     def held_by_cell(self) -> bool:
@@ -86,15 +88,19 @@ class ClaimsContended(Struct, frozen=True):
 
 
 class ClaimStranded(Struct, frozen=True):
-    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more."""
+    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more.
+
+    is_found: as in HostClaimed.
+    """
 
     reason: str
     lost: tuple[ClaimLoss, ...] = ()
+    is_found: bool = False
 
 
 class GangIncomplete(Struct, frozen=True):
     """The build had a host, but fewer members of its gang had one than must start together. claims: submitted for it
-    until then. is_held: as in NoValidHost.
+    until then. is_held: as in NoValidHost. claimed: the claim that it had.
     """
 
     gang: Gang
@@ -102,6 +108,7 @@ class GangIncomplete(Struct, frozen=True):
     claims: int
     lost: tuple[ClaimLoss, ...] = ()
     is_held: bool = False
+    claimed: HostClaimed | None = None
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
@@ -164,6 +171,13 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     def has_claim_to_submit(self) -> bool:
         """Whether this round sends a claim to placement."""
         return self.choice is not None or self.probe is not None
+
+
+def found_claim(result: PlacementResult) -> bool | None:
+    """Whether the claim of a result was held before this run claimed it; None: it has no claim."""
+    if isinstance(result, GangIncomplete):
+        return None if result.claimed is None else result.claimed.is_found
+    return result.is_found if isinstance(result, HostClaimed | ClaimStranded) else None
 
 
 def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:

@@ -95,6 +95,14 @@ def held_by_cell(answer: ClaimResult) -> bool:
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
 
 
+def was_held(answer: ClaimResult) -> bool:
+    """Whether the claim changed nothing: its consumer held this already.
+
+    A claim that was taken now names the outcomes of its options.
+    """
+    return answer.outcome is not ClaimOutcome.CLAIMED or not answer.outcomes
+
+
 def is_held_by_another(answer: ClaimResult) -> bool:
     """Whether another client of placement's API holds something under this uuid, which is never released for it."""
     return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.consumer_generation is not None
@@ -229,7 +237,7 @@ def _recover(
     main = _recovered_selection(state, answer, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
-        return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
+        return PlacementStep(replace(state, result=ClaimStranded(reason, is_found=was_held(answer))), drop)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
     alternates = alternates[: state.max_alternates]
@@ -252,7 +260,8 @@ def _host_claimed(
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
     if cell is None:
-        return ClaimStranded("no compute service announces the claimed host any more")
+        reason = "no compute service announces the claimed host any more"
+        return ClaimStranded(reason, is_found=was_held(answer))
     selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
     return HostClaimed(
         cell=cell,
@@ -264,6 +273,7 @@ def _host_claimed(
         decided_at=state.decided_at,
         claimed_at=now,
         attempt=answer.attempt or FIRST_ATTEMPT,
+        is_found=was_held(answer),
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections

@@ -72,6 +72,7 @@ class MemoryBuildUnit:
                 cell=build.cell,
                 code=build.code,
                 recorded_at=table.records[uuid].created_at,
+                claim_in_doubt=build.claim_in_doubt,
             )
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None

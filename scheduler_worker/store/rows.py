@@ -39,10 +39,11 @@ RETURNING instance_uuid
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,
-    reason = n.reason, funnel = n.funnel, timeline = build_requests.timeline || n.timeline, updated_at = t.now
+    reason = n.reason, claim_in_doubt = n.claim_in_doubt, funnel = n.funnel,
+    timeline = build_requests.timeline || n.timeline, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[],
-            {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, cell, host, code, reason, funnel, timeline),
+            {}::boolean[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, terminal, cell, host, code, reason, claim_in_doubt, funnel, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
   AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
@@ -62,16 +63,18 @@ MAX_SEARCHED = 100_000
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
-BUILD = "instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested"
+BUILD = """instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested,
+       claim_in_doubt"""
 
 UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, terminal = n.terminal, delete_requested = n.delete_requested,
-    cell = n.cell, host = n.host, code = n.code, reason = n.reason, history = n.history,
-    timeline = build_requests.timeline || n.timeline, updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::boolean[], {}::text[], {}::text[], {}::text[],
-            {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, delete_requested, cell, host, code, reason, history, timeline),
+    claim_in_doubt = n.claim_in_doubt, cell = n.cell, host = n.host, code = n.code, reason = n.reason,
+    history = n.history, timeline = build_requests.timeline || n.timeline, updated_at = t.now
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::boolean[], {}::boolean[], {}::text[], {}::text[],
+            {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, terminal, delete_requested, claim_in_doubt, cell, host, code, reason, history,
+       timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
@@ -147,6 +150,7 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         build.host and clean(build.host),
         clean(build.code),
         clean(build.reason),
+        build.claim_in_doubt,
         _encode(decision.funnel).decode(),
         timeline_text(decision.timeline),
     )
@@ -164,6 +168,7 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.sequence,
         build.terminal,
         build.delete_requested,
+        build.claim_in_doubt,
         build.cell,
         build.host and clean(build.host),
         clean(build.code),
@@ -192,6 +197,7 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         reason=row["reason"],
         history=_histories.decode(row["history"]),
         delete_requested=row["delete_requested"],
+        claim_in_doubt=row["claim_in_doubt"],
     )
 
 

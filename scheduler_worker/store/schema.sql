@@ -5,6 +5,7 @@
 
 -- request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision can be run
 -- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
+-- claim_in_doubt: what the instance holds may be an earlier request's, and is kept.
 -- created_at, updated_at: seconds since the epoch. gang: the request that several were made by, gang_min: how many of them
 -- start together at least.
 -- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
@@ -20,6 +21,7 @@ CREATE TABLE build_requests (
     sequence bigint NOT NULL,
     terminal boolean NOT NULL,
     delete_requested boolean NOT NULL DEFAULT false,
+    claim_in_doubt boolean NOT NULL DEFAULT false,
     cell text,
     host text,
     code text NOT NULL DEFAULT '',

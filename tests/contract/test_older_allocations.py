@@ -28,6 +28,7 @@ async def test_an_allocation_is_released_unless_it_is_older(store: PlacementStor
         assert isinstance(reply, ReleaseResult)
         assert reply.outcome == outcome
         assert reply.hosts == ((HOSTS[0],) if is_kept else ())
+        assert 0.0 <= reply.age_s < HOUR_S
         assert await used(store) == (at(0, 4) if is_kept else {})
         outcome = "older" if is_kept else "absent"
     (again,) = await claimed(store, build(0, 0))

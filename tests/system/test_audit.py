@@ -178,6 +178,27 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
     await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
 
 
+async def test_a_claim_in_doubt_is_named_and_not_released_until_its_request_is_deleted(watched: Watched) -> None:
+    """Its request has ended without a look at what its instance holds, which an earlier request may have claimed."""
+    home, uuid = watched.hosts[0], new_uuid(RNG)
+    option = ClaimOption(allocations={home: {"VCPU": 1}}, host=home)
+    claim = Claim(consumer=uuid, options=(option,), project_id="p")
+    answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
+    assert answer.outcome is ClaimOutcome.CLAIMED
+    await watched.client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="p", host="no.such")])
+    assert await watched.client.wait(WAIT_S)
+    await watched.until(("in_doubt", uuid))
+    found = watched.found["in_doubt", uuid]
+    assert found.reason.startswith("claim.in_doubt: ") and "berth delete" in found.repair and not found.proof
+    done = await audited(watched.place, repair=True, grace_s=0.0)
+    assert (done["orphaned"], done["repaired"]) == ([], [])
+    query = BuildQuery(instance_uuid=uuid)
+    await watched.client.delete((await watched.client.query(query, timeout_s=WAIT_S)).builds)
+    assert await watched.client.wait(WAIT_S)
+    await watched.until(("in_doubt", uuid), gone=True)
+    assert ("orphaned", uuid) not in watched.found
+
+
 async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_other(watched: Watched) -> None:
     """A consumer that no record knows has no proof: it is proposed. The log of changes has the repair and its proof."""
     build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")

@@ -30,7 +30,7 @@ def look(**more: Any) -> AuditFacts:
     """One instance that is as it should be, and what differs."""
     held_by_bus = more.pop("held_by_bus", {A, B, MOVE})
     busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
-    zones = more.pop("zones", {})
+    zones, in_doubt = more.pop("zones", {}), more.pop("in_doubt", frozenset())
     facts: dict[str, Any] = {
         "inventories": (),
         "allocations": HELD,
@@ -43,7 +43,9 @@ def look(**more: Any) -> AuditFacts:
         "down": (),
     }
     gathered = Facts(**{**facts, **more})
-    return AuditFacts(facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones)
+    return AuditFacts(
+        facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+    )
 
 
 FULL = InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
@@ -64,6 +66,9 @@ CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
     ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
     ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "held_by_bus": {A}}, []),
     ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "busy": {B}}, []),
+    ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "in_doubt": {A, B}}, [(K.IN_DOUBT, B)]),
+    ({"allocations": {**HELD, B: {HOST: {"VCPU": 1}}}, "in_doubt": {B}, "busy": {B}}, []),
+    ({"in_doubt": {A, B}}, []),
     # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
     ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}}, [(K.ORPHANED, MOVE)]),
     ({"allocations": {**HELD, MOVE: {OTHER: {"VCPU": 1}}}, "migrations": {MOVE: A}, "busy": {A}}, []),

@@ -1,0 +1,130 @@
+"""A claim that is not known to be a request's own is never released with it, however young; `berth audit` names it.
+
+An instance runs, and its record is lost; its client publishes the request again a moment later.
+"""
+
+from __future__ import annotations
+
+import asyncpg
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest, member_uuids
+from bus.contracts.placement import Release, ReleaseResult
+from scheduler_worker.domain import decisions
+from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from tests.integration.scheduler.test_forgotten_claims import forget, running, unannounce
+from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
+from tests.integration.scheduler.world import PATIENCE_S, World
+
+pytestmark = pytest.mark.postgres
+
+
+async def in_doubt(world: World) -> set[str]:
+    """The instances whose claims are kept in doubt, by the record of the schedulers."""
+    connection = await asyncpg.connect(world.url)
+    rows = await connection.fetch("SELECT instance_uuid::text FROM scheduler.build_requests WHERE claim_in_doubt")
+    await connection.close()
+    return {row[0] for row in rows}
+
+
+async def until_acknowledged(world: World) -> None:
+    queue = world.brokers[API].queue("scheduler.requests")
+    await world.eventually(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
+
+
+@pytest.mark.parametrize("retries", [1, 0], ids=["tried again", "at once"])
+async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
+    world: World, monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    """Also when it is tried again: the next delivery finds the record, and cannot know of what time it is."""
+    monkeypatch.setattr(decisions, "RETRIES", retries)
+    request, host = await running(world, aged=False)
+    await unannounce(world, host)
+    await world.ask(request)
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
+    await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    assert host in await world.used(), "the machine runs without its allocation"
+    assert await in_doubt(world) == {request.instance_uuid}
+    await world.delete(request)
+    ((cell, delete),) = await world.until(lambda: world.deletes)
+    assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
+
+
+async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host is not known any more, and its scheduler dies before the acknowledgement."""
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    request = world.request(host="c1-0")
+    await world.active(request)
+    await forget(world, request.instance_uuid, aged=False)
+    await unannounce(world, host)
+    ended = Gate(monkeypatch, SchedulingEngine, "_follow_up")
+    await world.ask(request)
+    await ended.wait()
+    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    await world.kill("s2")
+    await world.scheduler("s3", CONFIG)
+    await until_acknowledged(world)
+    assert host in await world.used()
+
+
+async def test_a_delete_in_the_batch_of_its_request_reaches_the_cell_of_a_young_claim(world: World) -> None:
+    """It was answered as deleted, and the instance ran on without its allocation."""
+    request, host = await running(world, aged=False)
+    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
+    await world.ask(request, delete)  # one batch
+    ((cell, command),) = await world.until(lambda: world.deletes)
+    assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
+    assert set(await world.used()) == {host}
+
+
+async def test_a_request_that_expires_goes_to_the_cell_of_a_young_claim(world: World) -> None:
+    """No scheduler was there to take it. It was released as its own."""
+    request, host = await running(world, aged=False)
+    await world.expires(request, sent_at=world.clock.time())
+    ((cell, build),) = await world.until(lambda: world.builds)
+    assert (cell, build.spec.instance_uuid, build.selections[0].host_uuid) == ("c1", request.instance_uuid, host)
+    assert set(await world.used()) == {host}
+
+
+async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client was answered that there is no such instance; a scheduler dies before it has looked at the record."""
+    request, host = await running(world, aged=False)
+    await world.delete(request)
+    await world.ended(request.instance_uuid, BuildState.REFUSED)
+    recording = Gate(monkeypatch, RequestRecorder, "record")
+    await world.ask(request)
+    await recording.wait()
+    await world.kill("s1")
+    await world.scheduler("s2", CONFIG)
+    await until_acknowledged(world)
+    assert host in await world.used()
+
+
+async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One member had failed before the record was lost; its host is taken."""
+    monkeypatch.setattr(decisions, "RETRIES", 0)
+    await world.scheduler("s1", CONFIG)
+    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
+    request = world.request(count=2)
+    first, second = member_uuids(request)
+    await world.ask(request)
+    await world.ended(first, BuildState.SCHEDULED)
+    name = (await world.ended(second, BuildState.SCHEDULED)).host
+    await world.buses[API].request(Release(consumer=second), ReleaseResult, timeout_s=PATIENCE_S)
+    await fill(world, hosts[0] if name == "c1-0" else hosts[1])
+    await forget(world, first, aged=False)
+    connection = await asyncpg.connect(world.url)
+    await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
+    await connection.close()
+    await world.ask(request)
+    await world.ended(first)
+    await world.ended(second)
+    assert set(await world.used()) == set(hosts)

@@ -1,0 +1,44 @@
+"""A redelivery releases nothing that the first run kept because it was an earlier request's."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from scheduler_worker.engine import SchedulingEngine
+from tests.integration.scheduler.test_forgotten_claims import running
+from tests.integration.scheduler.test_twins import CONFIG, Gate
+from tests.integration.scheduler.world import World
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.mark.parametrize("aged", [True, False], ids=["claimed a minute before", "claimed a moment before"])
+async def test_a_redelivered_request_that_sent_no_claim_releases_none_however_young_it_is(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, aged: bool
+) -> None:
+    """As test_a_request_that_has_sent_no_claim_releases_none_however_young_it_is, and its scheduler dies before the
+    acknowledgement.
+    """
+    request, host = await running(world, aged=aged)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", CONFIG)
+    book = world.replicas["s2"]
+    await world.eventually(lambda: book.row_of(host) is not None)
+    ended = Gate(monkeypatch, SchedulingEngine, "_follow_up")
+    await world.ask(request)
+    await ended.wait()  # the failure is on record, and the message is not acknowledged
+    event = await world.ended(request.instance_uuid)
+    assert host in await world.used()
+    await world.kill("s2")
+    queue = world.brokers["api"].queue("scheduler.requests")
+    await world.eventually(lambda: len(queue) == 1)
+    await world.scheduler("s3", CONFIG)
+    await world.eventually(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
+    await asyncio.sleep(0.2)
+    used = await world.used()
+    assert (event.code, host in used) == ("no_valid_host", True), (
+        f"first run: {event.code}; after the redelivery the host of the running instance has {used.get(host)}"
+    )
