@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from berth.sim.plan import Action
 from berth.sim.widening import Widening
 from berth.sim.world import World
 from bus.contracts.build import BuildState
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
 from scheduler_worker.domain.decisions import INCOMPLETE, NO_HOST
 from scheduler_worker.domain.deletes import STRANDED
 
@@ -28,3 +30,26 @@ def standing(world: World, build: RecordedBuild) -> str:
         )
     )
     return (BuildState.ACTIVE if is_kept else build.state).value
+
+
+def forgotten_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
+    """A build, or a delete, of which a restored database knows an old truth may have a second end, and has one.
+
+    Not one that no scheduler has on record, nor one that its cell cannot judge: it has no record of it, and a machine
+    of it runs, or a service that burnt down may have had one, or a host that was taken out.
+    """
+    ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
+    fleets = world.fleets.values()
+    machines = {guest.instance_uuid for fleet in fleets for _, guest in fleet.guests()}
+    for uuid in sorted({*world.taken_back, *world.listener.exempt}):
+        build = world.builds.recorded.get(uuid)
+        if build is None or build.cell is None or uuid in burnt:
+            continue
+        table = world.cells[build.cell]
+        live = [host for fleet in fleets for host, _ in fleet.records.live([uuid])]
+        if uuid not in table.instances and (uuid in machines or world.dead or not world.left.keys().isdisjoint(live)):
+            continue
+        if build.state in IN_CELL:
+            yield f"one_terminal_event: {uuid} is {build.state} at the top"
+        elif uuid not in ended:
+            yield f"one_terminal_event: {uuid} is {build.state} at the top, and clients have had no end"

@@ -10,8 +10,19 @@ from msgspec.structs import replace
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import adopt_rules, arrival_doubts, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
+from . import (
+    adopt_rules,
+    arrival_doubts,
+    delete_rules,
+    departure_rules,
+    fence_rules,
+    leave_rules,
+    query_rules,
+    repeat_rules,
+    rules,
+)
 from .events import (
+    BuildQueried,
     BuildRequested,
     ChangeEnded,
     Claimed,
@@ -36,6 +47,7 @@ from .instance import Instance, Move, State
 from .moves_table import (
     ACTIVE_AGAIN,
     AGAIN,
+    ANSWER_ACTIVE,
     ARRIVED_CELL,
     CONFIRM_RUNNING,
     DESTROY_LEFTOVER,
@@ -57,6 +69,9 @@ class IllegalStep(BrokenInvariant):
     code = "instance.illegal_step"
 
 
+ANSWER_BUILDING = Rule(query_rules.answer_building)
+ANSWER_DELETING = Rule(query_rules.answer_deleting)
+
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
@@ -64,6 +79,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: Rule(
             adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
+        BuildQueried: Rule(query_rules.end_lost, (State.GIVING_UP, State.ADOPTING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -84,6 +100,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),
+        BuildQueried: Rule(query_rules.end_deleted, (State.DELETING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DELETING, State.RELEASING)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -104,6 +121,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.BUILDING: {
         BuildRequested: IGNORE,
+        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(rules.come_up, (State.ACTIVE,)),
         SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
@@ -124,6 +142,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ADOPTING: {
         BuildRequested: Rule(repeat_rules.announce_adopted_again),
+        BuildQueried: Rule(query_rules.answer_adopted),
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(adopt_rules.note_built),
         SpawnFailed: DESTROY_LEFTOVER,
@@ -144,6 +163,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RECLAIMING: {
         BuildRequested: IGNORE,
+        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.abandon, (State.ABANDONING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -164,7 +184,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ABANDONING: {
         BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildQueried: ANSWER_DELETING,
+        DeleteRequested: ANSWER_DELETING,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,
@@ -184,6 +205,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ACTIVE: {
         BuildRequested: ACTIVE_AGAIN,
+        BuildQueried: ANSWER_ACTIVE,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -207,6 +229,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
+        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.delete_instead, (State.RELEASING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -229,6 +252,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: Rule(
             repeat_rules.restart_build, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
+        BuildQueried: Rule(query_rules.answer_failed),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -249,7 +273,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DELETING: {
         BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildQueried: ANSWER_DELETING,
+        DeleteRequested: ANSWER_DELETING,
         Spawned: Rule(delete_rules.repeat_destroy_both),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: Rule(delete_rules.destroy_both_again),
@@ -269,7 +294,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RELEASING: {
         BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildQueried: ANSWER_DELETING,
+        DeleteRequested: ANSWER_DELETING,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,
@@ -289,6 +315,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DELETED: {
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
+        BuildQueried: Rule(query_rules.answer_deleted),
         DeleteRequested: Rule(repeat_rules.announce_deleted_again),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,

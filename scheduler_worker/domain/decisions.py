@@ -157,8 +157,8 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
 
 
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
-    """The decision to write of a placement's result. A failure that leaves a claim in doubt is recorded as one: the next
-    delivery could not know it.
+    """The decision to write of a placement's result. A failure that leaves a claim in doubt is recorded as one: the
+    next delivery could not know it.
     """
     request, nearest = placed.request, circumstances.nearest
     decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)

@@ -11,7 +11,7 @@ import pytest
 from berth.sim.run import run
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
-from scheduler_worker.unanswered import UnansweredMoves
+from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim.mutants import Mutant
 from tests.sim.test_unanswered import a_cell_forgets
 
@@ -19,10 +19,10 @@ from tests.sim.test_unanswered import a_cell_forgets
 def cells_are_not_queried() -> AbstractContextManager[Any]:
     """A scheduler waits for the end of a request however long."""
 
-    async def look(self: UnansweredMoves) -> None:
+    async def look(self: UnansweredRequests) -> None:
         return None
 
-    return patch.object(UnansweredMoves, "look", look)
+    return patch.object(UnansweredRequests, "look", look)
 
 
 def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
