@@ -79,6 +79,9 @@ class BusMarked(BusError):
 # The header that carries `Outgoing.also`, which RabbitMQ calls CC; deliveries contain it.
 CC = "CC"
 
+# The header of a delivery of which not all headers could be read.
+UNREAD = "berth-unread"
+
 
 class Outgoing(Struct, frozen=True, kw_only=True):
     """One broker message to publish. `exchange` "" is the default exchange: routing_key names a queue.

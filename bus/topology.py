@@ -20,8 +20,9 @@ from bus.contracts.catalogue import (
     QueueRow,
 )
 
-# The bound of messages in the queue of dead letters and in the queue of each delay.
+# The bounds of the queue of dead letters and of the queue of each delay: messages, and bytes of their bodies.
 MAX_PARKED = 1_000_000
+MAX_PARKED_BYTES = 256 * 2**20
 
 # The delivery limit of a queue whose messages the broker never gives up for being given back. It is stated, because
 # RabbitMQ 4 gives a message up after 20 times where none is stated; and it is not -1, which RabbitMQ 3.10 takes for a
@@ -57,7 +58,8 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
     dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
     other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
-    before the queue gives it up; None: not stated, because the queue has no consumer.
+    before the queue gives it up; None: not stated, because the queue has no consumer. former_bindings: those of an
+    older berth, to be removed.
     """
 
     name: str
@@ -72,6 +74,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     dead_exchange: str | None = None
     dead_key: str = ""
     bindings: tuple[tuple[str, str], ...] = ()
+    former_bindings: tuple[tuple[str, str], ...] = ()
 
 
 class QueueNames:
@@ -114,10 +117,14 @@ class QueueNames:
         return structs.replace(
             planned,
             name=self.queue(planned.name),
-            bindings=tuple((self.exchange(where), self.key(where, key)) for where, key in planned.bindings),
+            bindings=self._bindings(planned.bindings),
+            former_bindings=self._bindings(planned.former_bindings),
             dead_exchange=dead if dead is None else self.exchange(dead),
             dead_key=self.queue(planned.dead_key) if planned.dead_key else "",
         )
+
+    def _bindings(self, bindings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((self.exchange(where), self.key(where, key)) for where, key in bindings)
 
     def plan_exchange(self, planned: ExchangePlan) -> ExchangePlan:
         """Return a planned exchange with the broker's names."""
@@ -170,14 +177,21 @@ def shared_exchanges() -> tuple[ExchangePlan, ...]:
 
 
 def shared_queues() -> tuple[QueuePlan, ...]:
-    """Return the queues that all consumers of a bus share."""
+    """Return the queues that all consumers of a bus share.
+
+    A message that the broker gives up of a queue that `keeps_keys` is no dead letter at once: clients choose its bytes,
+    and a full queue of dead letters would hold it, and then the requests of all, in the queue of requests. The consumer
+    that announces its end parks a letter that is cut (`ClientLetters`).
+    """
     dead = QueuePlan(
         name=DEAD_LETTERS,
         durable=True,
         exclusive=False,
         max_length=MAX_PARKED,
+        max_bytes=MAX_PARKED_BYTES,
         delivery_limit=NEVER_GIVEN_UP,  # each look at the letters gives all of them back
-        bindings=((DEAD, ALL_KEYS), (GIVEN_UP, ALL_KEYS)),
+        bindings=((DEAD, ALL_KEYS),),
+        former_bindings=((GIVEN_UP, ALL_KEYS),),
     )
     delays = (
         QueuePlan(
@@ -185,6 +199,7 @@ def shared_queues() -> tuple[QueuePlan, ...]:
             durable=True,
             exclusive=False,
             max_length=MAX_PARKED,
+            max_bytes=MAX_PARKED_BYTES,
             ttl_s=delay_s,
             dead_exchange=RETURN,
             bindings=((delay_exchange(delay_s), ALL_KEYS),),

@@ -21,21 +21,19 @@ from msgspec import Struct, structs
 from bus.contracts.base import MAX_REASON, FieldName, Message, Meta, encode, tag_of
 from bus.contracts.catalogue import (
     BY_TYPE,
-    DEAD,
     FORBIDDEN,
-    GIVEN_UP,
     MESSAGES,
     QUEUES,
     REPLIES,
-    RETURN,
     may_come_under,
     routing_key,
     why_not_under,
 )
 from bus.contracts.patterns import reason_of
 from bus.json_values import NUL_REASON, has_more_values, has_nul
+from bus.key_trust import published_key
 from bus.port import Delivery, Outgoing
-from bus.topology import FOREIGN, delayed_it
+from bus.topology import FOREIGN
 
 log = structlog.get_logger(__name__)
 
@@ -46,16 +44,12 @@ CAUSE = "berth-cause"
 SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
 ATTEMPT = "berth-attempt"
 DEADLINE = "berth-deadline-ms"
-ORIGINAL_KEY = "berth-key"
 TRACEPARENT = "traceparent"
-CODE = "berth-code"  # on a dead letter: why it was given up
-BROKERS = "broker."  # how the code of a letter begins that the broker itself gave up
-# The broker's record of how a message died. It adds to one that a publisher has written, so that nothing in it could be
-# trusted (tried on 3.10: an entry for the same queue and reason keeps the publisher's exchange and routing key).
-BROKERS_OWN = frozenset({"x-death", "x-first-death-exchange", "x-first-death-queue", "x-first-death-reason"})
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
 MAX_BODY_BYTES = 16 * 2**20
+# The bytes of the body that the dead letter of a client's unreadable message keeps. An honest request is shorter.
+MAX_LETTER_BYTES = 16 * 2**10
 # The same where programs that are not berth's publish, and the values of such a body. The decoder is one call in C,
 # during which nothing else runs: 17 ms for a megabyte of these, and 126 ms for one of empty lists where a request may
 # carry any JSON. The largest request by its own bounds has 0.7 MB, and a batch of 32 with the longest lists 25,000
@@ -128,7 +122,7 @@ class Malformed(Struct, frozen=True):
     """One that could not: its bytes, a stable code, and why. The body may hold secrets; never log it.
 
     key: the routing key that it was published with, which the broker has let its publisher use. Empty: a worker or an
-    operator sent it to the queue itself.
+    operator sent it to the queue itself. size: the bytes of its body where only the first are kept; 0: all are.
     """
 
     body: bytes
@@ -137,6 +131,7 @@ class Malformed(Struct, frozen=True):
     meta: Meta
     queue: str = ""
     key: str = ""
+    size: int = 0
 
 
 class _RawItem(Struct):
@@ -232,9 +227,12 @@ class Codec:
     def read(self, delivery: Delivery, new_id: str) -> list[Read | Malformed]:
         """All messages of a delivery, in order. `new_id` stands in where a foreign client gave no message id.
 
-        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`).
+        A message under a routing key that is not its own is malformed, whatever its body is (`may_come_under`). Under a
+        key that nothing vouches for there is no message (`bus.key_trust`).
         """
-        key = published_key(delivery)
+        key = published_key(delivery, self._queue)
+        if key is None:
+            return []
         try:
             return self._read(delivery, new_id, key)
         except Exception as error:  # the input is hostile, and no error of it may end the consumer
@@ -242,21 +240,14 @@ class Codec:
             return [self._malformed(delivery.body, MALFORMED, type(error).__name__, Meta(id=new_id), key)]
 
     def _read(self, delivery: Delivery, new_id: str, key: str) -> list[Read | Malformed]:
-        # A dead letter brings the broker's record along.
-        forged = (
-            bool(key) and delivery.exchange not in (DEAD, GIVEN_UP) and not BROKERS_OWN.isdisjoint(delivery.headers)
-        )
         too_large = self._too_large(delivery.body, delivery.type, is_batch=delivery.content_type == BATCH)
-        if delivery.content_type == BATCH and not too_large and not forged:
+        if delivery.content_type == BATCH and not too_large:
             return self._read_batch(delivery, new_id, key)
         meta, problem = _meta(delivery, new_id)
-        if forged:
-            problem = "headers that begin with x-death or x-first-death are the broker's own"
         if not _may_be_answered(meta):
             return [self._unanswerable(delivery.body, meta, key)]
         if too_large:
-            kept = delivery.body if len(delivery.body) <= self._most_bytes else b""
-            return [self._malformed(kept, TOO_LARGE, too_large, meta, key)]
+            return [self._malformed(delivery.body, TOO_LARGE, too_large, meta, key)]
         if problem:
             return [self._malformed(delivery.body, INVALID, problem, meta, key)]
         return [self._read_one(delivery.body, meta, delivery.type, key)]
@@ -299,7 +290,7 @@ class Codec:
         meta, _ = _meta(delivery, new_id)
         if not _may_be_answered(meta):
             return self._unanswerable(delivery.body, meta, key)
-        return self._malformed(b"" if code == TOO_LARGE else delivery.body, code, reason, meta, key)
+        return self._malformed(delivery.body, code, reason, meta, key)
 
     def _read_item(self, item: _RawItem, new_id: str, key: str) -> Read | Malformed:
         body = bytes(item.body)
@@ -354,10 +345,12 @@ class Codec:
 
     def _unanswerable(self, body: bytes, meta: Meta, key: str) -> Malformed:
         reason = "a reply is sent to a queue that the broker has named, or whose name begins with client.reply."
-        return self._malformed(body[: self._most_bytes], REPLY_TO, reason, structs.replace(meta, reply_to=None), key)
+        return self._malformed(body, REPLY_TO, reason, structs.replace(meta, reply_to=None), key)
 
     def _malformed(self, body: bytes, code: str, reason: str, meta: Meta, key: str) -> Malformed:
-        return Malformed(body, code, reason[:MAX_REASON], meta, self._queue, key)
+        """Return a message as unreadable. Of a body beyond the bound only the first bytes are kept."""
+        kept, size = (body, 0) if len(body) <= self._most_bytes else (body[:MAX_LETTER_BYTES], len(body))
+        return Malformed(kept, code, reason[:MAX_REASON], meta, self._queue, key, size)
 
 
 # Taking the annotations of a message apart costs milliseconds, and a process has a reader for each of its queues.
@@ -455,59 +448,6 @@ def _is_within(text: str, most_bytes: int) -> bool:
 def _head(template: str) -> str:
     """The words of a key template before its first placeholder."""
     return template.partition(".{")[0]
-
-
-def published_key(delivery: Delivery) -> str:
-    """The routing key that a message was published with. Empty: it was sent to the queue itself.
-
-    Only berth's workers and operators may do that: a retry, which was read before, or a dead letter that goes back and
-    keeps in a header the key under which it came at first. On any other message that header is the sender's own.
-    """
-    if delivery.exchange == RETURN:
-        return ""
-    if delivery.exchange in (DEAD, GIVEN_UP):
-        return letters_key(delivery)
-    if delivery.exchange:
-        return delivery.routing_key
-    key = delivery.headers.get(ORIGINAL_KEY)
-    return key if isinstance(key, str) else ""
-
-
-# As the key of a letter: it came back from a delay, and has its queue's name instead of its own key.
-KEEPING = tuple(row.name for row in QUEUES if row.keeps_keys)
-
-
-def letters_key(delivery: Delivery) -> str:
-    """The routing key that a dead letter was first published with, against which it is read again; empty: unknown.
-
-    A letter of the broker's has the headers of its publisher, who may have written anything, also a record of deaths,
-    which the broker (3.10) continues. The queue of requests keeps the key (`QueueRow.keeps_keys`), so that of one that
-    no consumer has read the broker itself still knows the key under which it let it pass. A message that was read
-    cannot have brought a record along (`Codec`): where it came back from a delay, the record has the key.
-    """
-    if delivery.exchange == GIVEN_UP and not delivery.routing_key.endswith(KEEPING):
-        return delivery.routing_key
-    if delivery.headers.keys().isdisjoint(("x-death", "x-first-death-reason")):
-        key = delivery.headers.get(ORIGINAL_KEY)
-        return key if isinstance(key, str) else ""
-    deaths = delivery.headers.get("x-death")
-    first = deaths[-1] if isinstance(deaths, list) and deaths else None
-    exchange = first.get("exchange") if isinstance(first, dict) else None
-    if not isinstance(first, dict) or not isinstance(exchange, str) or not exchange or delayed_it(exchange):
-        return ""
-    keys = first.get("routing-keys")
-    return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
-
-
-def letters_code(delivery: Delivery) -> str:
-    """Why a dead letter was given up: the code its consumer wrote, or `broker.<reason>`; empty: it is none."""
-    deaths = delivery.headers.get("x-death")
-    last = deaths[0] if isinstance(deaths, list) and deaths else None
-    reason = last.get("reason") if isinstance(last, dict) else delivery.headers.get("x-first-death-reason")
-    if isinstance(reason, str) and reason:
-        return BROKERS + reason
-    code = delivery.headers.get(CODE)
-    return code if isinstance(code, str) else ""
 
 
 def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:

@@ -87,7 +87,7 @@ class RequestHandler:
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request whose retries are exhausted ends with one terminal event.
 
-        Its dead letter is no proof of its publisher (`bus.wire.letters_key`), so it leads to nothing but that end. One
+        Its dead letter is no proof of its publisher (`bus.key_trust`), so it leads to nothing but that end. One
         with a deadline that expired at the broker was left by its requester, who knows that it may be carried out: it
         has no event. A build goes on if it was begun: what is on record was published by its project. So does a move.
         And so does an expired build without a record that may have claimed: its record is lost, and where that claim is

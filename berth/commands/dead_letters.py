@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
@@ -31,6 +31,12 @@ from bus.port import QueueMissing, Transport
 
 MAX_SHOWN = 10_000
 MAX_NAMED = 10  # letters in one sentence
+
+# Why letters are never sent back, by the code.
+BARRED = {
+    letters.CUT: "with only the first bytes of its message: left there",
+    letters.UNTRUSTED_KEY: "whose routing key may be another's than its publisher's: left there",
+}
 
 T = TypeVar("T")
 
@@ -118,17 +124,23 @@ def replay(
             lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
         )
         if as_json:
-            print_json({"replayed": back.sent, "too_old": back.too_old})
+            print_json({"replayed": back.sent, "too_old": back.too_old, "barred": back.barred})
         else:
             out.print(printable(f"{len(back.sent)} sent back to {queue}"), soft_wrap=True, markup=False)
-        if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old}):
+        if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
             raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
+        for code, why in BARRED.items():
+            if barred := [ident for ident, found in back.barred.items() if found == code]:
+                raise Stop(EXIT_NO, code, f"{len(barred)} {why}: {_named(barred)}")
         if back.too_old:
-            shown = ", ".join(back.too_old[:MAX_NAMED]) + (", ..." if len(back.too_old) > MAX_NAMED else "")
             reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
-            raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {shown}")
+            raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
 
     run(body)
+
+
+def _named(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
 
 
 @app.command()
@@ -207,6 +219,8 @@ def _plain(letter: DeadLetter) -> dict[str, object]:
         "sent_at": letter.sent_at,
         "died_at": letter.died_at,
         "body": letter.body.decode(errors="replace"),
+        "cut_from_bytes": letter.cut_from,
+        "bars_replay": letter.bars_replay,
     }
 
 

@@ -29,10 +29,13 @@ KEPT_S: Mapping[str, Callable[[Settings], float]] = {
 
 
 class SentBack(Struct, frozen=True):
-    """Which letters were sent back, and which are too old and stayed."""
+    """Which letters were sent back, and which stayed: those that are too old, and those that are never sent back, with
+    the code for it.
+    """
 
     sent: list[str]
     too_old: list[str]
+    barred: dict[str, str]
 
 
 class _Meta(Struct):
@@ -55,23 +58,29 @@ _body = msgspec.json.Decoder(_Body).decode
 async def send_back(
     transport: Transport, queue: str, ids: Collection[str] | None, settings: Settings, *, now: float, old: bool
 ) -> SentBack:
-    """Send letters (those named, or all) back to their queue; the too old ones only with `old`."""
+    """Send letters (those named, or all) back to their queue; the too old ones only with `old`. A letter that
+    `bars_replay` stays.
+    """
     kept: list[str] = []
+    barred: dict[str, str] = {}
 
     def may_go(letter: DeadLetter) -> bool:
+        if letter.bars_replay:
+            barred[letter.id] = letter.bars_replay
+            return False
         if old or not is_expired(letter, settings, now):
             return True
         kept.append(letter.id)
         return False
 
-    return SentBack(await dead_letters.replay(transport, queue, ids, may_go=may_go), kept)
+    return SentBack(await dead_letters.replay(transport, queue, ids, may_go=may_go), kept, barred)
 
 
 def is_expired(letter: DeadLetter, settings: Settings, now: float) -> bool:
     """Whether something in it is so old that its delete or release may be forgotten. Without a time it may be.
 
     A message that expired in its queue was to be handled by then or not at all; its requester got that answer, and what
-    its letter has about its publisher is no proof (`bus.wire.letters_key`).
+    its letter has about its publisher is no proof (`bus.key_trust.letters_key`).
     """
     if letter.code == EXPIRED:
         return True

@@ -12,6 +12,7 @@ from berth.sim.loop import Process
 from berth.sim.plan import Rates
 from bus.contracts.catalogue import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.memory.queue import Deaths
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
 from bus.topology import foreign_plan
 
@@ -92,12 +93,12 @@ class Broker(MemoryBroker):
 
         return empty
 
-    def route(self, message: Outgoing, died: str = "") -> None:
+    def route(self, message: Outgoing, deaths: Deaths = ()) -> None:
         """Put a message into its queues."""
-        what = "dead" if died else "message"
+        what = "dead" if deaths else "message"
         self.event_log.record(what, f"{self.bus} {message.exchange} {message.routing_key}", message.body)
-        super().route(message, died)
-        if self.on_message is not None and not died:
+        super().route(message, deaths)
+        if self.on_message is not None and not deaths:
             self.on_message(self.bus, message)
 
 

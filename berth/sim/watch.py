@@ -10,7 +10,7 @@ from berth.sim.loop import PROCESS, Process
 from berth.sim.plan import MAX_FAULT_S
 from bus.contracts.base import tag_of
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, Where
+from bus.contracts.catalogue import DEAD, EVENTS, MESSAGES, TAKES_GIVEN_UP, Where
 from bus.contracts.cell import ComputeOutcome, ComputeResult
 from cell_conductor.domain.instance import Instance, State
 from compute_sim.fleet import Fleet, Guest, Host
@@ -310,7 +310,7 @@ class Listener:
 
     def message(self, bus: str, exchange: str, key: str, tag: str) -> None:
         """Any message: one that belongs above must not be published on a cell's bus."""
-        if exchange == DEAD:
+        if exchange == DEAD and key not in TAKES_GIVEN_UP:  # what the broker gave up is a client's, or has ended
             self.dead.append(f"{bus} {key} {tag}")
         elif bus != "api" and tag in ABOVE and exchange != EVENTS:
             self.upward.append(f"{tag} on the bus of {bus}")

@@ -39,7 +39,10 @@ class LetterCount(Struct, frozen=True):
 
 
 class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets."""
+    """A dead letter. died_at, sent_at: seconds since the epoch. body: for operators; may hold secrets. cut_from_bytes:
+    the size of the message's body, where the letter has only the first bytes. bars_replay: the code for which it is
+    never sent back.
+    """
 
     bus: str
     queue: str
@@ -52,6 +55,8 @@ class LetterView(Struct, frozen=True, kw_only=True, omit_defaults=True):
     died_at: float | None = None
     sent_at: float | None = None
     body: str = ""
+    cut_from_bytes: int = 0
+    bars_replay: str = ""
 
 
 class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,10 +67,13 @@ class ReplayBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class LettersReplayed(Struct, frozen=True):
-    """The ids that were sent back, and those that are too old and stayed."""
+    """The ids that were sent back, those that are too old and stayed, and those that are never sent back, each with the
+    code for it.
+    """
 
     replayed: tuple[str, ...]
     too_old: tuple[str, ...]
+    barred: dict[str, str]
 
 
 class LettersPurged(Struct, frozen=True):
@@ -117,7 +125,7 @@ class LetterBox:
         async with self._open(bus) as transport:
             now = self._env.clock.time()
             back = await send_back(transport, queue, requested.ids, self._settings, now=now, old=requested.old)
-        return LettersReplayed(tuple(back.sent), tuple(back.too_old))
+        return LettersReplayed(tuple(back.sent), tuple(back.too_old), back.barred)
 
     async def purge(self, bus: str, queue: str) -> LettersPurged:
         """Throw the letters of a queue away."""
@@ -223,4 +231,6 @@ def _view(bus: str, letter: DeadLetter, *, body: str = "") -> LetterView:
         died_at=letter.died_at,
         sent_at=letter.sent_at,
         body=body,
+        cut_from_bytes=letter.cut_from,
+        bars_replay=letter.bars_replay,
     )

@@ -38,12 +38,14 @@ from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
+from bus.consuming.untrusted import UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
+from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery, Subscription
 from bus.under_way import UnderWay
-from bus.wire import Codec, Malformed, Read, letters_code
+from bus.wire import Codec, Malformed, Read
 
 __all__ = ["Consumer", "Malformed"]
 
@@ -125,6 +127,7 @@ class Consumer:
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
         self._outcomes: dict[str, Counter] = {}
+        self._untrusted = UntrustedMessages(bus, queue)
 
     @property
     def ready(self) -> bool:
@@ -198,7 +201,8 @@ class Consumer:
 
     def _on_delivery(self, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
-            delivery.nack(requeue=True)
+            return delivery.nack(requeue=True)
+        if self._untrusted.drop(delivery):
             return
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
@@ -343,8 +347,7 @@ class Consumer:
             return
         self._consumed.inc(len(reads))
         if not reads:
-            delivery.ack()
-            return
+            return delivery.ack()
         in_flight = InFlightDelivery(delivery, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
@@ -463,7 +466,8 @@ class Consumer:
         self._unflushed.discard(after)
         lost = after.cancelled() or after.exception() is not None
         if lost:
-            log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=str(_reason(after)))
+            reason = "cancelled" if after.cancelled() else str(after.exception() or "")
+            log.warning("consumer.not_flushed", queue=self.queue, items=len(items), reason=reason)
         for item in items:
             if item.in_flight in self._in_hand:  # otherwise a drain has requeued it
                 item.in_flight.again |= lost
@@ -531,7 +535,3 @@ class Consumer:
         if len(outcomes) != len(received):
             raise TypeError(f"the handler gave {len(outcomes)} outcomes for {len(received)} messages")
         return outcomes
-
-
-def _reason(after: asyncio.Future[None]) -> BaseException | str:
-    return "cancelled" if after.cancelled() else after.exception() or ""

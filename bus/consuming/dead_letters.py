@@ -16,24 +16,10 @@ import structlog
 from msgspec import Struct
 
 from bus import metrics
-from bus.contracts.catalogue import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN
+from bus.contracts.catalogue import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN, TAKES_GIVEN_UP
+from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.wire import (
-    ATTEMPT,
-    BATCH,
-    BROKERS,
-    CAUSE,
-    DEADLINE,
-    JSON,
-    KEEPING,
-    MAX_TIME_S,
-    ORIGINAL_KEY,
-    SENT_AT,
-    TRACEPARENT,
-    letters_code,
-    letters_key,
-    shown,
-)
+from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, SENT_AT, TRACEPARENT, shown
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +27,11 @@ log = structlog.get_logger(__name__)
 REASON = "berth-reason"
 EXCHANGE = "berth-exchange"
 DIED_AT = "berth-died-at-ms"
+CUT_FROM = "berth-cut-from-bytes"  # the size of the message's body, of which the letter has only the first bytes
+
+# The codes for which a letter is not sent back to its queue.
+CUT = "letter.cut"
+UNTRUSTED_KEY = "letter.untrusted_key"
 
 # The bound of letters that one call reads. Letters behind them are left for the next call.
 MAX_LOOKED_AT = 10_000
@@ -56,7 +47,9 @@ _KEPT = (CAUSE, TRACEPARENT)
 class DeadLetter(Struct, frozen=True, kw_only=True):
     """One message that a queue gave up, and the reason. The body may hold secrets. position: counted from the oldest
     letter of the bus. queue: the queue that gave the message up; UNKNOWN: nothing trustworthy names it. sent_at: the
-    latest time at which it may have been sent; None when unknown. batch: the body holds several messages.
+    latest time at which it may have been sent; None when unknown. batch: the body holds several messages. cut_from: the
+    bytes of the message's body where the letter has only the first of them; 0: it has all. bars_replay: the code for
+    which it is not sent back; "": it may be.
     """
 
     position: int
@@ -73,6 +66,8 @@ class DeadLetter(Struct, frozen=True, kw_only=True):
     batch: bool
     body: bytes
     headers: Mapping[str, object]
+    cut_from: int = 0
+    bars_replay: str = ""
 
 
 class Counts(Struct, frozen=True):
@@ -137,13 +132,14 @@ async def replay(
     """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent.
 
     Each letter is confirmed there before it is removed here, so a crash in between may duplicate a letter but not lose
-    it. A letter that `may_go` refuses stays in place.
+    it. A letter that `may_go` refuses stays in place, and so does one that `bars_replay`.
     """
     wanted = None if ids is None else set(ids)
     sent: list[str] = []
     with _given_back() as kept:
         async for letter, delivery in _each(transport, kept):
-            goes = letter.queue == queue and (wanted is None or letter.id in wanted) and may_go(letter)
+            named = letter.queue == queue and (wanted is None or letter.id in wanted)
+            goes = named and may_go(letter) and not letter.bars_replay
             if not goes:
                 _keep(kept, delivery)
                 continue
@@ -225,7 +221,7 @@ def _revived(queue: str, delivery: Delivery) -> Outgoing:
         type=delivery.type or "",
         correlation_id=delivery.correlation_id,
         reply_to=delivery.reply_to,
-        headers={ORIGINAL_KEY: letters_key(delivery), ATTEMPT: 0, **headers},
+        headers={ORIGINAL_KEY: letters_key(delivery) or "", ATTEMPT: 0, **headers},
         mandatory=True,
     )
 
@@ -251,12 +247,32 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         batch=delivery.content_type == BATCH,
         body=delivery.body,
         headers={name: value for name, value in delivery.headers.items() if name != DEADLINE},
+        cut_from=_cut_from(delivery),
+        bars_replay=_bars_replay(delivery),
     )
+
+
+def _cut_from(delivery: Delivery) -> int:
+    size = delivery.headers.get(CUT_FROM)
+    return size if isinstance(size, int) and size > len(delivery.body) else 0
+
+
+def _bars_replay(delivery: Delivery) -> str:
+    """Return the code for which a letter is not sent back.
+
+    Of a message that expired unread in a queue that does not keep keys, RabbitMQ 3.10 may have the key from its
+    publisher.
+    """
+    key = letters_key(delivery)
+    expired = DEATHS in delivery.headers and letters_code(delivery) == f"{BROKERS}expired"
+    if key is None or (key and expired and delivery.exchange == DEAD):
+        return UNTRUSTED_KEY
+    return CUT if _cut_from(delivery) else ""
 
 
 def _origin(delivery: Delivery) -> str:
     """Return the queue that gave the message up."""
-    if delivery.exchange == GIVEN_UP:
+    if delivery.exchange == GIVEN_UP or (delivery.exchange == DEAD and delivery.routing_key in TAKES_GIVEN_UP):
         return KEEPING[0]  # there is one such queue (tests/test_house.py)
     if delivery.exchange in (DEAD, RETURN) and delivery.routing_key:
         return shown(delivery.routing_key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.consuming.outcome import Received
 from bus.contracts.base import Refusal
-from bus.wire import BROKERS
+from bus.key_trust import BROKERS
 
 EXPIRED = f"{BROKERS}expired"
 EXHAUSTED = "delivery.exhausted"

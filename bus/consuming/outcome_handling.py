@@ -5,38 +5,47 @@ confirms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import structlog
 from msgspec import structs
 
 from bus.clock import new_uuid
-from bus.consuming.dead_lettering import park
-from bus.consuming.dead_letters import DIED_AT, EXCHANGE, REASON
+from bus.consuming.dead_lettering import ClientLetters, park
+from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.port import ConsumedBus
-from bus.contracts.base import MAX_REASON, Message, Meta, Refusal, encode
-from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, QueueRow, Where
+from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
+from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
+from bus.key_trust import CODE, ORIGINAL_KEY, letters_code, published_key
 from bus.port import BusError, Outgoing
 from bus.publishing import Mode, Waiter
 from bus.topology import delay_exchange
 from bus.wire import (
-    CODE,
     JSON,
-    ORIGINAL_KEY,
+    MAX_LETTER_BYTES,
     REPLY_PREFIX,
     Malformed,
     Packed,
     headers_of,
     may_gather,
     pack,
-    published_key,
     shown,
 )
 
 log = structlog.get_logger("bus.consuming.consumer")
 
 CANNOT_APPLY = "outcome.not_applied"
+
+
+class _Letter(NamedTuple):
+    """A dead letter to park. is_clients: its bytes are a client's choice, and nothing but a look of the operator needs
+    it: it may be dropped when there are too many.
+    """
+
+    message: Outgoing
+    is_clients: bool
 
 
 class OutcomeHandler:
@@ -49,17 +58,19 @@ class OutcomeHandler:
         self._row = row
         self._bus = bus
         self._on_malformed = on_malformed
+        self._clients = ClientLetters(bus)
 
     async def apply(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
         """Send the messages of the outcomes. Returns after the confirms, so that the handled messages may be
         acknowledged.
         """
         moves, replies = Waiter(), Waiter()
-        parked: list[Outgoing] = []
+        parked: list[_Letter] = []
         for item, outcome in zip(items, outcomes, strict=True):
             received = item.received
             if isinstance(received, Malformed):
                 continue
+            parked += self._letter_of_brokers(item)
             if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
                 continue
             await self._bus.publisher.wait_for_capacity()
@@ -75,15 +86,19 @@ class OutcomeHandler:
         self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 
-    async def _sent(self, moves: Waiter, replies: Waiter, parked: Sequence[Outgoing]) -> None:
+    async def _sent(self, moves: Waiter, replies: Waiter, parked: Sequence[_Letter]) -> None:
         for letter in parked:
-            await park(self._bus, self.queue, letter)
+            await self._park(letter)
         try:
             await replies.wait()
         except BusError as error:
             # For a reply that cannot be delivered, the requester has a time-out; the reply must not hold up the queue.
             log.info("consumer.reply_lost", queue=self.queue, code=error.code)
         await moves.wait()
+
+    async def _park(self, letter: _Letter) -> None:
+        if not letter.is_clients or await self._clients.has_room(self.queue, letter.message):
+            await park(self._bus, self.queue, letter.message)
 
     def _reply(self, meta: Meta, reply: Message | None, waiter: Waiter) -> None:
         if meta.reply_to is None or reply is None:
@@ -111,14 +126,14 @@ class OutcomeHandler:
         exchange = delay_exchange(delay_s)
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)
 
-    def _refuse(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[Outgoing]:
+    def _refuse(self, item: InFlightMessage, code: str, reason: str, replies: Waiter) -> list[_Letter]:
         """Send a Refusal to the requester; without one, park a dead letter."""
         if item.received.meta.reply_to is None:
             return self._dead_letters(item, code, reason)
         self._reply(item.received.meta, Refusal(code=code, reason=reason[:MAX_REASON]), replies)
         return []
 
-    def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[Outgoing]:
+    def _dead_letters(self, item: InFlightMessage, code: str, reason: str) -> list[_Letter]:
         """The dead letter to park. For a queue without dead letters the message is logged and lost. When the message is
         a copy of a dead letter, the letter itself stays.
         """
@@ -127,18 +142,23 @@ class OutcomeHandler:
         log.warning("consumer.dropped", queue=self.queue, code=code, reason=reason, cause=item.received.meta.cause)
         return []
 
-    def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> Outgoing:
+    def _letter_of_brokers(self, item: InFlightMessage) -> list[_Letter]:
+        """The letter of a message that the broker gave up of a queue that keeps keys, which is delivered here alone."""
+        delivery = item.in_flight.delivery
+        if delivery.exchange != GIVEN_UP:
+            return []
+        return [self._dead_letter(item, letters_code(delivery), "given up by the broker")]
+
+    def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> _Letter:
         received, delivery = item.received, item.in_flight.delivery
-        packed = (
-            Packed(received.body, received.meta, delivery.type or "")
-            if isinstance(received, Malformed)
-            else pack(received.message, received.meta)
-        )
+        packed, size = _packed(received, delivery.type or "")
+        is_clients = self._row.has_clients and (isinstance(received, Malformed) or delivery.exchange == GIVEN_UP)
+        body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
         log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
-        return Outgoing(
+        letter = Outgoing(
             exchange=DEAD,
             routing_key=self.queue,
-            body=packed.body,
+            body=body,
             content_type=JSON,
             message_id=received.meta.id,
             type=packed.type,
@@ -148,11 +168,13 @@ class OutcomeHandler:
                 CODE: code,
                 REASON: reason[:MAX_REASON],
                 EXCHANGE: delivery.exchange,
-                ORIGINAL_KEY: shown(published_key(delivery)),
+                ORIGINAL_KEY: shown(published_key(delivery, self._row.name) or ""),
                 DIED_AT: int(self._bus.clock.time() * 1000),
+                **({CUT_FROM: size} if size else {}),
             },
             mandatory=True,
         )
+        return _Letter(letter, is_clients)
 
     async def park(self, item: InFlightMessage, error: Exception) -> None:
         """Dead-letter one message whose outcome could not be carried out. Of the message only its body is kept."""
@@ -160,19 +182,23 @@ class OutcomeHandler:
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
         if not self._row.has_letters:
             return
+        packed, size = _packed(received, "")
+        is_clients = self._row.has_clients and isinstance(received, Malformed)
+        body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
         letter = Outgoing(
             exchange=DEAD,
             routing_key=self.queue,
-            body=received.body if isinstance(received, Malformed) else encode(received.message),
+            body=body,
             message_id=new_uuid(self._bus.rng),
             headers={
                 CODE: CANNOT_APPLY,
                 REASON: shown(reason)[:MAX_REASON],
                 DIED_AT: int(self._bus.clock.time() * 1000),
+                **({CUT_FROM: size} if size else {}),
             },
             mandatory=True,
         )
-        await park(self._bus, self.queue, letter)
+        await self._park(_Letter(letter, is_clients))
 
     async def refuse_malformed(self, item: InFlightMessage) -> None:
         """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
@@ -181,12 +207,12 @@ class OutcomeHandler:
         bad = item.received
         assert isinstance(bad, Malformed)
         answers = self._answers(structs.replace(bad, queue=self.queue))
+        moves, replies = Waiter(), Waiter()
+        parked = self._letter_of_brokers(item)
         if answers:
             await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
-            if bad.meta.reply_to is None:
-                return
-        moves, replies = Waiter(), Waiter()
-        parked = self._refuse(item, bad.code, bad.reason, replies)
+        if not answers or bad.meta.reply_to is not None:
+            parked += self._refuse(item, bad.code, bad.reason, replies)
         self._bus.publisher.flush()
         await self._sent(moves, replies, parked)
 
@@ -199,3 +225,15 @@ class OutcomeHandler:
         except Exception:  # the input is hostile
             log.exception("consumer.on_malformed_crashed", queue=self.queue, code=bad.code)
             return ()
+
+
+def _packed(received: Received | Malformed, type_: str) -> tuple[Packed, int]:
+    """Return a message as its letter has it, and the size of its body where that is cut already (0: it is not)."""
+    if isinstance(received, Malformed):
+        return Packed(received.body, received.meta, type_), received.size
+    return pack(received.message, received.meta), 0
+
+
+def _cut(body: bytes, size: int) -> tuple[bytes, int]:
+    """Return the part of a body that a letter of a client's message keeps, and the size of the whole (0: all of it)."""
+    return (body, size) if len(body) <= MAX_LETTER_BYTES else (body[:MAX_LETTER_BYTES], size or len(body))

@@ -9,7 +9,7 @@ import heapq
 from msgspec import structs
 
 from bus.clock import Clock
-from bus.memory.queue import Connection, Queue
+from bus.memory.queue import Connection, Deaths, Queue, Stored
 from bus.port import Outgoing, PublishRefused, QueueLocked, QueueMissing, Unroutable
 from bus.topology import QueuePlan, matches
 
@@ -98,7 +98,7 @@ class MemoryBroker:
             raise QueueMissing(f"no queue {name!r}")
         return found
 
-    def route(self, message: Outgoing, died: str = "") -> None:
+    def route(self, message: Outgoing, deaths: Deaths = ()) -> None:
         """Put a message into every queue that its exchange and keys lead to, or raise as the port specifies."""
         names = self._targets(message.exchange, message.routing_key)
         if message.also:
@@ -112,12 +112,13 @@ class MemoryBroker:
             if queue.full:
                 refused = True
             else:
-                queue.put(message, now, died)
+                queue.put(message, now, deaths)
         if refused:
             raise PublishRefused(f"{message.exchange!r} {message.routing_key!r}: the queue is full")
 
-    def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
+    def dead_letter(self, planned: QueuePlan, stored: Stored, reason: str) -> bool:
         """A message that a queue gave up goes where its plan sends it. False: that queue is full."""
+        message = stored.message
         exchange, key = planned.dead_exchange or "", planned.dead_key or message.routing_key
         # As in RabbitMQ: a key of the queue's own stands for all that the message had.
         also = "" if planned.dead_key else message.also
@@ -125,7 +126,7 @@ class MemoryBroker:
             message, exchange=exchange, routing_key=key, also=also, mandatory=False, expiration_s=None
         )
         try:
-            self.route(letter, died=reason)
+            self.route(letter, _deaths_with(stored, planned.name, reason))
         except PublishRefused:
             return False
         except QueueMissing:  # as in RabbitMQ: a letter that no queue takes is dropped
@@ -209,3 +210,25 @@ class MemoryBroker:
         if not found and exchange in self._alternates:
             return self._targets(self._alternates[exchange], key)
         return found
+
+
+def _deaths_with(stored: Stored, queue: str, reason: str) -> Deaths:
+    """The deaths of a message after it has died in a queue: one entry for each queue and reason, as in RabbitMQ 4."""
+    message = stored.message
+    keys = [message.routing_key, *([message.also] if message.also else ())]
+    death: dict[str, object] = {
+        "count": 1,
+        "reason": reason,
+        "queue": queue,
+        "exchange": message.exchange,
+        "routing-keys": keys,
+    }
+    others = []
+    for former in stored.deaths:
+        if (former["queue"], former["reason"]) == (queue, reason):
+            count = former["count"]
+            assert isinstance(count, int)
+            death = {**former, "count": count + 1}
+        else:
+            others.append(former)
+    return (death, *others)

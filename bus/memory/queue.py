@@ -22,6 +22,10 @@ ROOM_AGAIN_S = 0.2
 MAX_DYING = 32
 
 
+# How often and where a message has died, the last death first, as RabbitMQ writes it into the header x-death.
+Deaths = tuple[Mapping[str, object], ...]
+
+
 class Connection(Protocol):
     """The part of a connected transport that the broker and its queues use."""
 
@@ -40,7 +44,7 @@ class QueueHost(Protocol):
     clock: Clock
     context: contextvars.Context
 
-    def dead_letter(self, planned: QueuePlan, message: Outgoing, reason: str) -> bool:
+    def dead_letter(self, planned: QueuePlan, stored: Stored, reason: str) -> bool:
         """Send a message where the queue's plan sends it. False: that queue is full."""
 
     def set_alarm(self, queue: Queue, due: float) -> None:
@@ -50,7 +54,7 @@ class QueueHost(Protocol):
 class Stored:
     """One message in the broker. `number` is its place in line; it keeps it when it is given back."""
 
-    __slots__ = ("died", "expires_at", "message", "number", "redelivered", "returns")
+    __slots__ = ("deaths", "expires_at", "message", "number", "redelivered", "returns")
 
     def __init__(self, message: Outgoing, number: int, expires_at: float | None) -> None:
         self.message = message
@@ -58,7 +62,7 @@ class Stored:
         self.expires_at = expires_at
         self.returns = 0
         self.redelivered = False
-        self.died = ""
+        self.deaths: Deaths = ()
 
 
 class MemoryDelivery:
@@ -81,8 +85,9 @@ class MemoryDelivery:
         self.headers: Mapping[str, object] = message.headers
         if message.also:
             self.headers = {**self.headers, CC: [message.also]}
-        if stored.died:
-            self.headers = {**self.headers, "x-first-death-reason": stored.died}
+        if stored.deaths:
+            first = {f"x-first-death-{name}": stored.deaths[-1][name] for name in ("reason", "queue", "exchange")}
+            self.headers = {**self.headers, "x-death": [dict(death) for death in stored.deaths], **first}
         self.redelivered = stored.redelivered
         self.delivery_count = stored.returns
         self.timestamp: float | None = None
@@ -168,13 +173,13 @@ class Queue:
             or bool(self.plan.max_bytes and self.bytes >= self.plan.max_bytes)
         )
 
-    def put(self, message: Outgoing, now: float, died: str = "") -> None:
+    def put(self, message: Outgoing, now: float, deaths: Deaths = ()) -> None:
         """A new message, last in line."""
         if self.plan.drop_head and len(self) >= self.plan.max_length:
             self.die(self.pop(), "maxlen")
         waits = [wait for wait in (self.plan.ttl_s, message.expiration_s) if wait is not None]
         stored = Stored(message, self.next_number, now + min(waits) if waits else None)
-        stored.died = died
+        stored.deaths = deaths
         self.next_number += 1
         self.ready.append(stored)
         self.bytes += len(message.body)
@@ -220,7 +225,7 @@ class Queue:
 
     def dead_letter(self, stored: Stored, reason: str) -> bool:
         """To the dead letters, where this queue has some. False: the queue is full; who ignores it loses it."""
-        return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored.message, reason)
+        return self.plan.dead_exchange is None or self.broker.dead_letter(self.plan, stored, reason)
 
     def expire(self, now: float) -> None:
         """Expired messages leave from the head of the line, as in RabbitMQ; never for a queue that is full."""

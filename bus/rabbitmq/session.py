@@ -305,6 +305,9 @@ class Session:
         for exchange, key in planned.bindings:
             with translated():
                 await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
+        for exchange, key in planned.former_bindings:
+            with translated():
+                await channel.queue_unbind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
 
     async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""

@@ -6,7 +6,9 @@ was delivered on it is delivered again, and one message drives its neighbours pa
 the rest of a table for each value, so that a header frame of 128 kB takes seconds.
 
 Here text that is not UTF-8 keeps its bytes (`surrogateescape`: written back, they are the same bytes), values without a
-Python equivalent are None, and depth and number of values are bounded.
+Python equivalent are None, and depth and number of values are bounded. Where some headers were left out, the header
+`UNREAD` is there: a publisher could hide the broker's own headers behind too many others. Of two headers of one name
+the first counts, which is the one that the broker goes on with.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 import structlog
 from pamqp import decode
 from pamqp.commands import Basic
+
+from bus.port import UNREAD
 
 log = structlog.get_logger("bus.rabbitmq")
 
@@ -54,6 +58,7 @@ def _properties(properties: Any, flags: int, data: bytes) -> None:
         _read(properties, flags, data)
     except Exception as error:  # on any error the values read so far stay, and the rest is treated as absent
         log.warning("bus.unreadable_properties", error=type(error).__name__)
+        properties.headers = {**(properties.headers or {}), UNREAD: True}
 
 
 def _read(properties: Any, flags: int, data: bytes) -> None:
@@ -68,7 +73,10 @@ def _read(properties: Any, flags: int, data: bytes) -> None:
         elif kind == _TABLE:
             start = at + _LONG.size
             at = start + _LONG.unpack_from(data, at)[0]
-            value = _Values(data).table(start, at, 0)
+            values = _Values(data)
+            value = values.table(start, at, 0)
+            if values.left_out:
+                value = {**value, UNREAD: True}
         elif kind == _OCTET:
             value, at = data[at], at + 1
         else:
@@ -82,6 +90,7 @@ class _Values:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._left = MAX_VALUES
+        self.left_out = False  # for the number of values
 
     def table(self, at: int, end: int, depth: int) -> dict[str, object]:
         found: dict[str, object] = {}
@@ -89,7 +98,9 @@ class _Values:
             start = at + 1
             at = start + self._data[at]
             name = self._data[start:at].decode("utf-8", errors="backslashreplace")
-            found[name], at = self._value(at, depth)
+            value, at = self._value(at, depth)
+            found.setdefault(name, value)
+        self.left_out |= at < end
         return found
 
     def _array(self, at: int, end: int, depth: int) -> list[object]:
@@ -97,6 +108,7 @@ class _Values:
         while at < end and self._left:
             value, at = self._value(at, depth)
             found.append(value)
+        self.left_out |= at < end
         return found
 
     def _value(self, at: int, depth: int) -> tuple[object, int]:

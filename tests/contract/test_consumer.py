@@ -22,7 +22,7 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.contracts.cell import CellDelete, Destroy
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
-from bus.wire import BATCH
+from bus.wire import BATCH, MAX_LETTER_BYTES
 from scheduler_worker.domain.decision_messages import refused_event
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
@@ -88,7 +88,8 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, 
     await handler.wait(1)
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert (letter.code, letter.body) == (code, body)
+    assert (letter.code, letter.body) == (code, body[:MAX_LETTER_BYTES])
+    assert letter.cut_from == (len(body) if len(body) > MAX_LETTER_BYTES else 0)
     assert handler.uuids == [boot(1).instance_uuid]
 
 

@@ -18,6 +18,7 @@ from bus.consuming.in_flight import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
+from bus.key_trust import letters_code
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.house import REQUESTS, Answering, boot
@@ -270,10 +271,18 @@ async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
 
     monkeypatch.setattr(handling, "refuse_malformed", breaks)
     monkeypatch.setattr(handling, "park", breaks)
+    transport = watched.bus.transport
+    await watched.bus.declare("scheduler.given_up")
     await watched.publish(b"{")
-    await settled_with(watched, dead=1)
-    (letter,) = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert (letter.code, letter.body) == ("broker.rejected", b"{")
+
+    async def was_given_up() -> bool:
+        return await transport.depth("scheduler.given_up") == 1
+
+    await until(was_given_up)
+    delivery = await transport.get("scheduler.given_up")
+    assert delivery is not None
+    assert (letters_code(delivery), delivery.body) == ("broker.rejected", b"{")
+    delivery.ack()
 
 
 async def test_a_forged_direct_reply_to_costs_no_delivery(watched: Watched) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import UNKNOWN
 from bus.contracts.catalogue import COMMANDS, DEAD, DEAD_LETTERS, QUEUES
+from bus.key_trust import CODE
 from bus.port import Outgoing, Transport
 from bus.topology import DELAYS_S, delay_exchange
-from bus.wire import CODE
 from tests.contract.queues import EVERY_ADAPTER, command, declare, depth_is
 from tests.contract.rig import Collector, Rig, until
 

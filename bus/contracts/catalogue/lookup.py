@@ -12,12 +12,14 @@ from bus.contracts.base import Message
 from bus.contracts.catalogue.messages import MESSAGES
 from bus.contracts.catalogue.queues import QUEUES
 from bus.contracts.catalogue.rights import OPERATORS, forbidden, operators_rights
-from bus.contracts.catalogue.rows import COMMANDS, DEAD, MessageRow, QueueRow
+from bus.contracts.catalogue.rows import COMMANDS, DEAD, GIVEN_UP, MessageRow, QueueRow
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}
 BY_QUEUE: dict[str, QueueRow] = {row.name: row for row in QUEUES}
 # Queues whose dead letters another queue gets: its consumer announces the end of what they requested.
 ENDED_BY_LETTER = frozenset(key for row in QUEUES for exchange, key in row.bindings if exchange == DEAD)
+# Queues that get what the broker gives up of a queue that `keeps_keys`; their consumers park its letters.
+TAKES_GIVEN_UP = frozenset(row.name for row in QUEUES if any(exchange == GIVEN_UP for exchange, _ in row.bindings))
 
 OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is bound to one project
 

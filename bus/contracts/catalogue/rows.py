@@ -82,6 +82,11 @@ class QueueRow(Struct, frozen=True, kw_only=True):
         return any(exchange == DEAD for exchange, _ in self.bindings)
 
     @property
+    def has_clients(self) -> bool:
+        """Whether programs that are not berth's publish to it, or what they published comes to it as a letter."""
+        return self.keeps_keys or any(exchange == GIVEN_UP for exchange, _ in self.bindings)
+
+    @property
     def has_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
         return self.kind is QueueKind.DURABLE and not self.takes_letters

@@ -12,8 +12,8 @@ from bus.contracts.build import BuildState
 from bus.contracts.catalogue import DEAD
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellMove, MoveKind, MoveState
+from bus.key_trust import CODE
 from bus.port import Outgoing
-from bus.wire import CODE
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine

@@ -290,7 +290,7 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     await world.ask(request)
     await planted.begun.wait()
     await expires_with_deadline(world, request)
-    await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     planted.is_unavailable = False
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     await world.until_expired_are_handled()
@@ -321,7 +321,7 @@ async def begun_and_expired(world: World, monkeypatch: pytest.MonkeyPatch) -> Bu
         await world.kill("s1")
         with pytest.raises(RequestTimeout):
             await asking
-        await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+        await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     return request
 
 
@@ -368,7 +368,7 @@ async def test_what_a_request_had_claimed_before_it_expired_is_released(
         await world.expires(request, sent_at=now, deadline=deadline, after_s=BEGUN_S)
         await planted.begun.wait()
         await world.kill("s1")
-        await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+        await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     await world.holds_nothing()
@@ -406,7 +406,7 @@ async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
         transport.lose()
     with pytest.raises(RequestTimeout):
         await asking
-    await world.eventually(lambda: world.brokers[API].queue("berth.dead-letters").ready)
+    await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     may_go_on.set()

@@ -11,7 +11,7 @@ from pamqp import frame, header
 from pamqp.commands import Basic
 
 import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
-from bus.port import Outgoing
+from bus.port import UNREAD, Outgoing
 from bus.rabbitmq import frames
 from bus.rabbitmq.tolerant import MAX_DEPTH, MAX_VALUES
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
@@ -93,8 +93,28 @@ def test_depth_and_number_of_values_are_bounded() -> None:
         (found,) = found
         depth += 1
     assert depth == MAX_DEPTH
-    (found,) = headers_of(b"A" + long(b"V" * 100_000))
+    (found, left_out) = headers_of(b"A" + long(b"V" * 100_000))
     assert isinstance(found, list) and len(found) < MAX_VALUES
+    assert left_out is True
+
+
+def test_headers_that_are_left_out_are_missed() -> None:
+    """The broker's record of a death was hidden behind 5,000 values of its publisher."""
+    hidden = {b"a": b"A" + long(b"V" * 5_000), b"x-death": b"A" + long(b"")}
+    found = properties_of(headers=table(hidden)).headers
+    assert found is not None
+    assert "x-death" not in found and found[UNREAD] is True
+    whole = properties_of(headers=table({b"a": b"A" + long(b"V" * 4_000), b"x-death": b"A" + long(b"")})).headers
+    assert whole is not None
+    assert UNREAD not in whole and whole["x-death"] == []
+    broken = properties_of(headers=table({b"a": b"?", b"x-death": b"A" + long(b"")})).headers
+    assert broken == {UNREAD: True}
+
+
+def test_of_two_headers_of_one_name_the_first_counts() -> None:
+    """RabbitMQ 3.10 adds a death to the first; the second one is its publisher's."""
+    twice = long(short(b"x-death") + b"A" + long(b"t\1") + short(b"x-death") + b"A" + long(b""))
+    assert properties_of(headers=twice).headers == {"x-death": [True]}
 
 
 def test_no_bytes_make_it_raise() -> None:
