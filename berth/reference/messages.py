@@ -131,7 +131,9 @@ delete is `refused` with `sequence` 0 and the machine stays. A request that come
 header `berth-deadline-ms` (counted from its arrival there), or expires at the broker with that header, is dropped
 without an event, and may be requested again; a build, delete or move that is on record by then goes on. A message that
 is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a
-worker gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up.
+worker gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up, or of the
+queue whose consumer announces its end. A message that a queue of another program has dead-lettered, or that has a
+header `x-death`, is dropped without an answer ([permissions](../howto/permissions.md)).
 
 ## Publish a build request, follow its events
 
