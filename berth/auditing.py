@@ -21,6 +21,7 @@ _OPEN_REQUESTS = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
+# until: workers (a claim names its run).
 _IN_DOUBT = "SELECT instance_uuid::text FROM build_requests WHERE claim_in_doubt AND state <> 'deleted'"
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.

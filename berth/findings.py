@@ -183,7 +183,7 @@ def _holdings(
         if owner in unsettled or consumer not in audited.held_by_bus:
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
-        if consumer in audited.in_doubt:  # until: workers
+        if consumer in audited.in_doubt:  # until: workers (a claim names its run)
             reason = f"claim.in_doubt: its request has ended, and may not be the one that claimed, on {providers}"
             yield _finding(Kind.IN_DOUBT, consumer, reason)
             continue

@@ -136,7 +136,7 @@ class Cancellations:
     async def doubt(self, instances: Iterable[str]) -> None:
         """Put on record that what these hold may be an earlier request's: their next delivery could not know it.
 
-        until: workers.
+        until: workers (the release is an effect of the record, in its commit).
         """
         doubted = sorted(instances)
         if not doubted:

@@ -101,6 +101,7 @@ class RequestHandler:
         builds = [structs.replace(one, redelivered=True) for one in await self._builds(again, self._clock.time())]
         unfinished = [one for one in builds if expired[one.position]]
         known = await self._engine.on_record([one.instance_uuid for one in unfinished])
+        # until: workers (a claim that names its run shows whose it is, and a letter is one more delivery)
         lost = await self._engine.may_have_claimed([one for one in unfinished if one.instance_uuid not in known])
         begun = {
             one.position

@@ -61,6 +61,7 @@ FROM instances WHERE uuid = ANY($1::uuid[])
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
 # A claim in doubt (`berth audit`) may be that of a running instance whose record is lost: no age shows that it is not.
+# until: workers (a claim names its run).
 UNDER_WAY = """
 SELECT instance_uuid::text FROM build_requests
 WHERE instance_uuid = ANY($1::uuid[]) AND (NOT terminal OR (claim_in_doubt AND state <> 'deleted'))

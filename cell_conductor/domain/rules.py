@@ -97,7 +97,7 @@ def _end_unbuilt(
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
     In doubt it may have been begun by a record that this database has lost, and its machine may run on a host that did
-    not answer: it is kept.
+    not answer: it is kept. until: workers (one gate for everything that is in doubt).
     """
     if is_doubted:
         reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()

@@ -182,7 +182,7 @@ def is_in_doubt(pending: PendingBuild, result: PlacementResult) -> bool:
     """
     if isinstance(result, NoValidHost | GangIncomplete) and result.is_held:
         return True
-    return pending.in_doubt and found_claim(result) is True  # until: workers
+    return pending.in_doubt and found_claim(result) is True  # until: workers (a claim names its run)
 
 
 def decision(

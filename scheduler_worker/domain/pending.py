@@ -76,7 +76,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     gang: Gang | None = None
     claimed_within_s: float | None = None
-    in_doubt: bool = True  # until: workers
+    in_doubt: bool = True  # until: workers (a claim names its run)
 
     @property
     def is_later_member(self) -> bool:
