@@ -35,7 +35,8 @@ class Plant(Struct, frozen=True, kw_only=True):
 _LAST_OF_FAILED = (
     "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
     "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n"
-    "        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),\n    },\n    State.DELETING"
+    "        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),\n"
+    "        SourceAnswered: IGNORE,\n    },\n    State.DELETING"
 )
 
 PLANTS = (

@@ -79,11 +79,10 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
-    It is published again while no event of the delete comes; a delete that is under way is announced once more.
-
-    begun: the cell has announced the build, or is commanded again because the delete has had no event for a long time:
-    so a conductor that has no record of the build has lost it. unrecorded: a
-    conductor's own message after that; the cell's compute services are queried before it is carried out.
+    It is published again while no event of the delete comes; one that is under way is announced once more. begun: the
+    cell has announced the build, or is commanded again because the delete has had no event for a long time: a conductor
+    without a record has lost it. unrecorded: a conductor's own message after that; the cell's compute services are
+    queried before it is carried out.
     """
 
     instance_uuid: Uuid
@@ -182,8 +181,7 @@ class MachinesFound(Message, frozen=True, kw_only=True, tag="compute.found.v1"):
     """All that one compute service has of the instances that it was queried about.
 
     hosts: that it has looked at, if the query was thorough or names hosts (None: it was not, or the service does not
-    know that).
-    more: they are a page, and there are others after it.
+    know that). more: they are a page, and there are others after it.
     """
 
     service: Word

@@ -30,7 +30,7 @@ def test_a_service_keeps_its_machines_and_records_by_default(
 @pytest.mark.parametrize(
     ("state_dir", "is_given", "warned"), [("", False, True), (None, False, True), ("", True, False)]
 )
-def test_a_service_in_memory_warns(state_dir: str | None, is_given: bool, warned: bool) -> None:
+async def test_a_service_in_memory_warns(state_dir: str | None, is_given: bool, warned: bool) -> None:
     """Not one whose machines another keeps for it, as `berth up` and the simulation do."""
     clock = SystemClock()
     here = Site(Settings(), brokers=Brokers(clock), database_url="", clock=clock, seed=1)
