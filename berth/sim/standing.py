@@ -36,7 +36,7 @@ def forgotten_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     """A build, or a delete, of which a restored database knows an old truth may have a second end, and has one.
 
     Not one that no scheduler has on record, nor one that its cell cannot judge: it has no record of it, and a machine
-    of it runs, or a service that burnt down may have had one, or a host that was taken out.
+    of it runs or hangs in its build (a delete ends it), or a service that burnt down may have had one.
     """
     ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
     fleets = world.fleets.values()
@@ -46,8 +46,8 @@ def forgotten_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
         if build is None or build.cell is None or uuid in burnt:
             continue
         table = world.cells[build.cell]
-        live = [host for fleet in fleets for host, _ in fleet.records.live([uuid])]
-        if uuid not in table.instances and (uuid in machines or world.dead or not world.left.keys().isdisjoint(live)):
+        live = any(fleet.records.live([uuid]) for fleet in fleets)
+        if uuid not in table.instances and (uuid in machines or live or world.dead):
             continue
         if build.state in IN_CELL:
             yield f"one_terminal_event: {uuid} is {build.state} at the top"

@@ -8,7 +8,8 @@ from unittest.mock import patch
 
 import pytest
 
-from berth.sim.run import run
+from berth.sim.run import run, simulate
+from berth.sim.widening import Widening
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
 from scheduler_worker.unanswered import UnansweredRequests
@@ -41,3 +42,9 @@ def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
 def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
     with mutant():
         assert run(a_cell_forgets(2)).breach == "one_terminal_event"
+
+
+@pytest.mark.parametrize("seed", [7, 20], ids=["a build", "a delete"])
+def test_a_build_or_a_delete_that_waits_for_ever_is_found(seed: int) -> None:
+    with cells_are_not_queried():
+        assert simulate(seed, {Widening.CELL_RESTORED}).breach == "one_terminal_event"
