@@ -58,8 +58,7 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     """One queue of the broker. dead_exchange: the exchange for messages that the queue gives up; None: they are
     dropped. dead_key: their routing key there; "": the message's own. disposable: an existing queue of this name with
     other properties, as an older berth declared, is deleted. delivery_limit: how often a message may be given back
-    before the queue gives it up; None: not stated, because the queue has no consumer. former_bindings: those of an
-    older berth, to be removed.
+    before the queue gives it up; None: not stated, because the queue has no consumer.
     """
 
     name: str
@@ -74,7 +73,6 @@ class QueuePlan(Struct, frozen=True, kw_only=True):
     dead_exchange: str | None = None
     dead_key: str = ""
     bindings: tuple[tuple[str, str], ...] = ()
-    former_bindings: tuple[tuple[str, str], ...] = ()
 
 
 class QueueNames:
@@ -118,7 +116,6 @@ class QueueNames:
             planned,
             name=self.queue(planned.name),
             bindings=self._bindings(planned.bindings),
-            former_bindings=self._bindings(planned.former_bindings),
             dead_exchange=dead if dead is None else self.exchange(dead),
             dead_key=self.queue(planned.dead_key) if planned.dead_key else "",
         )
@@ -191,7 +188,6 @@ def shared_queues() -> tuple[QueuePlan, ...]:
         max_bytes=MAX_PARKED_BYTES,
         delivery_limit=NEVER_GIVEN_UP,  # each look at the letters gives all of them back
         bindings=((DEAD, ALL_KEYS),),
-        former_bindings=((GIVEN_UP, ALL_KEYS),),
     )
     delays = (
         QueuePlan(

@@ -274,14 +274,15 @@ class Session:
         await self._bind(planned)
 
     async def _lacks_limit(self, planned: QueuePlan) -> bool:
-        """Whether the queue exists and differs only in that no delivery limit was stated, as by an earlier berth.
+        """Whether the queue exists and differs only in what an earlier berth did not state: a delivery limit, and a
+        bound in bytes.
 
         It is used as it is: it may hold what must not be lost, and a worker of that berth may use it beside this one.
         """
         if planned.delivery_limit != NEVER_GIVEN_UP:
             return False
         try:
-            await self._declare(structs.replace(planned, delivery_limit=None))
+            await self._declare(structs.replace(planned, delivery_limit=None, max_bytes=0))
         except QueueDiffers:
             return False
         if not planned.disposable:
@@ -305,9 +306,6 @@ class Session:
         for exchange, key in planned.bindings:
             with translated():
                 await channel.queue_bind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
-        for exchange, key in planned.former_bindings:
-            with translated():
-                await channel.queue_unbind(planned.name, exchange, key, timeout=RPC_TIMEOUT_S)
 
     async def bind_foreign(self, planned: QueuePlan, exchange: str, keys: Sequence[str]) -> None:
         """Bind to an exchange that is not ours and only looked at. Raises QueueMissing."""

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.cell import Destroy
 from bus.contracts.moves import MoveState
 
-from . import rules, steps
+from . import rules, steps, way_back
 from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
@@ -134,8 +134,11 @@ def _decide(instance: Instance, at: float, context: StepContext) -> Step:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         return Step(replace(instance, queried=False, deadline=deadline))
     if move.here_seen and move.source_gone:
-        return confirm(_certain(instance), at, context)
+        stays = way_back.end_without_source(_certain(instance), at, context)
+        return after(stays, confirm(way_back.kept_here(stays.instance), at, context))
     if move.here_seen and move.source_seen:
+        if way_back.is_waiting(instance):
+            return Step(_certain(instance))
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         return Step(replace(_certain(instance), deadline=deadline))
     return Step(instance)

@@ -66,7 +66,8 @@ def answer_about(
     own = next((answer for service, answer in answers if service == source.service), None)
     looked = [(name, one) for name, one in answers if isinstance(one, MachinesFound)]
     for service, answer in looked:
-        if any(
+        # One of the version before answers from its record, and names no hosts.
+        if source.host_uuid in (answer.hosts or ()) and any(
             (m.instance_uuid, m.host_uuid, m.attempt) == (uuid, source.host_uuid, source.attempt)
             for m in answer.machines
         ):
@@ -115,9 +116,12 @@ def revert(instance: Instance, event: MoveRequested, context: StepContext, code:
 
 
 def leave_fenced(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
-    """The destination of a move that has arrived was fenced: it goes back once the source was seen."""
+    """The destination of a move that has arrived was fenced: it goes back once the source was seen.
+
+    A machine that is kept in another cell cannot be queried from here: a client's revert has that cell do it.
+    """
     if move_of(instance).source is None:
-        return undo(instance, at, context, code, reason)
+        return Step(instance)
     return Step(instance) if is_waiting(instance) else _query(instance, at, context, code, reason)
 
 
@@ -198,6 +202,12 @@ def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
     stays = _answer_kept if instance.state is State.KEPT else _stay
     return stays(instance, silent, at, context)
+
+
+def end_without_source(instance: Instance, at: float, context: StepContext) -> Step:
+    """The source's host has stated meanwhile that its machine is gone: nothing is left to go back to."""
+    lost = MoveEnd(MoveState.REFUSED, SOURCE_LOST, "its host does not have the machine any more")
+    return _stay(instance, lost, at, context) if is_waiting(instance) else Step(instance)
 
 
 def ending_instead(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
