@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Sequence
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus import metrics
-from bus.port import BusError, BusUnavailable, Outgoing, Transport, Unroutable
+from bus.contracts.catalogue import EVENTS
+from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import Packed, batch, single
 
 log = structlog.get_logger("bus.publishing")
@@ -292,7 +293,7 @@ class Publisher:
     async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         error: BaseException | None = None
         try:
-            await self._transport.publish(link.message(entries, probes=probes))
+            await self._send(link, entries, probes=probes)
         except BusError as fault:
             error = fault
         except asyncio.CancelledError:
@@ -311,6 +312,25 @@ class Publisher:
             self._in_flight.discard(task)
         self._pump_link(link)
         self.flush()
+
+    async def _send(self, link: _BatchingPublisher, entries: Sequence[_Entry], *, probes: bool) -> None:
+        """Publish one broker message. Raises as the transport does.
+
+        One queue that is full has the broker refuse a message, though the other queues have it. A queue that takes
+        single events is another program's, so its refusal decides nothing: that program loses the event. The batch's
+        key decides, to which the queues of berth's workers are bound.
+        """
+        alone = entries[0].alone
+        try:
+            await self._transport.publish(link.message(entries, probes=probes))
+        except PublishRefused as refused:
+            if link.exchange != EVENTS or (link.mode.batches and not alone):
+                raise
+            metrics.PUBLISH_ERRORS.labels(self._bus, refused.code).inc()
+            if alone:
+                packed = entries[0].packed
+                again = structs.replace(packed, meta=structs.replace(packed.meta, id=f"{packed.meta.id}.b"))
+                await self._transport.publish(link.message([_Entry(again, entries[0].waiter, None)], probes=False))
 
     def _settle(self, entries: Sequence[_Entry], error: BaseException | None) -> None:
         self.waiting -= len(entries)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from msgspec import structs
+
 from bus.bus import FEW, Bus
 from bus.consuming.dead_letters import list_dead, replay
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.catalogue import BUILD_EVENTS
+from bus.contracts.catalogue import BUILD_EVENTS, BY_QUEUE, EVENTS
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.port import CC, Outgoing, Transport
 from bus.wire import BATCH
 from tests.contract.house import KINDS, Answering, House, boot, settled
@@ -69,6 +73,32 @@ async def test_an_event_that_is_alone_leaves_once_and_both_receive_it(house: Hou
     assert [one.content_type for one in singles] == ["application/json"] * 3
     assert [one.message_id for one in singles] == [one.meta.id for one in received]
     assert bus.publisher.waiting == 0
+
+
+@pytest.mark.parametrize("count", [1, FEW + 3])
+async def test_a_full_queue_of_another_program_refuses_no_event_for_the_others(house: House, count: int) -> None:
+    """A project may bind a queue that refuses all: two malformed requests stopped every scheduler for ever."""
+    bus = await house.bus()
+    client = Answering()
+    await house.consume(bus, FEED, client)
+    row = structs.replace(BY_QUEUE[RECORD], max_length=1)
+    await bus.transport.declare_queue(
+        row, "client.record.full", ((EVENTS, "build.event.#"), (EVENTS, "instance.event.#"))
+    )
+    await bus.publish(event(1))
+    await bus.publish_all([(event(number), "") for number in range(2, 2 + count)])
+    assert await bus.publish_each([(event(2 + count), ""), (event(3 + count), "")]) == [None, None]
+    await until(lambda: set(sequences(client.got)) == set(range(1, 4 + count)))
+    move = MoveEvent(
+        request_id=boot().instance_uuid,
+        instance_uuid=boot().instance_uuid,
+        project_id="p",
+        kind=MoveKind.STOP,
+        state=MoveState.DONE,
+        sequence=1,
+    )
+    await bus.publish(move)
+    assert 0 < await bus.transport.depth("client.record.full") < 4 + count  # a quorum queue's bound is not exact
 
 
 async def test_a_few_of_one_call_leave_once_each_and_at_once(house: House) -> None:
