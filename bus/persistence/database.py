@@ -90,11 +90,12 @@ FORBIDDEN_STATES = ("28", "3D000", "42501")
 
 
 class _Held:
-    """A pooled connection out of its pool: SQLAlchemy's, and the driver's own below it."""
+    """A connection out of its pool: SQLAlchemy's, and the driver's below it. server: how many were left before it."""
 
-    __slots__ = ("by_key", "connection", "driver")
+    __slots__ = ("by_key", "connection", "driver", "server")
 
-    def __init__(self, connection: AsyncConnection, driver: asyncpg.Connection) -> None:
+    def __init__(self, connection: AsyncConnection, driver: asyncpg.Connection, server: int) -> None:
+        self.server = server
         self.connection = connection
         self.driver = driver
         self.by_key = False
@@ -123,7 +124,7 @@ class Database:
         self._slots = asyncio.Semaphore(pool_size)
         self._pool_size = pool_size
         self._open = 0
-        self._losses = 0
+        self._losses = self._left_servers = 0
         self._reachable = True
         self._probing: asyncio.Task[None] | None = None
         self._group_flush = GroupFlush(self)
@@ -251,7 +252,8 @@ class Database:
                 unusable = is_read_only or _is_connection_error(error)  # no statement can follow on this session
                 raise_fault(error, closed=held.driver.is_closed())
             finally:
-                if self._closed or unusable or held.driver.is_closed() or held.driver.is_in_transaction():
+                unusable = unusable or self._closed or held.server != self._left_servers
+                if unusable or held.driver.is_closed() or held.driver.is_in_transaction():
                     # shield: a cancelled caller must not leak the connection
                     await asyncio.shield(self._leave_server(held) if is_read_only else self._drop(held))
                 else:
@@ -301,12 +303,13 @@ class Database:
 
     async def _connect(self) -> _Held:
         self._open += 1  # counted now, so that no other task takes the last place meanwhile
+        server = self._left_servers
         try:
             connection = await self._engine.connect()
             driver = (await connection.get_raw_connection()).driver_connection
             assert driver is not None
             driver.add_termination_listener(self._connection_lost)
-            return _Held(connection, driver)
+            return _Held(connection, driver, server)
         except BaseException as error:
             self._open -= 1
             if isinstance(error, (*CONNECTION_LOST, DBAPIError, PoolTimeout)):
@@ -354,10 +357,11 @@ class Database:
         await held.connection.close()
 
     async def _leave_server(self, held: _Held) -> None:
-        """Drop a connection to a server that was made read-only, and the idle ones: the server is no longer the
-        primary. Its successor may not have the commits that were not on disk, so this is a loss.
+        """Drop a connection to a server that was made read-only, the idle ones, and those in use when they are
+        returned: the server is no longer the primary. Its successor may not have the commits that were not on disk.
         """
         self._losses += 1
+        self._left_servers += held.server == self._left_servers
         idle, self._spare = self._spare, []
         for left in (held, *idle):
             await self._drop(left)

@@ -97,3 +97,21 @@ async def test_idle_connections_to_a_server_that_takes_no_writes_are_dropped_and
         assert len(after) == 3 and not before & after
     finally:
         await database.close()
+
+
+async def test_a_connection_in_use_when_its_server_is_left_is_not_used_again(empty_database: str) -> None:
+    """A reader's connection came back, and was taken first: reads saw the state of the former primary."""
+    database = Database(empty_database, "owner", pool_size=2)
+    await database.open()
+    try:
+        async with database.raw() as reader:
+            former = await reader.fetchval("SELECT pg_backend_pid()")
+            with pytest.raises(DatabaseUnavailable):
+                async with database.raw() as writer:
+                    await writer.execute("CREATE TABLE written (n int)")
+                    await writer.execute("SET TRANSACTION READ ONLY")
+                    await writer.execute("INSERT INTO written VALUES (1)")
+        async with database.raw() as reader:
+            assert await reader.fetchval("SELECT pg_backend_pid()") != former
+    finally:
+        await database.close()
