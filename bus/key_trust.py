@@ -93,7 +93,10 @@ def letters_key(delivery: Delivery) -> str | None:
         return delivery.routing_key
     first = deaths[-1]
     exchange, keys = first.get("exchange"), first.get("routing-keys")
-    if not isinstance(exchange, str) or not exchange or delayed_it(exchange):
+    if exchange == "":  # as of the default exchange: a letter that was replayed has its key in the header
+        key = delivery.headers.get(ORIGINAL_KEY)
+        return key if isinstance(key, str) else ""
+    if not isinstance(exchange, str) or delayed_it(exchange):
         return ""
     return keys[0] if isinstance(keys, list) and keys and isinstance(keys[0], str) else ""
 

@@ -193,6 +193,7 @@ class OutcomeHandler:
             headers={
                 CODE: CANNOT_APPLY,
                 REASON: shown(reason)[:MAX_REASON],
+                ORIGINAL_KEY: shown(published_key(item.in_flight.delivery, self._row.name) or ""),
                 DIED_AT: int(self._bus.clock.time() * 1000),
                 **({CUT_FROM: size} if size else {}),
             },

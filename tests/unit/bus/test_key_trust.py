@@ -80,6 +80,10 @@ ARRIVALS: dict[str, tuple[Delivery, str | None]] = {
     ),
     "back from a delay": (arrived("berth.return", REQUESTS, x_death=[DELAYED], berth_key=VICTIMS), ""),
     "a letter that goes back": (arrived("", REQUESTS, berth_key=MINE), MINE),
+    "the same, given up by the broker": (
+        arrived("berth.given-up", REQUESTS, x_death=[death(REQUESTS, exchange="", key=REQUESTS)], berth_key=MINE),
+        MINE,
+    ),
     "a reply": (arrived("", "berth.reply.p"), ""),
 }
 
