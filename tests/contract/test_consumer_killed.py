@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import pytest
 
 from bus.bus import Bus
-from bus.consuming import dead_letters
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
-from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS
+from bus.key_trust import letters_code
 from bus.port import BusUnavailable, Delivery
 from bus.wire import batch, pack
 from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
@@ -22,6 +22,7 @@ from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 pytestmark = KINDS
 
 POISON = boot(999)
+GIVEN_UP = "scheduler.given_up"
 
 
 class Mortal:
@@ -107,6 +108,7 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
     """Sixty good ones are prefetched with it each time; in the queue's order half of them would die with it."""
     watching = await house.bus()
     await watching.declare(REQUESTS)
+    await watching.declare(GIVEN_UP)
     good = [boot(number) for number in range(60)]
     for number, message in enumerate(good):
         if number == 10:
@@ -120,7 +122,7 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
         consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
 
         async def is_over(handler: Mortal = handler) -> bool:
-            return handler.died.is_set() or await depth_is(watching, DEAD_LETTERS, 1)
+            return handler.died.is_set() or await depth_is(watching, GIVEN_UP, 1)
 
         await until(is_over)
         handled |= {one.instance_uuid for one in handler.got}
@@ -129,11 +131,11 @@ async def test_a_message_that_ends_its_consumer_is_given_up_alone(house: House) 
         await bus.transport.close()
         await consumer.drain(0.0)
         deaths += 1
-    await until(lambda: depth_is(watching, DEAD_LETTERS, 1))
+    await until(lambda: depth_is(watching, GIVEN_UP, 1))
     assert handled == {one.instance_uuid for one in good}
     assert deaths == BY_QUEUE[REQUESTS].delivery_limit + 1
-    (letter,) = await dead_letters.list_dead(watching.transport, REQUESTS)
-    assert letter.code == "broker.delivery_limit"
+    letter = await watching.transport.get(GIVEN_UP)
+    assert letter is not None and letters_code(letter) == "broker.delivery_limit"
     assert POISON.instance_uuid in letter.body.decode()
 
 
@@ -192,14 +194,15 @@ async def test_a_flapping_bus_exhausts_nothing_that_no_handler_ever_had(house: H
 
 
 async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House) -> None:
-    """A message that is rejected as it came leaves the queue for the dead letters at once."""
+    """A message that is rejected as it came leaves the queue at once, for the one that announces its end."""
     bus = await house.bus()
     await bus.declare(REQUESTS)
+    await bus.declare(GIVEN_UP)
     await bus.publish(boot(1))
     held = Collector(ack=False)
     await bus.transport.consume(REQUESTS, held, prefetch=1)
     (delivery,) = await held.wait(1)
     delivery.nack(requeue=False)
-    await settled(bus, dead=1)
-    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-    assert letter.code == "broker.rejected"
+    await until(lambda: depth_is(bus, GIVEN_UP, 1))
+    letter = await bus.transport.get(GIVEN_UP)
+    assert letter is not None and letters_code(letter) == "broker.rejected"

@@ -436,7 +436,11 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
         assert letters[0]["code"] == "test.given_up" and "secret" not in see.get(queue).text
         assert "secret" in client.get(f"{queue}/letters/{one}").json()["body"]
         assert code_of(client.get(f"{queue}/letters/none"), 404) == "letter.unknown"
-        assert client.post(f"{queue}/replay", json={"ids": [one]}).json() == {"replayed": [one], "too_old": []}
+        assert client.post(f"{queue}/replay", json={"ids": [one]}).json() == {
+            "replayed": [one],
+            "too_old": [],
+            "barred": {},
+        }
         until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
         assert client.delete(queue).json()["purged"] == 2
         assert see.get(queue).json() == []

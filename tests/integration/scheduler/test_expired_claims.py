@@ -33,7 +33,7 @@ async def test_what_an_expired_request_had_claimed_is_released_or_built(
         await world.kill("s1")
         if is_forgotten:
             await forgotten(world, request.instance_uuid)
-        await world.eventually(lambda: world.brokers["api"].queue("berth.dead-letters").ready)
+        await world.eventually(lambda: world.brokers["api"].queue("scheduler.given_up").ready)
     await world.scheduler("s2")
     await world.until_expired_are_handled()
     world.events.clear()
