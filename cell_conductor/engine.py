@@ -29,7 +29,6 @@ from .domain.arrival_doubts import is_searched_for
 from .domain.delete_rules import is_of_another_project
 from .domain.evacuations import misses_proof
 from .domain.events import (
-    BuildQueried,
     BuildRequested,
     Claimed,
     ClaimRefused,
@@ -142,7 +141,6 @@ class Engine:
         self._outdated = outdated
         self._unsearched: dict[str, PendingQuestion] = {}
         self._decided: dict[str, UnexplainedRecord] = {}  # machines in quarantine to adopt, by instance
-        self._queried: dict[str, InstanceEvent] = {}  # queries of builds without a record, by instance
         self._search_due = asyncio.Event()
         self._unflushed = 0  # commits that did not wait for the disk
         self._context = StepContext(
@@ -375,10 +373,8 @@ class Engine:
         if seen := await self._see_sources(questions):
             await self._ask_placement(await self._apply(seen))
         questions = [one for one in questions if not isinstance(one.message, SourceQuery)]
-        queried, self._queried = self._queried, {}
         found, unsure = await self._find_forgotten(questions)
         found += await self._find_decided(decided)
-        found += await self._find_lost(queried)
         if found:
             await self._ask_placement(await self._apply(found))
         answers = await self._placement.ask(await self._still_due(questions, unsure))
@@ -400,30 +396,6 @@ class Engine:
             return []
         found = await self._search.see_sources(sources, self._clock.time)
         return [InstanceEvent(uuid, answered) for uuid, answered in found.items()]
-
-    async def search_for(self, queried: Sequence[InstanceEvent]) -> None:
-        """Have the next search look for machines of the builds among these that are not on record, and answer what it
-        finds. Beyond the bound, and where it finds no answer, they are queried again.
-        """
-        if self._search is None:
-            return
-        unrecorded = await self._search.find_unrecorded({one.uuid for one in queried})
-        for one in queried:
-            if one.uuid in unrecorded and len(self._queried) < MAX_UNSEARCHED:
-                self._queried[one.uuid] = one
-                self._search_due.set()
-
-    async def _find_lost(self, queried: Mapping[str, InstanceEvent]) -> list[InstanceEvent]:
-        """The queries with the machines that the cell has of these builds, where all of them are known."""
-        if not queried or self._search is None:
-            return []
-        found = await self._search.find_lost(queried, self._down(), self._fences.known)
-        now = self._clock.time()
-        return [
-            replace(one, event=replace(one.event, at=now, found=found[uuid]), message_id="")
-            for uuid, one in queried.items()
-            if uuid in found and isinstance(one.event, BuildQueried)
-        ]
 
     async def _find_decided(self, decided: Mapping[str, UnexplainedRecord]) -> list[InstanceEvent]:
         if not decided or self._search is None:

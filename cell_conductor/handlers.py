@@ -24,14 +24,12 @@ from bus.contracts.cell import (
     ForgetServiceInCell,
     RescanHosts,
 )
-from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MachineChanged, MoveKind
 
 from . import metrics
 from .config import ConductorConfig
 from .domain.events import (
-    BuildQueried,
     BuildRequested,
     ChangeEnded,
     DeleteRequested,
@@ -84,8 +82,8 @@ class RequestHandlers:
         self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
-        depend on it; and ForgetServiceInCell, which is handled last: no build waits for it.
+        """CellBuild, CellMove, CellMoveQuery, CellDelete; CellFence, which is handled first, because the others depend
+        on it; and ForgetServiceInCell, which is handled last: no build waits for it.
         """
         rest = [one for one in batch if not _is_about_service(one.message)]
         if len(rest) < len(batch):
@@ -153,8 +151,6 @@ class RequestHandlers:
             for received, outcome in zip(batch, outcomes, strict=True)
         ]
         flushed = await self._engine.take(incoming, source=source) if incoming else None
-        if queried := [one for one in incoming if isinstance(one.event, BuildQueried)]:
-            await self._engine.search_for(queried)
         if flushed is None:
             return outcomes
         return [Done(after=flushed) if outcome is DONE else outcome for outcome in outcomes]
@@ -373,9 +369,6 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         return InstanceEvent(
             uuid, build_requested(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
         )
-    if isinstance(message, CellBuildQuery):
-        uuid = message.spec.instance_uuid
-        return InstanceEvent(uuid, build_queried(message, at, meta.cause), meta.id, meta.cause)
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
         deleted = DeleteRequested(
@@ -434,17 +427,6 @@ def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal
         limits=message.limits,
         given_up=given_up,
         attempt=message.attempt,
-    )
-
-
-def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildQueried:
-    """The event that a CellBuildQuery brings."""
-    return BuildQueried(
-        at=at,
-        spec=message.spec,
-        build_timeout_s=message.build_timeout_s,
-        sequence=message.sequence,
-        cause=cause or message.spec.instance_uuid,
     )
 
 

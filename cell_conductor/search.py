@@ -217,7 +217,13 @@ class MachineSearch:
             return {}, set()
         also = {one for instance in moved.values() for one in services_of(instance, fenced)}
         also -= (gone := set(self._forgotten()))
-        searched, listed = await self._find_everywhere(moved, also, down, fenced)
+        missing = sorted(set(down)) or None
+        searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
+        # Once for all: there may be a hundred thousand hosts (7 ms to list, 10 to compare), and a thousand moves.
+        reported = self._listed(searched.services)
+        await asyncio.sleep(0)
+        off = frozenset(fenced)
+        listed = nsmallest(LOGGED_SERVICES, (one for one in reported if one not in searched.hosts and one not in off))
         found: dict[str, tuple[FoundMachine, ...]] = {}
         held: set[str] = set()
         for uuid, instance in moved.items():
@@ -235,46 +241,6 @@ class MachineSearch:
         if len(held) > LOGGED_MOVES:
             log.warning("move.held_more", moves=len(held) - LOGGED_MOVES)
         return found, held
-
-    async def find_lost(
-        self, uuids: Collection[str], down: Collection[str], fenced: Collection[str]
-    ) -> dict[str, tuple[FoundMachine, ...]]:
-        """All machines of builds that the cell has no record of; those of which that is not known are left out.
-
-        A build without one ends, and its claim is released, so every service has to answer and every host to have been
-        looked at, as in `find_moved`. Nor has a host reported a machine of it.
-        """
-        searched, unseen = await self._find_everywhere(uuids, (), down, fenced)
-        is_known = not (searched.missing or unseen)
-        found = {uuid: searched.of(uuid) or () for uuid in uuids} if is_known else {}
-        known = {uuid: machines for uuid, machines in found.items() if machines or not self.is_unexplained(uuid)}
-        if len(known) < len(uuids):
-            log.warning(
-                "build.not_answered",
-                instances=sorted(set(uuids) - known.keys())[:LOGGED_MOVES],
-                count=len(uuids) - len(known),
-                unanswered=list(searched.missing[:LOGGED_SERVICES]),
-                unseen=unseen,
-                hint="the cell has no record of these builds, and a machine of them may run. `berth services forget`"
-                " states that a service is gone for good",
-            )
-        return known
-
-    async def _find_everywhere(
-        self, uuids: Collection[str], also: Collection[str], down: Collection[str], fenced: Collection[str]
-    ) -> tuple[Searched, list[str]]:
-        """Query every service of the cell, and these others; nothing is known while one is down. Some of the hosts that
-        they have reported and not looked at, but those that are fenced, come with it.
-        """
-        missing = tuple(sorted(set(down)))
-        searched = Searched(missing=missing) if missing else await self.find(uuids, also, thorough=True)
-        # Once for all: there may be a hundred thousand hosts (7 ms to list, 10 to compare), and a thousand moves.
-        reported = self._listed(searched.services)
-        await asyncio.sleep(0)
-        off = frozenset(fenced)
-        return searched, nsmallest(
-            LOGGED_SERVICES, (one for one in reported if one not in searched.hosts and one not in off)
-        )
 
     async def find_forgotten(
         self, doubted: Mapping[str, Instance], now: float, limit_s: float

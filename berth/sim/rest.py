@@ -12,7 +12,7 @@ from berth.sim.load import Client
 from berth.sim.peer_watch import OVER_QUOTA, resources_of_flavor
 from berth.sim.peers import NONE_ALLOWED
 from berth.sim.plan import Action
-from berth.sim.standing import forgotten_have_ends, standing
+from berth.sim.standing import standing
 from berth.sim.world import World, marked
 from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainState
@@ -65,7 +65,6 @@ def unsettled(world: World, client: Client) -> list[str]:
     # burns down a second time does not get.
     burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
-    found += list(forgotten_have_ends(world, burnt))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
     if world.ironic is not None:

@@ -18,7 +18,6 @@ from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
 from .events import (
-    BuildQueried,
     BuildRequested,
     Claimed,
     ClaimRefused,
@@ -83,17 +82,6 @@ def adopt_machine(instance: Instance, event: MachineFound, context: StepContext)
     if not instance.doubted or not found:
         return Step(instance)
     return _adopt(replace(instance, reused_from=instance.reused_from or 1), found, event.at, context)
-
-
-def adopt_forgotten(instance: Instance, event: BuildQueried, context: StepContext) -> Step | None:
-    """A build that its cell has no record of has a machine there: it is adopted; None: it is not proved to be ours.
-
-    Only its host knows its resources, because there is no selection to go by.
-    """
-    found = event.found or ()
-    best = _best(found)
-    is_ours = not best.foreign and best.project_id == event.spec.project_id and best.attempt >= 1
-    return _adopt(instance, found, event.at, context) if is_ours and best.allocations else None
 
 
 def why_not_adoptable(instance: Instance | None) -> str:
@@ -200,7 +188,7 @@ def claim_again(instance: Instance, event: TimedOut, context: StepContext) -> St
 def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
     """The machine that is complete, else the newest. The other machines stay, in quarantine (`reused_from`)."""
     assert instance.spec is not None
-    best = _best(found)
+    best = max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
     allocations = taken_of(instance, best)
     if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
@@ -218,10 +206,6 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         claims_refused=0,
     )
     return Step(steps.ask(adopted, State.ADOPTING, at, context))
-
-
-def _best(found: Sequence[FoundMachine]) -> FoundMachine:
-    return max(found, key=lambda one: (one.built, one.attempt, one.host_uuid))
 
 
 def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:

@@ -133,7 +133,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """
     move = move_of(instance)
     if move.delete:
-        return steps.announce(instance, BuildState.DELETING, event.at, context)
+        return Step(instance)
     deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))

@@ -41,19 +41,6 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     attempt: int = 1
 
 
-class BuildQueried(Event, frozen=True, kw_only=True):
-    """The schedulers query the state of a build, as in CellBuildQuery: nothing is to be begun.
-
-    found: all machines of it that the cell has, if it has no record of the build (None: that is not known).
-    """
-
-    spec: InstanceSpec
-    build_timeout_s: float
-    sequence: int
-    cause: str = ""
-    found: tuple[FoundMachine, ...] | None = None
-
-
 class DeleteRequested(Event, frozen=True, kw_only=True):
     """The instance is to be deleted.
 
@@ -249,7 +236,6 @@ class HostFenced(Event, frozen=True, kw_only=True):
 
 EVENTS: tuple[type[Event], ...] = (
     BuildRequested,
-    BuildQueried,
     DeleteRequested,
     Spawned,
     SpawnFailed,

@@ -17,14 +17,12 @@ from . import (
     move_doubts,
     move_events,
     move_rules,
-    query_rules,
     repeat_rules,
     rules,
     undo_rules,
     way_back,
 )
 from .events import (
-    BuildQueried,
     BuildRequested,
     ChangeEnded,
     Claimed,
@@ -67,8 +65,6 @@ DESTROY_LEFTOVER = Rule(rules.destroy_leftover)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
 ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
-ANSWER_ACTIVE = Rule(query_rules.answer_active)
-ANSWER_ELSEWHERE = Rule(query_rules.answer_elsewhere)
 REFUSE = Rule(move_events.refuse)
 REFUSE_BUSY = Rule(move_events.refuse_busy)
 DELETE_MOVING = Rule(delete_rules.delete, (State.DELETING, State.RELEASING, State.UNDOING, State.VACATING))
@@ -83,7 +79,6 @@ ARRIVED = (State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE, State.ACTIVE
 # The effect in every state of a move, unless its row overrides it: none, or the fence of the machine itself.
 MOVING: Mapping[type[Event], Rule | None] = {
     BuildRequested: ACTIVE_AGAIN,
-    BuildQueried: ANSWER_ACTIVE,
     DeleteRequested: DELETE_MOVING,
     Spawned: DESTROY_ORPHAN,
     SpawnFailed: DESTROY_LEFTOVER,
@@ -234,7 +229,6 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DEPARTED: {
         **MOVING,
-        BuildQueried: ANSWER_ELSEWHERE,
         DeleteRequested: Rule(departure_rules.refer),
         MoveRequested: Rule(departure_rules.refer, ARRIVED_CELL),
     },
@@ -256,7 +250,6 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.KEPT: {
         **MOVING,
-        BuildQueried: ANSWER_ELSEWHERE,
         DeleteRequested: Rule(leave_rules.note_delete),
         Spawned: CONFIRM_RUNNING,
         TimedOut: Rule(leave_rules.announce_again),
@@ -266,7 +259,6 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.CLEARING: {
         **MOVING,
-        BuildQueried: ANSWER_ELSEWHERE,
         DeleteRequested: Rule(departure_rules.refer),
         Spawned: Rule(leave_rules.follow_kept_machine),
         TimedOut: Rule(leave_rules.clear_again),
@@ -277,7 +269,6 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RELEASING_KEPT: {
         **MOVING,
-        BuildQueried: ANSWER_ELSEWHERE,
         DeleteRequested: Rule(departure_rules.refer),
         TimedOut: AGAIN,
         Released: Rule(leave_rules.end_kept, (State.DEPARTED,)),

@@ -20,27 +20,27 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     is_released = 1 < event.attempt <= instance.last_attempt
     if event.requested_at <= instance.requested_at or (is_released and not event.found):
         was_active = any(record.outcome == "active" for record in instance.history)
-        return announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
+        return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
     newest = instance.last_attempt if is_released else 0
     return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence, newest=newest), event, context)
 
 
 def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A second build of an active instance: its schedulers may have forgotten the first (a restore), and wait."""
-    return announce_again(instance, BuildState.ACTIVE, context)
+    return _announce_again(instance, BuildState.ACTIVE, context)
 
 
 def announce_adopted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """As `announce_active_again`, of what was active before its claim is requested again; else its end will come."""
-    return announce_again(instance, BuildState.ACTIVE, context) if instance.claims_refused else Step(instance)
+    return _announce_again(instance, BuildState.ACTIVE, context) if instance.claims_refused else Step(instance)
 
 
 def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
     """A build or a delete of a deleted instance, as `announce_active_again`. Its claim is left to the audit."""
-    return announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
+    return _announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
 
 
-def announce_again(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
+def _announce_again(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
     """Publish the last announcement of the build once more, under its number: it changes nothing where it is on record.
 
     Under a later one, which the end of a move may have taken since, clients would get a second terminal event.

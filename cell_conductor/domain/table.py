@@ -10,19 +10,8 @@ from msgspec.structs import replace
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import (
-    adopt_rules,
-    arrival_doubts,
-    delete_rules,
-    departure_rules,
-    fence_rules,
-    leave_rules,
-    query_rules,
-    repeat_rules,
-    rules,
-)
+from . import adopt_rules, arrival_doubts, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
 from .events import (
-    BuildQueried,
     BuildRequested,
     ChangeEnded,
     Claimed,
@@ -47,7 +36,6 @@ from .instance import Instance, Move, State
 from .moves_table import (
     ACTIVE_AGAIN,
     AGAIN,
-    ANSWER_ACTIVE,
     ARRIVED_CELL,
     CONFIRM_RUNNING,
     DESTROY_LEFTOVER,
@@ -69,9 +57,6 @@ class IllegalStep(BrokenInvariant):
     code = "instance.illegal_step"
 
 
-ANSWER_BUILDING = Rule(query_rules.answer_building)
-ANSWER_DELETING = Rule(query_rules.answer_deleting)
-
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
@@ -79,7 +64,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: Rule(
             adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
-        BuildQueried: Rule(query_rules.end_lost, (State.GIVING_UP, State.ADOPTING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
@@ -100,7 +84,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.TOMBSTONE: {
         BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),
-        BuildQueried: Rule(query_rules.end_deleted, (State.DELETING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DELETING, State.RELEASING)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -121,7 +104,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.BUILDING: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(rules.come_up, (State.ACTIVE,)),
         SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
@@ -142,7 +124,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ADOPTING: {
         BuildRequested: Rule(repeat_rules.announce_adopted_again),
-        BuildQueried: Rule(query_rules.answer_adopted),
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(adopt_rules.note_built),
         SpawnFailed: DESTROY_LEFTOVER,
@@ -163,7 +144,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RECLAIMING: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.abandon, (State.ABANDONING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -184,8 +164,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ABANDONING: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_DELETING,
-        DeleteRequested: ANSWER_DELETING,
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,
@@ -205,7 +184,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.ACTIVE: {
         BuildRequested: ACTIVE_AGAIN,
-        BuildQueried: ANSWER_ACTIVE,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -229,7 +207,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.GIVING_UP: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_BUILDING,
         DeleteRequested: Rule(rules.delete_instead, (State.RELEASING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -252,7 +229,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         BuildRequested: Rule(
             repeat_rules.restart_build, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
         ),
-        BuildQueried: Rule(query_rules.answer_failed),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -273,8 +249,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DELETING: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_DELETING,
-        DeleteRequested: ANSWER_DELETING,
+        DeleteRequested: IGNORE,
         Spawned: Rule(delete_rules.repeat_destroy_both),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: Rule(delete_rules.destroy_both_again),
@@ -294,8 +269,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.RELEASING: {
         BuildRequested: IGNORE,
-        BuildQueried: ANSWER_DELETING,
-        DeleteRequested: ANSWER_DELETING,
+        DeleteRequested: IGNORE,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,
@@ -315,7 +289,6 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.DELETED: {
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
-        BuildQueried: Rule(query_rules.answer_deleted),
         DeleteRequested: Rule(repeat_rules.announce_deleted_again),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,

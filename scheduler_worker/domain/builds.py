@@ -25,8 +25,6 @@ OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
-# A build in one of these states is in a cell, which has to announce its end, or that of its delete.
-IN_CELL = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
 
 
 def is_search(query: BuildQuery) -> bool:
@@ -70,43 +68,6 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     def awaits_decision(self) -> bool:
         """Whether a decision may be written: the build is still being scheduled, and no delete has come."""
         return self.state is BuildState.ACCEPTED and not self.delete_requested
-
-
-class OpenBuild(Struct, frozen=True, kw_only=True):
-    """A build, or the delete of one, that a cell has to end. request: as it was built."""
-
-    build: RecordedBuild
-    request: BuildRequest
-
-    @property
-    def request_id(self) -> str:
-        """The id of a build's request is its instance's."""
-        return self.build.instance_uuid
-
-    @property
-    def instance_uuid(self) -> str:
-        """The uuid of the instance."""
-        return self.build.instance_uuid
-
-    @property
-    def kind(self) -> str:
-        """The kind of request, for its timeline."""
-        return "delete" if self.build.state is BuildState.DELETING else "build"
-
-    @property
-    def cell(self) -> str | None:
-        """The cell that has it."""
-        return self.build.cell
-
-    @property
-    def sequence(self) -> int:
-        """The number of its newest event."""
-        return self.build.sequence
-
-    @property
-    def code(self) -> str:
-        """The code of its newest event."""
-        return self.build.code
 
 
 class BuildStatus(Struct, frozen=True, kw_only=True):

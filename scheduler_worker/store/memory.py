@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from itertools import islice
@@ -19,8 +19,6 @@ from bus.persistence.unit_of_work import published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
-    IN_CELL,
-    OpenBuild,
     RecordedBuild,
     is_search,
 )
@@ -30,7 +28,7 @@ from scheduler_worker.store import rows
 from scheduler_worker.store.memory_table import MemoryBuildTable, delete_builds, drop_moves, key_of
 from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildUnit, MemoryOperationUnit
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, Purged
+from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 
 
@@ -165,22 +163,6 @@ class MemoryBuilds:
         async with self._session.transaction():
             found = [move for move, _ in self._table.moves.values() if not move.terminal and move.cell is not None]
         return sorted((one for one in found if one.request_id > after), key=lambda one: one.request_id)[:limit]
-
-    async def open_builds(
-        self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
-    ) -> OpenBuilds:
-        """A scan."""
-        table = self._table
-        async with self._session.transaction():
-            page = sorted(map(_newest, table.records.values()))
-            page = [one for one in page if one > after][:limit]
-            old = [uuid for _, uuid in page if table.records[uuid].updated_at < unchanged_since]
-            found = [
-                OpenBuild(build=build, request=table.requests[uuid])
-                for uuid in sorted({*watched, *old})
-                if (build := table.recorded.get(uuid)) is not None and build.state in IN_CELL and build.cell is not None
-            ]
-        return OpenBuilds(found, page[-1] if len(page) == limit else None)
 
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID

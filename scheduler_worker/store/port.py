@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
-from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, OpenBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
@@ -28,15 +28,6 @@ class Purged(Struct, frozen=True):
 
     count: int
     until: float
-
-
-class OpenBuilds(Struct, frozen=True):
-    """Builds that a cell has to end. last: when the last build that was examined was requested, and its instance, where
-    the next page begins (None: there is none after it).
-    """
-
-    builds: Sequence[OpenBuild]
-    last: tuple[float, str] | None = None
 
 
 class BuildUnit(Protocol):
@@ -182,14 +173,6 @@ class SchedulerStore(Protocol):
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Requests without a terminal event that were dispatched to a cell, in order of their ids after this one."""
-
-    async def open_builds(
-        self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
-    ) -> OpenBuilds:
-        """The builds among these that a cell has to end; and those of a page of all builds, in the order in which they
-        were requested, that have not changed since that time. limit: builds of the page, in whatever state.
-        """
-        ...
 
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID

@@ -13,7 +13,7 @@ from berth.sim.run import run
 from berth.sim.watch import Listener
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
-from cell_conductor.domain import query_rules, repeat_rules
+from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
 
@@ -85,14 +85,13 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     first announcement.
     """
     again: set[str] = set()
-    announce_again = repeat_rules.announce_again
+    announce_again = repeat_rules._announce_again
 
     def recorded(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
         again.add(instance.uuid)
         return announce_again(instance, state, context, terminal=terminal)
 
-    for module in (repeat_rules, query_rules):
-        monkeypatch.setattr(module, "announce_again", recorded)
+    monkeypatch.setattr(repeat_rules, "_announce_again", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]
     found = [event for event in found if event.instance_uuid not in again]
     ended = [event for event in found if event.state is BuildState.ACTIVE or (event.cell and was_tried(event))]

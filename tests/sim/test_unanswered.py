@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from berth.sim.draw import plan_of
 from berth.sim.plan import Action, Order, Plan
-from berth.sim.run import run, simulate
+from berth.sim.run import run
 from berth.sim.widening import Widening
 from bus.contracts.moves import MoveKind
 from compute_sim.domain.faults import Faults
@@ -50,10 +50,3 @@ def test_every_request_has_its_end(seed: int) -> None:
     held = run(a_cell_forgets(seed))
     assert held.breach == "", held.detail
     assert held.counts
-
-
-@pytest.mark.parametrize("seed", [7, 20, 25])
-def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> None:
-    """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
-    held = simulate(seed, {Widening.CELL_RESTORED})
-    assert held.breach == "", held.detail

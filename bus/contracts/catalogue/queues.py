@@ -185,7 +185,6 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="cell_conductor",
         bindings=(
             (COMMANDS, "cell.build"),
-            (COMMANDS, "cell.build.query"),
             (COMMANDS, "cell.delete"),
             (COMMANDS, "cell.move"),
             (COMMANDS, "cell.move.query"),
