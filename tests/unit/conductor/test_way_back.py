@@ -327,6 +327,16 @@ def test_time_alone_does_not_give_the_source_up_for_a_destination_that_is_down()
     assert made.instance.state is State.CONFIRMING
 
 
+def test_a_destination_that_is_fenced_keeps_its_machine_while_another_cell_keeps_the_source() -> None:
+    """It was given up for a machine on a host that had not been looked at."""
+    _, departure = kept()
+    there = active_there(departure)
+    assert there.instance.state is State.RESIZED
+    before = len(there.commands)
+    there.apply(e.HostFenced(at=300.0, host_uuid=host(2)))
+    assert (there.instance.state, there.commands[before:]) == (State.RESIZED, [])
+
+
 def _order(made: Scenario) -> int:
     assert made.instance.move is not None
     return made.instance.move.order
@@ -364,6 +374,7 @@ NONE = RequestTimeout("no answer")
         ([("s1", NONE)], SOURCE_SILENT, ""),
         ([("s1", NONE), ("s9", found("s9"))], SOURCE_SILENT, ""),
         ([("s1", found("s1", hosts=None))], SOURCE_SILENT, ""),
+        ([("s1", found("s1", 1, hosts=None))], SOURCE_SILENT, ""),  # by its record, which proves nothing
     ],
 )
 def test_the_source_is_seen_only_where_its_host_lists_that_very_machine(
