@@ -25,6 +25,7 @@ import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
 from bus.consuming.dead_letters import read_letter
 from bus.contracts.base import MAX_REASON, Meta
 from bus.contracts.catalogue import DEAD, QUEUES, routing_key, taken_by
+from bus.contracts.catalogue.rights import FORBIDDEN
 from bus.port import Outgoing
 from bus.rabbitmq import frames
 from bus.rabbitmq.delivery import RabbitDelivery
@@ -142,7 +143,7 @@ class Amqp:
                 self._check_gathers(queue, pack(read.message, meta))
             else:
                 must(read.reason is not None and len(read.reason) <= MAX_REASON, "a reason beyond its bound")
-                must(read.code.startswith("message."), f"a code that is none: {read.code}")
+                must(read.code.startswith("message.") or read.code == FORBIDDEN, f"a code that is none: {read.code}")
                 outgoing = self._letter(queue, delivery, read)
             raw = frames.publish(outgoing, "x", outgoing.routing_key, outgoing.reply_to, channel=1, frame_max=FRAME_MAX)
             self._check_travels(raw, outgoing)
