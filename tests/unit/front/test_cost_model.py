@@ -1,12 +1,12 @@
-"""The cost model of benchmarks/model.py: each part is charged what it was measured to cost at the rate it would see."""
+"""The cost model (lab/benchmarks/model.py): each part costs what was measured at that rate."""
 
 from __future__ import annotations
 
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.model import FILL, Point, carried, cost_ms, curves, first_full, needs, role_of
-from benchmarks.street_report import Costs, Result
+from lab.benchmarks.model import FILL, Point, carried, cost_ms, curves, first_full, needs, role_of
+from lab.benchmarks.street_report import Costs, Result
 
 POINTS = [Point(100.0, 4.0), Point(1000.0, 1.0)]
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/traces_street.py that could be wrong without any notice."""
+"""The parts of lab/benchmarks/traces_street.py that could be wrong without any notice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks.traces_street import Exported, Turn, middle, report, run_s
+from lab.benchmarks.traces_street import Exported, Turn, middle, report, run_s
 
 BUSY = """
 import sys, time

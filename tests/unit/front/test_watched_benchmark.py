@@ -1,4 +1,4 @@
-"""The parts of benchmarks/watched.py that could be wrong without any notice, and the interval that it prints."""
+"""The parts of lab/benchmarks/watched.py that could be wrong without any notice, and the interval that it prints."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from benchmarks import watched
-from benchmarks.traces import median_interval, summary
-from benchmarks.watched import Pair, Turn
+from lab.benchmarks import watched
+from lab.benchmarks.traces import median_interval, summary
+from lab.benchmarks.watched import Pair, Turn
 
 
 def turn(scale: float, web_ms: float = 0.0) -> Turn:
