@@ -23,6 +23,7 @@ from bus.service.environment import Environment
 from bus.service.health import Health
 from bus.service.presence import announce_presence
 from bus.service.service import Service
+from placement_worker.book import ResourceBook
 from placement_worker.cells import CellFollower
 from placement_worker.config import PlacementConfig
 from placement_worker.handlers import PlacementHandlers
@@ -30,8 +31,7 @@ from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.application import Application
 from placement_worker.rest.in_process import InProcessRest
 from placement_worker.rest.server import RestServer
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 log = structlog.get_logger("placement")
 
@@ -43,7 +43,7 @@ def build(
     config: PlacementConfig,
     cells: Sequence[str],
     *,
-    store: PlacementStore | None = None,
+    store: ResourceBook | None = None,
     health_with_rest: bool = False,
     answer: Callable[[Application], None] | None = None,
 ) -> Service:
@@ -87,15 +87,15 @@ def _store(
     service: Service,
     env: Environment,
     config: PlacementConfig,
-    store: PlacementStore | None,
-) -> tuple[PlacementStore, Callable[[Bus], None]]:
+    store: ResourceBook | None,
+) -> tuple[ResourceBook, Callable[[Bus], None]]:
     """Return the book, and the function that claims a bus for it. With PostgreSQL, add the check that detects another
     schema.
     """
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
-        store = PostgresStore(database)
+        store = ResourceBook(PostgresRows(database))
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
 
     def claim(bus: Bus) -> None:
@@ -105,7 +105,7 @@ def _store(
 
 
 def _handlers(
-    env: Environment, store: PlacementStore, publisher: FeedPublisher, buses: Mapping[str, Bus]
+    env: Environment, store: ResourceBook, publisher: FeedPublisher, buses: Mapping[str, Bus]
 ) -> PlacementHandlers:
     async def publish(bus: str, messages: Sequence[Message]) -> None:
         if bus not in buses:  # the cell was taken out of use meanwhile
@@ -122,7 +122,7 @@ def _handlers(
     )
 
 
-def _add_book(service: Service, store: PlacementStore, api: Bus) -> None:
+def _add_book(service: Service, store: ResourceBook, api: Bus) -> None:
     service.add_resource(store.open, store.close)
     service.add_resource(api.open, api.close)
     service.add_check("database", lambda: store.ready)
@@ -205,7 +205,7 @@ def _in_process(service: Service, rest: InProcessRest) -> Application:
 
 
 def _rest(
-    env: Environment, config: PlacementConfig, store: PlacementStore, publisher: FeedPublisher
+    env: Environment, config: PlacementConfig, store: ResourceBook, publisher: FeedPublisher
 ) -> RestServer | None:
     if not config.rest.listen:
         return None

@@ -33,6 +33,7 @@ from bus.contracts.placement import (
     SwapResult,
 )
 from placement_worker import metrics
+from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
@@ -40,7 +41,6 @@ from placement_worker.domain.refusal import Why
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider
-from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement")
 
@@ -58,7 +58,7 @@ class PlacementHandlers:
 
     def __init__(
         self,
-        store: PlacementStore,
+        store: ResourceBook,
         *,
         clock: Clock,
         committed: Callable[[], None],
@@ -157,7 +157,7 @@ class PlacementHandlers:
         writes = [
             ChangeMembership(uuid, requested.aggregate, member, cause=received.meta.cause) for uuid, member in wanted
         ]
-        outcomes = await self._store.rest.write_trees(writes)
+        outcomes = await self._store.write_trees(writes)
         self._committed()
         unknown = [uuid for (uuid, _), one in zip(wanted, outcomes, strict=True) if not isinstance(one, Provider)]
         return Done(AggregateMembersSet(unknown=tuple(unknown)))
@@ -166,7 +166,7 @@ class PlacementHandlers:
         """Delete the tree of a host. Accepted on the API bus alone: the schedulers know who still reports the host."""
         if received.bus != ABOVE_CELLS:
             return _unexpected(requested)
-        (outcome,) = await self._store.rest.write_trees([DeleteTree(requested.root_uuid, cause=received.meta.cause)])
+        (outcome,) = await self._store.write_trees([DeleteTree(requested.root_uuid, cause=received.meta.cause)])
         self._committed()
         if isinstance(outcome, Provider):
             log.warning("inventory.forgotten", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
@@ -179,7 +179,7 @@ class PlacementHandlers:
         operators.
         """
         outcomes: list[Outcome] = []
-        located = iter(await self._store.locate([r.message for r in batch if isinstance(r.message, LocateRequest)]))
+        located = iter(await self._store.reads.locate([r.message for r in batch if isinstance(r.message, LocateRequest)]))
         for received in batch:
             requested = received.message
             if isinstance(requested, ChangesRequest):
@@ -189,13 +189,13 @@ class PlacementHandlers:
             elif isinstance(requested, LocateRequest):
                 outcomes.append(Done(next(located)))
             elif isinstance(requested, HostTreeQuery):
-                outcomes.append(Done(await self._store.tree(requested)))
+                outcomes.append(Done(await self._store.reads.tree(requested)))
             elif isinstance(requested, ServiceHostsQuery):
-                outcomes.append(Done(await self._store.hosts_of_service(requested)))
+                outcomes.append(Done(await self._store.reads.hosts_of_service(requested)))
             elif isinstance(requested, GroupMembersQuery):
-                outcomes.append(Done(await self._store.members(requested)))
+                outcomes.append(Done(await self._store.reads.members(requested)))
             elif isinstance(requested, ProjectUsageQuery):
-                outcomes.append(Done(await self._store.usage(requested)))
+                outcomes.append(Done(await self._store.reads.usage(requested)))
             else:
                 outcomes.append(_unexpected(requested))
         return outcomes

@@ -12,8 +12,8 @@ from bus.contracts.placement import FeedChanges
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
 from placement_worker import metrics
+from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
-from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.feed")
 
@@ -25,7 +25,7 @@ TAKEN_WAIT_S = 0.02  # wait before checking whether the publishing process has p
 class FeedPublisher:
     """Publishes for one placement process. The store lets one process publish at a time, in order."""
 
-    def __init__(self, store: PlacementStore, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
+    def __init__(self, store: ResourceBook, bus: Bus, *, clock: Clock, config: PlacementConfig) -> None:
         self._store = store
         self._bus = bus
         self._clock = clock

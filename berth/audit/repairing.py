@@ -19,7 +19,8 @@ from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import AuditRepair, ChangedObject, ObjectKind
 from bus.contracts.placement import Release, ReleaseResult
 from bus.persistence.database import Database
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.book import ResourceBook
+from placement_worker.store.postgres_rows import PostgresRows
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store import objects
 
@@ -49,7 +50,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     Each is in the log of changes before it is released.
     """
     database = site.environment("audit").database("placement", pool_size=2)
-    store = PostgresStore(database)
+    store = ResourceBook(PostgresRows(database))
     await store.open()
     try:
         async with database.raw() as connection:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import structlog
 from msgspec import Struct
@@ -25,10 +24,11 @@ from bus.port import BusError
 from cell_conductor.domain.instance import Instance
 from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.rows import decode
+from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
 from placement_worker.operations.occupied import claim_occupied
 from placement_worker.operations.overcommit import Holding, generations
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 log = structlog.get_logger(__name__)
 
@@ -156,19 +156,21 @@ async def catch_up(site: Site, found: Sequence[Unclaimed], reports: HostReports)
     return caught_up, lines
 
 
-async def claim_again(store: PostgresStore, found: Sequence[Unclaimed]) -> list[str]:
+async def claim_again(store: ResourceBook, found: Sequence[Unclaimed]) -> list[str]:
     """Give each what is on its cell's record, where there is room, and the node that it runs on. A line for each.
 
     An instance that was deleted or moved meanwhile is left alone: the book has a newer attempt of it, or another
     generation.
     """
+    rows = store.rows
+    assert isinstance(rows, PostgresRows)
     lines = []
     for each in found:
         swap = _swap(each)
         [reply] = await store.apply([swap])
         if isinstance(reply, SwapResult) and reply.outcome is ClaimOutcome.FULL:
-            write = partial(claim_occupied, swap=swap, names=store.names)
-            reply = await store.names.write(write)
+            async with rows.transaction() as transaction:
+                reply = await claim_occupied(transaction, swap)
         outcome = str(reply.outcome) if isinstance(reply, SwapResult) else "refused"
         lines.append(f"{each.instance.uuid}: {'claimed again' if outcome == 'claimed' else f'left alone, {outcome}'}")
     return lines

@@ -32,13 +32,14 @@ from berth.site import Site
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations import audit as questions
 from placement_worker.operations import export_store, host_cells, overcommit
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
 from placement_worker.operations.overcommit import Doubled
 from placement_worker.operations.repair import repair
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -218,9 +219,9 @@ def move_host(
 
 
 @contextlib.asynccontextmanager
-async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
+async def _book(here: Site) -> AsyncIterator[tuple[ResourceBook, Database]]:
     database = here.environment("book").database("placement", pool_size=2)
-    store = PostgresStore(database)
+    store = ResourceBook(PostgresRows(database))
     await open_database_in_time(store.open())
     try:
         yield store, database
@@ -255,15 +256,17 @@ async def _refuse_unless_empty(database: Database) -> None:
             raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
 
 
-async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
+async def _assign(store: ResourceBook, database: Database, what: BookExport) -> int:
     classes = {name for provider in what.providers.values() for name in provider.inventories}
     traits = {name for provider in what.providers.values() for name in provider.traits}
     await store.names.ensure(what.classes | classes, what.traits | traits)
-    async with database.raw() as connection:
-        return await export_store.assign(connection, what, store.names)
+    rows = store.rows
+    assert isinstance(rows, PostgresRows)
+    async with rows.transaction() as transaction:
+        return await export_store.assign(transaction, what, store.names)
 
 
-async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
+async def _copy(store: ResourceBook, database: Database, url: str, token: str) -> None:
     source = CopySource(url, token)
     whole = True
     try:
@@ -362,7 +365,7 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
 
 
 async def _repair(
-    store: PostgresStore, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
+    store: ResourceBook, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
 ) -> list[str]:
     for start in range(0, len(orphans), RELEASES_AT_ONCE):
         await store.apply([Release(consumer=uuid) for uuid in orphans[start : start + RELEASES_AT_ONCE]])

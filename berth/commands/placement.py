@@ -19,9 +19,10 @@ from berth.trial.embedded.process import ServerFailed, ServerMissing
 from bus.clock import SystemClock
 from bus.service.main import run_process
 from bus.service.settings import SettingsError
+from placement_worker.book import ResourceBook
 from placement_worker.rest.openapi import document
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import PlacementStore
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
@@ -54,7 +55,7 @@ def serve(
         settings = settings_of(context)
         settings = with_rest_at(settings, api)
         if memory:
-            raise SystemExit(_run(settings, "", MemoryBook(MemoryBookTable(SystemClock()).session())))
+            raise SystemExit(_run(settings, "", ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))))
         with _database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:
@@ -70,7 +71,7 @@ def openapi() -> None:
     print_json(document())
 
 
-def _run(settings: Settings, url: str, store: PlacementStore | None = None) -> int:
+def _run(settings: Settings, url: str, store: ResourceBook | None = None) -> int:
     here = Site(settings, brokers=Brokers(SystemClock()), database_url=url)
     process = process_name("placement")
     telemetry = settings.telemetry

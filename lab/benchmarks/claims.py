@@ -35,9 +35,10 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations.repair import COUNT_USED
 from placement_worker.store.limits import COUNT_ANEW
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
 REPORT_BATCH = 128
@@ -68,7 +69,7 @@ def report(uuid: str, number: int, version: int) -> InventoryUpdate:
     return InventoryUpdate(source="bench", version=version, root_uuid=uuid, providers=(host,))
 
 
-async def report_all(store: PostgresStore, hosts: Sequence[str], version: int) -> float:
+async def report_all(store: ResourceBook, hosts: Sequence[str], version: int) -> float:
     """Seconds until every host is in the book."""
     started = time.perf_counter()
     for at in range(0, len(hosts), REPORT_BATCH):
@@ -79,7 +80,7 @@ async def report_all(store: PostgresStore, hosts: Sequence[str], version: int) -
 
 
 async def claim_for(
-    stores: Sequence[PostgresStore],
+    stores: Sequence[ResourceBook],
     hosts: Sequence[str],
     group: int,
     seconds: float,
@@ -89,7 +90,7 @@ async def claim_for(
     done = groups = 0
     until = time.perf_counter() + seconds
 
-    async def work(store: PostgresStore, rng: random.Random) -> None:
+    async def work(store: ResourceBook, rng: random.Random) -> None:
         nonlocal done, groups
         while time.perf_counter() < until:
             claims = [
@@ -110,25 +111,31 @@ async def claim_for(
     return done, groups
 
 
-async def fill(store: PostgresStore, consumers: int) -> float:
+def database_of(store: ResourceBook) -> Database:
+    """The database of a book."""
+    assert isinstance(store.rows, PostgresRows)
+    return store.rows.database
+
+
+async def fill(store: ResourceBook, consumers: int) -> float:
     """Seconds until so many consumers of one project hold something, written past the claims."""
     started = time.perf_counter()
-    async with store.database.raw() as connection:
+    async with database_of(store).raw() as connection:
         await connection.execute("SET LOCAL statement_timeout = 0")
         for statement in FILL:
             await connection.execute(statement, *([consumers] if "$1" in statement else []), timeout=FILL_S)
         await connection.execute(COUNT_USED, timeout=FILL_S)
         await connection.execute(COUNT_ANEW, timeout=FILL_S)
-    async with store.database.raw() as connection:
+    async with database_of(store).raw() as connection:
         await connection.execute("ANALYZE", timeout=FILL_S)
     return time.perf_counter() - started
 
 
-async def compare_cpu(store: PostgresStore, hosts: Sequence[str]) -> None:
+async def compare_cpu(store: ResourceBook, hosts: Sequence[str]) -> None:
     """CPU of a single claim with and without limits, PostgreSQL's and this process's; medians over pairs of windows."""
     limits = dict.fromkeys((*RESOURCES, INSTANCES), 2**40)
     rng = random.Random(7)
-    async with store.database.raw() as connection:
+    async with database_of(store).raw() as connection:
         backends = [row[0] for row in await connection.fetch(BACKENDS)]
     spent: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     gc.disable()
@@ -164,7 +171,7 @@ def cpu_us(pids: Sequence[int]) -> float:
     return sum(int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) for pid in pids) / 1000
 
 
-async def compare_quotas(stores: Sequence[PostgresStore], hosts: Sequence[str], seconds: float) -> None:
+async def compare_quotas(stores: Sequence[ResourceBook], hosts: Sequence[str], seconds: float) -> None:
     """Claims with and without limits in turn: the median ratio of each kind."""
     limits = dict.fromkeys((*RESOURCES, INSTANCES), 2**40)
     for group, under_way in ((1, 1), (1, len(stores)), (100, 1), (100, len(stores))):
@@ -181,7 +188,7 @@ async def compare_quotas(stores: Sequence[PostgresStore], hosts: Sequence[str], 
         )
 
 
-async def release_all(store: PostgresStore, hosts: Sequence[str], group: int) -> float:
+async def release_all(store: ResourceBook, hosts: Sequence[str], group: int) -> float:
     """Releases a second, of claims made for this."""
     rng = random.Random(99)
     consumers = [new_uuid(rng) for _ in range(5000)]
@@ -196,7 +203,7 @@ async def release_all(store: PostgresStore, hosts: Sequence[str], group: int) ->
 
 async def measure(url: str, arguments: argparse.Namespace) -> None:
     """Everything, printed."""
-    stores = [PostgresStore(Database(url, "placement")) for _ in range(arguments.workers)]
+    stores = [ResourceBook(PostgresRows(Database(url, "placement"))) for _ in range(arguments.workers)]
     for store in stores:
         await store.open()
     gc.freeze()

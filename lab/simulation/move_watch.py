@@ -18,7 +18,7 @@ from cell_conductor.store.memory import MemoryInstanceTable
 from compute_sim.fleet import Fleet, Guest
 from lab.simulation.watch import Breach
 from placement_worker.domain.moves import MIGRATION_TYPES
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
 GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})

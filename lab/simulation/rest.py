@@ -25,7 +25,7 @@ from lab.simulation.standing import standing
 from lab.simulation.world import World, marked
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of

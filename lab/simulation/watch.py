@@ -15,7 +15,7 @@ from compute_sim.fleet import Fleet, Guest, Host
 from lab.simulation.loop import PROCESS, Process
 from lab.simulation.plan import MAX_FAULT_S
 from placement_worker.domain.values import Provider
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 
 # The message types that belong to the API bus alone.
 ABOVE = frozenset(tag_of(row.message) for row in MESSAGES if row.where is Where.API)

@@ -35,10 +35,11 @@ from lab.simulation.loop import Process
 from lab.simulation.network import NetworkFaults, SimTransport
 from lab.simulation.plan import SIZES, Cell, Plan
 from lab.simulation.watch import Breach
+from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from placement_worker.rest.application import Application
-from placement_worker.store.memory import MemoryBook
+from placement_worker.store.memory_rows import MemoryRows
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
@@ -195,7 +196,11 @@ class Wiring:
             return self._ironic(env, context)
         answer = partial(self.applications.__setitem__, name) if world.plan.has_rest_clients else None
         return placement_worker.app.build(
-            env, placement(world.plan), cells, store=MemoryBook(context.session("placement")), answer=answer
+            env,
+            placement(world.plan),
+            cells,
+            store=ResourceBook(MemoryRows(context.session("placement"))),
+            answer=answer,
         )
 
     def config(self, service: str) -> ComputeConfig:

@@ -44,7 +44,7 @@ from lab.simulation.plan import Cell, Plan
 from lab.simulation.watch import BookWatch, Breach, Listener, MachineWatch, SecondFleet, WatchedFleet
 from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
 from placement_worker.replica.book import Book
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory_table import MemoryBuildTable
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from bus.contracts.placement import ProviderReport
-from placement_worker.domain.values import Holding, StoredInventory
+from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.values import ConsumerState, Holding, Provider, StoredInventory
 
 Used = Mapping[str, Mapping[str, int]]
 Inventories = Mapping[str, Mapping[str, StoredInventory]]
@@ -60,6 +63,42 @@ def usage_after(
             for name, amount in holding.get(provider, {}).items():
                 amounts[name] = amounts.get(name, 0) + sign * amount
     return {name: amount for name, amount in amounts.items() if amount}
+
+
+def between(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
+    """Return the old and the new providers and inventories together, so that allocations can move between them."""
+    both = {uuid: _with_old(before.get(uuid), provider) for uuid, provider in after.items()}
+    return {**both, **{uuid: provider for uuid, provider in before.items() if uuid not in after}}
+
+
+def _with_old(old: Provider | None, new: Provider) -> Provider:
+    if old is None or old.inventories.keys() <= new.inventories.keys():
+        return new
+    return replace(new, inventories={**old.inventories, **new.inventories})
+
+
+def migrated(
+    before: Mapping[str, Provider],
+    after: Mapping[str, Provider],
+    moved: Mapping[str, Holding],
+    consumers: Mapping[str, ConsumerState],
+) -> Decision:
+    """Return the rows of the consumers whose allocations have moved, which keep their generation, and the usage of the
+    providers where it has changed.
+    """
+    used: dict[str, dict[str, int]] = {}
+    generations: dict[str, int] = {}
+    for uuid in (*before, *(new for new in after if new not in before)):
+        old, new = before.get(uuid), after.get(uuid)
+        was, now = old.used if old is not None else {}, new.used if new is not None else {}
+        differs = {name: now.get(name, 0) for name in (*was, *now) if was.get(name, 0) != now.get(name, 0)}
+        if differs:
+            used[uuid] = differs
+            generations[uuid] = new.generation if new is not None else before[uuid].generation
+    changed: dict[str, ConsumerState | None] = {
+        uuid: replace(consumers[uuid], holding=holding) for uuid, holding in moved.items()
+    }
+    return Decision([], changed, used, generations)
 
 
 def _bundles(

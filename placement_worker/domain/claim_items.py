@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 
+from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import (
     MAX_LOST_NAMED,
     Claim,
@@ -25,8 +27,8 @@ from bus.contracts.placement import (
 from placement_worker.domain.claim_verdict import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.server_groups import group_key
-from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey
+from placement_worker.domain.server_groups import HARD, group_key
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
 ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
 
@@ -91,6 +93,78 @@ def groups_of(items: Sequence[ClaimItem]) -> list[GroupKey]:
 def projects_of(items: Sequence[ClaimItem]) -> list[str]:
     """The projects whose claims have limits, in the order of their locks."""
     return sorted({claim.project_id for claim in claims_of(items) if claim.limits})
+
+
+def lowest_limits(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
+    """Return {(project, class): the lowest limit that the claims state}."""
+    found: dict[tuple[str, str], int] = {}
+    for claim in claims_of(items):
+        for name, limit in claim.limits.items():
+            key = (claim.project_id, name)
+            found[key] = min(found.get(key, limit), limit)
+    return found
+
+
+def knows_classes(known: Mapping[str, int], items: Sequence[ClaimItem]) -> bool:
+    """Whether the items name no other resource classes than these."""
+    for item in single_items(items):
+        if isinstance(item, Claim):
+            holdings: Iterable[Holding] = (option.allocations for option in item.options)
+        elif isinstance(item, Release):
+            continue
+        elif isinstance(item, Revert):
+            holdings = (item.migration.source,)
+        else:
+            holdings = (entry.allocations for entry in item.consumers)
+        for holding in holdings:
+            for resources in holding.values():
+                if not known.keys() >= resources.keys():
+                    return False
+    return True
+
+
+MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
+
+
+class WantedMembers(Struct, frozen=True):
+    """The members of server groups that decide about a group of claims.
+
+    hosts: (project, group, host): all members there, so that the size of the group does not matter. moved: (project,
+    group, consumer): members that the same transaction may move. together: groups with affinity, of which `most`
+    members are wanted: enough that at least one of them does not move.
+    """
+
+    hosts: list[tuple[str, str, str]]
+    moved: list[tuple[str, str, str]]
+    together: list[GroupKey]
+    most: int
+
+
+def wanted_members(items: Sequence[ClaimItem], holders: Collection[str] | None = None) -> WantedMembers:
+    """Return the members that decide about these items. holders: the consumers among those that the items name that
+    hold allocations, if known.
+    """
+    hosts: set[tuple[str, str, str]] = set()
+    together: set[GroupKey] = set()
+    moved: set[tuple[str, str, str]] = set()
+    for claim in claims_of(items):
+        if claim.server_group is not None and (key := group_key(claim)) is not None:
+            if claim.server_group.policy in HARD:
+                hosts.update((*key, option.host) for option in claim.options if option.host is not None)
+            if claim.server_group.policy is GroupPolicy.AFFINITY:
+                together.add(key)
+            moved.update((*key, one) for one in consumers_of([claim]))
+    # A revert and a swap name no group, so a consumer that they move may be a member of any; a release only takes away.
+    # No claim's consumer is paired with the other claims' groups: a batch may name as many groups as consumers.
+    others = [one for one in single_items(items) if isinstance(one, Revert | Swap) or _is_alone(one)]
+    moved.update((*key, one) for one in consumers_of(others) for key in groups_of(items))
+    held = moved if holders is None else {one for one in moved if one[2] in holders}
+    most = MAX_GROUP_MEMBERS_READ + len(consumers_of(items))
+    return WantedMembers(sorted(hosts), sorted(held), sorted(together), most)
+
+
+def _is_alone(item: Claim | Release | Revert | Swap) -> bool:
+    return isinstance(item, Claim) and item.server_group is None
 
 
 def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:

@@ -8,14 +8,16 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from bus.contracts.base import encode
 from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResult, InventoryUpdate, ProviderReport
+from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
+from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ABOVE_CELLS, is_foreign
 
 Key = tuple[str, str]  # (root, source)
-SourceRow = tuple[str, str, int, bytes, bool, str]
 
 
 class ReportSource(Struct, frozen=True):
@@ -30,6 +32,7 @@ class ReportSource(Struct, frozen=True):
 
 
 NO_SOURCE = ReportSource(-1, b"", False, ())
+Sources = Mapping[Key, ReportSource]
 
 
 def digest_of(providers: Sequence[ProviderReport]) -> bytes:
@@ -45,17 +48,36 @@ RELEASED = b"released"
 FREE = (RELEASED, TAKEN_OUT)
 
 
+def names_of_reports(updates: Sequence[InventoryUpdate], known_traits: Collection[str]) -> tuple[set[str], set[str]]:
+    """The (classes, CUSTOM_ traits) that the valid updates name, which are created ahead of their transaction."""
+    classes: set[str] = set()
+    traits: set[str] = set()
+    for update in updates:
+        if flaw(update, known_traits) is None:
+            for report in update.providers:
+                classes.update(filter(is_class, report.inventories))
+                traits.update(filter(is_custom, report.traits))
+    return classes, traits
+
+
+def trees_of_reports(updates: Sequence[InventoryUpdate]) -> WantedTrees:
+    """Every tree that contains a root, a provider or a name of the updates."""
+    reports = [report for update in updates for report in update.providers]
+    uuids = {report.uuid for report in reports}
+    whole = uuids | {update.root_uuid for update in updates}
+    return WantedTrees(names={report.name for report in reports}, whole=whole, creating=sorted(uuids))
+
+
 class ReportGroup:
     """One group of updates: the updates, the earlier reports of their sources, and the result of each update.
 
-    bus: the bus on which all of them arrived. cells: the cell of every root that was ever reported. written: the rows
-    of sources to write. changed: the (root, source) pairs whose trees have changed.
+    bus: the bus on which all of them arrived. cells: the cell of every root that was ever reported.
     """
 
     def __init__(
         self,
         updates: Sequence[InventoryUpdate],
-        sources: Mapping[Key, ReportSource],
+        sources: Sources,
         *,
         cells: Mapping[str, str | None],
         bus: str,
@@ -65,8 +87,8 @@ class ReportGroup:
         self._cells = cells
         self.keys: list[Key] = [(u.root_uuid, u.source) for u in updates]
         self.results: dict[int, InventoryResult | ReportRefusal] = {}
-        self.written: list[SourceRow] = []
-        self.changed: list[Key] = []
+        self._written: dict[Key, ReportSource] = {}
+        self._changed: dict[str, list[str]] = {}  # by root: the sources whose reports have changed its tree
         self._digests = [digest_of(update.providers) for update in updates]
         self._sources = sources
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
@@ -175,9 +197,19 @@ class ReportGroup:
             self._write(number, not result.stranded, answers_for)
             if number in self._taken_over:
                 root, owner = self.keys[number][0], self._taken_over[number]
-                self.written.append((root, owner, self._sources[root, owner].version, b"", False, ""))
+                self._written[root, owner] = ReportSource(self._sources[root, owner].version, b"", False, ())
             if result.changed:
-                self.changed.append(self.keys[number])
+                root, source = self.keys[number]
+                self._changed.setdefault(root, []).append(source)
+
+    def written(self) -> dict[Key, ReportSource]:
+        """The sources to write. A report no longer proves what the book holds when another source of the group has
+        changed the tree.
+        """
+        return {
+            (root, source): replace(row, settled=False) if {*self._changed.get(root, ())} - {source} else row
+            for (root, source), row in self._written.items()
+        }
 
     def source(self, number: int) -> ReportSource:
         """The earlier report of an update's source."""
@@ -198,7 +230,7 @@ class ReportGroup:
     def _write(self, number: int, settled: bool, providers: Iterable[str]) -> None:
         root, source = self.keys[number]
         version = self.updates[number].version
-        self.written.append((root, source, version, self._digests[number], settled, ",".join(providers)))
+        self._written[root, source] = ReportSource(version, self._digests[number], settled, tuple(providers))
 
 
 def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> InventoryResult | ReportRefusal:
@@ -207,7 +239,7 @@ def _numbered(result: InventoryResult | ReportRefusal, sequence: int) -> Invento
     return result
 
 
-def _owners(sources: Mapping[Key, ReportSource]) -> dict[str, list[str]]:
+def _owners(sources: Sources) -> dict[str, list[str]]:
     """Return {root: the compute services (as sources) that have reported the root as their own}.
 
     A root has one owner, unless an earlier version of berth, which did not refuse the second one, wrote the rows.

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import os_resource_classes
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
 from placement_worker.domain.causes import Caused
@@ -133,6 +133,38 @@ TreeWrite = (
     | ChangeMembership
 )
 TreeOutcome = Provider | WriteRefusal
+
+
+class WantedTrees(Struct, frozen=True):
+    """The providers that a group of writes locks: these, and the whole trees of those in `whole` and of those that have
+    one of the names. creating: the providers that may be created.
+    """
+
+    uuids: Collection[str] = ()
+    names: Collection[str] = ()
+    whole: Collection[str] = ()
+    creating: Sequence[str] = ()
+
+
+def wanted_trees(writes: Iterable[TreeWrite]) -> WantedTrees:
+    """The providers that the writes name by uuid or name, and the trees of those that are updated or deleted."""
+    uuids: set[str] = set()
+    names: set[str] = set()
+    whole: set[str] = set()
+    creating: dict[str, None] = {}
+    for write in writes:
+        uuids.add(write.uuid)
+        if isinstance(write, CreateProvider | UpdateProvider):
+            names.add(write.name)
+            if isinstance(write.parent, str):
+                uuids.add(write.parent)
+        if isinstance(write, CreateProvider):
+            creating[write.uuid] = None
+        elif isinstance(write, UpdateProvider | DeleteProvider | DeleteTree):
+            whole.add(write.uuid)
+            if isinstance(write, UpdateProvider) and isinstance(write.parent, str):
+                whole.add(write.parent)
+    return WantedTrees(uuids, names, whole, list(creating))
 
 
 def entries_of_tree(write: TreeWrite) -> int:
@@ -348,7 +380,10 @@ class ProviderTrees:
         traits = tuple(sorted(set(write.traits)))
         if traits == before.traits:
             return before
-        return replace(before, traits=traits, generation=before.generation + 1, shape=self._shape)
+        # New traits are lasting: reports do not remove what was set through the API. Other traits keep their mark.
+        marked, known = set(before.lasting), set(before.traits)
+        lasting = tuple(trait for trait in traits if trait in marked or trait not in known)
+        return replace(before, traits=traits, lasting=lasting, generation=before.generation + 1, shape=self._shape)
 
     def set_aggregates(self, before: Provider, write: SetAggregates) -> TreeOutcome:
         """Replace all aggregates."""

@@ -80,8 +80,7 @@ class Provider(Struct, frozen=True):
 
     cell: set on roots, and valid for the whole tree: the cell whose bus first reported the root, or ABOVE_CELLS for the
     API bus. None: no report has named the root yet (the REST API created it, or the rows are older than this column).
-    lasting: the traits that were set through the REST API; reports neither add nor remove them. This field is read for
-    reports and exports; the REST API's own writes leave it to the database.
+    lasting: the traits that were set through the REST API; reports neither add nor remove them.
     """
 
     uuid: str

@@ -13,12 +13,13 @@ from msgspec.structs import replace
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
+from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.operations.export import BookExport, checked
 from placement_worker.operations.repair import COUNT_USED
 from placement_worker.store import feed, limits
-from placement_worker.store.inventory import ONE_WRITER_OF_TREES, write_providers
 from placement_worker.store.names import NameTable
+from placement_worker.store.postgres_transaction import PostgresTransaction
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 CHUNK = 2000  # rows in one statement
@@ -86,29 +87,32 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
     return BookExport(classes, traits, providers, consumers, await _read_members(connection))
 
 
-async def assign(connection: asyncpg.Connection, wanted: BookExport, names: NameTable) -> int:
+async def assign(transaction: PostgresTransaction, wanted: BookExport, names: NameTable) -> int:
     """Replace the book by this one, inside the caller's transaction. Returns how many providers and consumers have
     changed.
 
-    names: knows every class and trait of the book. Shapes only increase, whatever the export contains. Raises
+    names: knows every class and trait of the book, and is the transaction's. Shapes only increase, whatever the export contains. Raises
     InvalidExport.
     """
     wanted = checked(wanted)
-    shape = await connection.fetchval(ONE_WRITER_OF_TREES)
+    connection = transaction.connection
+    shape, _ = await transaction.lock_trees(WantedTrees(creating=list(wanted.providers)))
     await connection.execute(HOLD_CLAIMS)
     before = await _read(connection, names, ALL_IDS)
     changed = sorted(u for u in before.consumers.keys() | wanted.consumers.keys() if _differs(u, before, wanted))
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
     await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
-    ids = dict(await connection.fetch("SELECT uuid, id FROM providers"))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
-    await _write_providers(connection, ids, with_inventories, _with_old_inventories(with_inventories, after), names)
+    await transaction.ids_of(before.providers)
+    both = _with_old_inventories(with_inventories, after)
+    await transaction.write_trees(with_inventories, both)
+    ids = await transaction.ids_of(after)
     await _write_consumers(connection, wanted, changed, ids, names)
     used = {row[0] for row in await connection.fetch(COUNT_USED)}
-    await write_providers(connection, ids, _with_old_inventories(with_inventories, after), after, names)
+    await transaction.write_trees(both, after)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
-    await write_providers(connection, ids, gone, {}, names)
+    await transaction.write_trees(gone, {})
     await connection.execute(limits.COUNT_ANEW)
     regrouped = await _write_members(connection, wanted, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
@@ -149,22 +153,6 @@ def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Pr
         else replace(provider, inventories={**before[uuid].inventories, **provider.inventories})
         for uuid, provider in after.items()
     }
-
-
-async def _write_providers(
-    connection: asyncpg.Connection,
-    ids: dict[str, int],
-    before: Mapping[str, Provider],
-    after: Mapping[str, Provider],
-    names: NameTable,
-) -> None:
-    """Write new providers first, each after its parent and root, because existing providers may move below them."""
-    new = [provider for uuid, provider in after.items() if uuid not in before]
-    while new:  # ends: `checked` has verified that every parent exists
-        ready = [p for p in new if p.parent is None or p.parent in ids][:CHUNK]
-        await write_providers(connection, ids, {}, {p.uuid: p for p in ready}, names)
-        new = [p for p in new if p.uuid not in ids]
-    await write_providers(connection, ids, before, {u: p for u, p in after.items() if u in before}, names)
 
 
 async def _write_consumers(

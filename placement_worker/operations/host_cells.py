@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncpg
 from msgspec import Struct
 
-from placement_worker.store.inventory import ONE_WRITER_OF_TREES
+from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
 # The whole tree is locked, so that claims of its providers are decided before or after the move.
 LOCK_TREE = """

@@ -8,8 +8,8 @@ import asyncpg
 from msgspec import Struct
 
 from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
+from placement_worker.book import ResourceBook
 from placement_worker.domain.server_groups import SHARING
-from placement_worker.store.port import PlacementStore
 
 Holding = Mapping[str, Mapping[str, int]]
 
@@ -117,7 +117,7 @@ def doubled(  # noqa: PLR0917  (one question)
     return [f"{consumer}: runs on {host}, holds {', '.join(elsewhere)} alone"] if elsewhere else []
 
 
-async def give_back(store: PlacementStore, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
+async def give_back(store: ResourceBook, connection: asyncpg.Connection, found: Sequence[Doubled]) -> list[str]:
     """Reduce each consumer to the allocations to keep. A consumer whose generation has changed meanwhile is skipped.
     Returns a line for each.
     """

@@ -8,8 +8,8 @@ import asyncpg
 
 from placement_worker.domain.reports import changes_of
 from placement_worker.store import feed, limits
-from placement_worker.store.inventory import ONE_WRITER_OF_TREES
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
 # Writers of consumers wait, readers do not. The lock is taken after that of the writers of trees and before any
 # provider's row, as everywhere.

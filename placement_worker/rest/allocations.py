@@ -18,7 +18,7 @@ from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.usages import UNKNOWN
-from placement_worker.store.rest_port import AllocationRow
+from placement_worker.store.port import AllocationRow
 
 SINCE_OWNERS = 12
 SINCE_CONSUMER_GENERATIONS = 28
@@ -30,7 +30,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
     consumer = request.parts[1]
     rows = []
     if is_canonical(consumer):
-        rows = await api.store.allocations_of_consumer(consumer)
+        rows = await api.store.reads.allocations_of_consumer(consumer)
     held: dict[str, Any] = {}
     for row in rows:
         of_provider = held.setdefault(row.provider, {"resources": {}, "generation": row.provider_generation})
@@ -48,7 +48,7 @@ async def show(api: Api, request: HttpRequest) -> Response:
 async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET the allocations of one provider."""
     words = "Resource provider '{uuid}' not found: {0}"
-    generation, rows = await api.of_provider(request.parts[1], api.store.allocations_of_provider, words=words)
+    generation, rows = await api.of_provider(request.parts[1], api.store.reads.allocations_of_provider, words=words)
     with_generation = request.version >= SINCE_CONSUMER_GENERATIONS
 
     def text(consumer: list[AllocationRow]) -> bytes:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, entries_of_allocations
 from placement_worker.domain.refusal import WriteRefusal
 from placement_worker.domain.reshape import Reshape
@@ -24,7 +25,7 @@ from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
 from placement_worker.rest.query import is_canonical
-from placement_worker.store.rest_port import Listing, ProviderRow, RestStore
+from placement_worker.store.port import Listing, ProviderRow
 
 T = TypeVar("T")
 Converted = TypeVar("Converted")
@@ -50,7 +51,7 @@ class Api:
 
     def __init__(
         self,
-        store: RestStore,
+        store: ResourceBook,
         replica: LocalReplica,
         config: RestConfig,
         *,
@@ -141,7 +142,7 @@ class Api:
 
     async def provider(self, uuid: str) -> ProviderRow:
         """Return a provider. Raises HttpFault 404."""
-        rows = await self.store.providers(Listing(uuid=uuid)) if is_canonical(uuid) else ()
+        rows = await self.store.reads.providers(Listing(uuid=uuid)) if is_canonical(uuid) else ()
         if not rows:
             raise no_provider(uuid)
         return ProviderRow(*rows[0])

@@ -22,7 +22,7 @@ from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import USAGES, Policy
 from placement_worker.rest.routes import ROUTES, Route, Router, parts_of
 from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
-from placement_worker.store.rest_port import Unstorable
+from placement_worker.store.port import Unstorable
 
 log = structlog.get_logger("placement.rest")
 

@@ -91,7 +91,7 @@ async def _check_names(api: Api, requested: ParsedQuery, book: Book) -> None:
     seen = (book.epoch, len(book.resource_classes()))
     if seen != api.classes_seen:  # a class that this process does not know may have been renamed
         api.classes_seen = seen
-        await api.store.refresh_names()
+        await api.store.names.refresh()
     unknown = await api.store.unknown_classes(requested.classes())
     if unknown:
         words = f"No such resource class {sorted(unknown)[0]}."

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from bus.clock import Clock
 from bus.faults import BrokenInvariant
+from placement_worker.book import ResourceBook
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
@@ -18,11 +19,10 @@ from placement_worker.rest.auth import Auth, NoAuth2
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.cors import Cors
 from placement_worker.rest.policy import Policy
-from placement_worker.store.port import PlacementStore
 
 
 def application_over(
-    store: PlacementStore,
+    store: ResourceBook,
     config: RestConfig,
     auth: Auth,
     *,
@@ -35,7 +35,7 @@ def application_over(
 
     committed: a function that is called after each write. broken: a function that is called with a broken invariant.
     """
-    api = Api(store.rest, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
+    api = Api(store, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
     application = Application(api, auth, Policy(config.policy, clock), Cors(config.cors), broken=broken)
     application.opened = False
     return api, application
@@ -46,7 +46,7 @@ class InProcessRest:
 
     def __init__(
         self,
-        store: PlacementStore,
+        store: ResourceBook,
         config: RestConfig,
         *,
         clock: Clock,

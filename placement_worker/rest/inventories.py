@@ -13,7 +13,7 @@ from placement_worker.rest.api import Api, Converted, written
 from placement_worker.rest.bodies import Body, InventoryBody, PutInventories, T
 from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.store.rest_port import InventoryRecord
+from placement_worker.store.port import InventoryRecord
 
 SINCE_RESERVED_MAY_BE_TOTAL = 26
 
@@ -57,7 +57,7 @@ async def _converted(api: Api, uuid: str, kind: Body[T], body: bytes, convert: C
 
 
 async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRecord]]:
-    return await api.of_provider(uuid, api.store.inventories, words="{0} : {0}")
+    return await api.of_provider(uuid, api.store.reads.inventories, words="{0} : {0}")
 
 
 async def show_all(api: Api, request: HttpRequest) -> Response:

@@ -16,7 +16,7 @@ SINCE_AGGREGATE_GENERATION = 19
 
 async def show_aggregates(api: Api, request: HttpRequest) -> Response:
     """GET the aggregates of a provider."""
-    generation, listed = await api.of_provider(request.parts[1], api.store.aggregates)
+    generation, listed = await api.of_provider(request.parts[1], api.store.reads.aggregates)
     return _aggregates(api, request, listed, generation)
 
 
@@ -49,7 +49,7 @@ def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: i
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET the traits of a provider."""
-    generation, named = await api.of_provider(request.parts[1], api.store.traits, words="{0}: {0}")
+    generation, named = await api.of_provider(request.parts[1], api.store.reads.traits, words="{0}: {0}")
     data = {"traits": list(named), "resource_provider_generation": generation}
     return json_response(data).set_modified(request, max(named.values(), default=api.clock.time()))
 

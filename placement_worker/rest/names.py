@@ -13,7 +13,7 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
-from placement_worker.store.rest_port import NameInUse, NameKind, NameRow
+from placement_worker.store.port import NameInUse, NameKind, NameRow
 
 _NAME = re.compile(schemas.NAME)
 _CUSTOM = re.compile(schemas.CUSTOM_NAME)
@@ -36,7 +36,7 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
             "The trait is invalid. A valid trait must be no longer than 255 characters, start with the prefix "
             '"CUSTOM_" and use following characters: "A"-"Z", "0"-"9" and "_"',
         )
-    row = await api.store.name(NameKind.TRAIT, name)
+    row = await api.store.reads.name(NameKind.TRAIT, name)
     created = row is None and await api.store.create_name(NameKind.TRAIT, name)
     at = row.updated_at if row is not None else api.clock.time()
     return Response(201 if created else 204).set_location(f"/traits/{name}").set_modified(request, at)
@@ -45,7 +45,7 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
 async def show_trait(api: Api, request: HttpRequest) -> Response:
     """GET one trait. The status is 204 when it exists."""
     name = request.parts[1]
-    row = await api.store.name(NameKind.TRAIT, name) if _may_exist(name) else None
+    row = await api.store.reads.name(NameKind.TRAIT, name) if _may_exist(name) else None
     if row is None:
         raise _no_trait(name)
     return Response(204).set_modified(request, row.updated_at)
@@ -54,7 +54,7 @@ async def show_trait(api: Api, request: HttpRequest) -> Response:
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom trait that no provider has."""
     name = request.parts[1]
-    if not _may_exist(name) or await api.store.name(NameKind.TRAIT, name) is None:
+    if not _may_exist(name) or await api.store.reads.name(NameKind.TRAIT, name) is None:
         raise _no_trait(name)
     if not is_custom(name):
         raise HttpFault(400, f"Cannot delete standard trait {name}.")
@@ -86,7 +86,7 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
         if associated_text.lower() not in {"true", "false"}:
             raise HttpFault(400, 'The query parameter "associated" only accepts "true" or "false"')
         associated = associated_text.lower() == "true"
-    rows = await api.store.trait_names(names, prefix, associated)
+    rows = await api.store.reads.trait_names(names, prefix, associated)
     return json_response({"traits": [row.name for row in rows]}).set_modified(request, _newest(api, rows))
 
 
@@ -111,7 +111,7 @@ def _no_class(name: str) -> HttpFault:
 
 async def list_classes(api: Api, request: HttpRequest) -> Response:
     """GET all resource classes."""
-    rows = await api.store.resource_classes()
+    rows = await api.store.reads.resource_classes()
     data = {"resource_classes": [_shown(row.name) for row in rows]}
     return json_response(data).set_modified(request, _newest(api, rows))
 
@@ -150,7 +150,7 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
     """PUT from 1.7 on. The status is 201 when the class is new, and 204 when it exists."""
     name = request.parts[1]
     bodies.RESOURCE_CLASS.parse(msgspec.json.encode({"name": name.encode("utf-8", "replace").decode()}))
-    known = await api.store.name(NameKind.CLASS, name)
+    known = await api.store.reads.name(NameKind.CLASS, name)
     created = known is None and await api.store.create_name(NameKind.CLASS, name)
     return Response(201 if created else 204).set_location(f"/resource_classes/{name}")
 
@@ -170,7 +170,7 @@ async def delete_class(api: Api, request: HttpRequest) -> Response:
 
 
 async def _class(api: Api, name: str) -> NameRow:
-    row = await api.store.name(NameKind.CLASS, name) if _may_exist(name) else None
+    row = await api.store.reads.name(NameKind.CLASS, name) if _may_exist(name) else None
     if row is None:
         raise _no_class(name)
     return row

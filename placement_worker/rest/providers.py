@@ -18,7 +18,7 @@ from placement_worker.rest.bodies import at, text_of
 from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
 from placement_worker.rest.query import Checked, members_of, resources_of, traits_of
-from placement_worker.store.rest_port import Listing, ProviderRow
+from placement_worker.store.port import Listing, ProviderRow
 
 SINCE_PARENTS = 14
 SINCE_BODY = 20
@@ -127,7 +127,7 @@ async def list_all(api: Api, request: HttpRequest) -> Response:
     listing = await _listing(api, query, request.version)
     rows: Sequence[Sequence[Any]] = ()
     if listing is not None:
-        rows = await api.store.providers(listing)
+        rows = await api.store.reads.providers(listing)
     listed = await api.listed(rows, lambda row: msgspec.json.encode(shown(ProviderRow(*row), request.version)))
     modified = max((row[-1] for row in rows), default=api.clock.time())
     return Response(200, b'{"resource_providers":[' + listed + b"]}").set_modified(request, modified)

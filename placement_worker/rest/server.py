@@ -16,6 +16,7 @@ from bus.faults import BrokenInvariant, Forbidden
 from bus.service.health import Health
 from bus.service.http_protocol import protocol
 from bus.service.settings import SettingsError
+from placement_worker.book import ResourceBook
 from placement_worker.rest import metrics
 from placement_worker.rest.application import App
 from placement_worker.rest.auth import Auth, local_auth
@@ -25,7 +26,6 @@ from placement_worker.rest.health import with_health
 from placement_worker.rest.in_process import application_over
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
-from placement_worker.store.port import PlacementStore
 
 log = structlog.get_logger("placement.rest")
 
@@ -54,7 +54,7 @@ class RestServer:
 
     def __init__(
         self,
-        store: PlacementStore,
+        store: ResourceBook,
         config: RestConfig,
         *,
         clock: Clock,

@@ -8,7 +8,7 @@ from placement_worker.rest import schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.query import Checked
-from placement_worker.store.rest_port import UsageRow
+from placement_worker.store.port import UsageRow
 
 SINCE_CONSUMER_TYPES = 38
 ALL, UNKNOWN = "all", "unknown"
@@ -18,7 +18,7 @@ _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 async def of_provider(api: Api, request: HttpRequest) -> Response:
     """GET the usage of one provider by class."""
-    generation, used = await api.of_provider(request.parts[1], api.store.usages, words="{0}: {0}")
+    generation, used = await api.of_provider(request.parts[1], api.store.reads.usages, words="{0}: {0}")
     data = {"resource_provider_generation": generation, "usages": used}
     return json_response(data).set_modified(request, api.clock.time())
 
@@ -30,7 +30,7 @@ async def of_project(api: Api, request: HttpRequest) -> Response:
     (_USAGES_38 if typed else _USAGES_9).check(query)
     requested = query.get("consumer_type") if typed else None
     kind = "" if requested == UNKNOWN else None if requested == ALL else requested
-    rows = await api.store.totals(query.get("project_id") or "", query.get("user_id") or None, kind)
+    rows = await api.store.reads.totals(query.get("project_id") or "", query.get("user_id") or None, kind)
     data: dict[str, Any]
     if not typed:
         data = _summed(rows)

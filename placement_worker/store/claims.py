@@ -1,7 +1,6 @@
-"""Applies a group of claims in one transaction of a few set-based statements.
+"""The statements that lock and write the rows of claims: a few for a group of any size.
 
-Every writer takes locks in one order, so that claims and swaps cannot deadlock: server groups, consumers by uuid,
-providers by id, projects with limits, the usage of projects by project and class, and the feed's counter last.
+Every writer takes locks in one order (`store.port`).
 """
 
 from __future__ import annotations
@@ -13,33 +12,14 @@ from typing import Any
 
 import asyncpg
 import msgspec
-from msgspec import Struct
 
-from bus.contracts.placement import (
-    Change,
-)
+from bus.contracts.placement import Change
 from bus.faults import BrokenInvariant
-from placement_worker.domain.claim_items import (
-    ClaimReply,
-    dated_consumers,
-    expected_consumers,
-    projects_of,
-    providers_of,
-    reply,
-)
-from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
-from placement_worker.domain.claims import ClaimItem, changes_of, decide
-from placement_worker.domain.values import (
-    ABOVE_CELLS,
-    NOTHING,
-    ClaimedProvider,
-    ConsumerState,
-    InventoryUsage,
-    is_closed,
-)
+from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
-from placement_worker.store import feed, holders, limits, members
-from placement_worker.store.names import NameTable
+from placement_worker.store import feed, limits
+from placement_worker.store.port import Locked, PassedMeanwhile
 from placement_worker.store.rows import transposed
 
 # Both call functions of schema.sql, so that each takes one round trip.
@@ -63,101 +43,35 @@ MAX_CONSUMERS = 1024
 # deleted, allocations, usage, generations.
 WRITTEN = (1, 7, 1, 4, 3, 2)
 
-NO_LIMITS: Mapping[tuple[str, str], int] = {}
-
 AGES = """
 SELECT uuid::text, extract(epoch FROM clock_timestamp() - created_at)::float8
 FROM consumers WHERE uuid = ANY($1::uuid[])
 """
-DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 
 _ConsumerRow = tuple[str, int, int, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
 _UsageRow = tuple[str, int, int]
-_Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
-_rows = msgspec.json.Decoder(_Rows).decode
-
-
-class Locked(Struct, frozen=True):
-    """The rows that a group has locked, read after the locks were granted.
-
-    inserted: new consumers, whose rows this transaction has inserted. found: consumers that existed. ids: the row ids
-    of the providers that exist. cells: the cell of each provider's root, where it has one. usage: the usage of projects
-    with limits, as rows for `limits.by_project`.
-    """
-
-    inserted: dict[str, ConsumerState]
-    found: dict[str, ConsumerState]
-    ids: dict[str, int]
-    providers: dict[str, ClaimedProvider]
-    cells: dict[str, str]
-    usage: Sequence[_UsageRow] = ()
-
-
-async def apply(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], names: NameTable, bus: str, *, alone: bool = False
-) -> list[ClaimReply]:
-    """Decide and write one group of claims from one bus, inside the caller's transaction.
-
-    alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
-    used up a limit since the decision; with `alone` there are none.
-    """
-    limited = projects_of(items)
-    await members.lock(connection, items)
-    locked = await lock(
-        connection, expected_consumers(items), providers_of(items, {}), names, limited=limited, alone=alone
-    )
-    holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
-    groups = await members.read(connection, items, holding)
-    held = await limits.by_project(connection, locked.usage, names)
-    projects = {project: held.get(project, {}) for project in limited}
-    foreign = frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus))
-    ages_s = await _ages_of(connection, dated_consumers(items))
-    decision = decide(
-        items, locked.found, locked.providers, names.class_ids, foreign, groups=groups, projects=projects, ages_s=ages_s
-    )
-    await members.write(connection, decision.joined)  # before `write` locks the feed's counter
-    sequence = await write(
-        connection,
-        decision,
-        locked.found,
-        locked.inserted,
-        ids=locked.ids,
-        names=names,
-        changes=changes_of(decision),
-        most=limits.lowest(items) if limited and not alone else {},
-    )
-    verdicts: Sequence[ClaimVerdict] = decision.verdicts
-    if bus == ABOVE_CELLS:  # a cell learns nothing of other cells' consumers
-        verdicts = await holders.named(connection, items, verdicts, names)
-    return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
-
-
-async def _ages_of(connection: asyncpg.Connection, consumers: Sequence[str]) -> Mapping[str, float]:
-    return dict(await connection.fetch(AGES, consumers)) if consumers else {}
+Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
+_rows = msgspec.json.Decoder(Rows).decode
 
 
 async def lock(
     connection: asyncpg.Connection,
     expected: Mapping[str, ConsumerState],
     wanted: Collection[str] | None,
-    names: NameTable,
     *,
     limited: Sequence[str] = (),
     alone: bool = False,
     offload: OffloadThread | None = None,
-) -> Locked:
-    """Lock and read consumers by uuid, then providers by id: the wanted ones, and those of the consumers' allocations.
-
-    expected: the row that each consumer most likely gets if it is new. wanted: uuids of providers; None: lock no
-    providers. limited: projects whose claims have limits, locked after the providers. alone: lock them exclusively.
-    offload: where many rows are worked on.
+) -> Rows:
+    """Lock and read consumers by uuid, then providers by id; see `BookTransaction.lock_claims`. offload: where many
+    rows are decoded.
     """
     named = sorted(expected.items())
     uuids = None if wanted is None else list(wanted)
-    read: list[_Rows] = []
+    read: list[Rows] = []
     while named and len(expected) > MAX_CONSUMERS:  # ends: each round takes some
         answer = await connection.fetchval(LOCK, *columns(named[:MAX_CONSUMERS]), None, (), False)
         named = named[MAX_CONSUMERS:]
@@ -166,38 +80,27 @@ async def lock(
         uuids = list({*uuids, *(provider for rows in read for _, provider, _, _ in rows[1])})
     answer = await connection.fetchval(LOCK, *columns(named), uuids, limited, alone)
     size = len(answer) // ROW_BYTES + len(expected)
-    rows = await run_sized(offload, size, lambda: _joined([*read, _rows(answer)]))
-    used_classes = await run_sized(offload, size, lambda: _classes_used(rows))
-    class_names = await names.names_of(connection, used_classes)
-    return await run_sized(offload, size, lambda: _as_locked(rows, expected, class_names))
+    return await run_sized(offload, size, lambda: _joined([*read, _rows(answer)]))
 
 
-def _joined(read: Sequence[_Rows]) -> _Rows:
+def _joined(read: Sequence[Rows]) -> Rows:
     if len(read) == 1:
         return read[0]
     consumers, held, providers, usage = zip(*read, strict=True)
     return [*chain(*consumers)], [*chain(*held)], [*chain(*providers)], [*chain(*usage)]
 
 
-async def as_read(
-    connection: asyncpg.Connection, answer: str, names: NameTable
-) -> tuple[Locked, dict[str, dict[str, int]]]:
-    """Decode the result of the SQL function `read_claims`: the rows as in `lock`, but not locked, and the projects'
-    usage.
-    """
-    rows = _rows(answer)
-    locked = _as_locked(rows, {}, await names.names_of(connection, _classes_used(rows)))
-    return locked, await limits.by_project(connection, locked.usage, names)
+def classes_used(rows: Rows) -> set[int]:
+    """The classes that the rows name."""
+    _, held, providers, usage = rows
+    used = {row[2] for row in held}
+    used.update(room[0] for row in providers for room in row[6] or ())
+    used.update(row[1] for row in usage if row[1] != limits.INSTANCES_ID)
+    return used
 
 
-def _classes_used(rows: _Rows) -> set[int]:
-    _, held, providers, _ = rows
-    used_classes = {row[2] for row in held}
-    used_classes.update(room[0] for row in providers for room in row[6] or ())
-    return used_classes
-
-
-def _as_locked(rows: _Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
+def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Mapping[int, str]) -> Locked:
+    """The rows with the names of their classes."""
     consumers, held, providers, usage = rows
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
@@ -206,7 +109,6 @@ def _as_locked(rows: _Rows, expected: Mapping[str, ConsumerState], class_names: 
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},
         found=found,
-        ids={row[1]: row[0] for row in providers},
         providers={
             row[1]: ClaimedProvider(
                 row[2],
@@ -217,44 +119,29 @@ def _as_locked(rows: _Rows, expected: Mapping[str, ConsumerState], class_names: 
             for row in providers
         },
         cells={row[1]: row[5] for row in providers if row[5] is not None},
-        usage=usage,
+        usage=limits.by_project(usage, class_names),
     )
-
-
-async def lock_consumers(
-    connection: asyncpg.Connection,
-    expected: Mapping[str, ConsumerState],
-    names: NameTable,
-    *,
-    offload: OffloadThread | None = None,
-) -> tuple[dict[str, ConsumerState], dict[str, ConsumerState]]:
-    """Lock consumers as `lock` does, without providers. Returns (inserted, found) as in Locked."""
-    locked = await lock(connection, expected, None, names, offload=offload)
-    return locked.inserted, locked.found
 
 
 async def write(
     connection: asyncpg.Connection,
     decision: Decision,
-    found: Mapping[str, ConsumerState],
-    inserted: Mapping[str, ConsumerState],
+    locked: Locked,
+    changes: Sequence[Change],
+    most: Mapping[tuple[str, str], int],
     *,
     ids: Mapping[str, int],
-    names: NameTable,
-    changes: Sequence[Change] = (),
-    most: Mapping[tuple[str, str], int] = NO_LIMITS,
+    class_ids: Mapping[str, int],
     offload: OffloadThread | None = None,
 ) -> int:
-    """Write a decision and append the changes to the feed. Returns the number of the last change, 0 without changes.
-
-    most: {(project, class): limit}. Raises PassedMeanwhile when the new usage would exceed one. Raises BrokenInvariant
-    when the usage would exceed a capacity. offload: where many rows are worked on.
+    """Write a decision and append the changes; see `BookTransaction.write_claims`. ids: the row ids of its providers.
+    offload: where many rows are encoded.
     """
-    size = len(decision.consumers) + len(decision.used) + len(inserted)
-    columns = await run_sized(offload, size, lambda: _columns(decision, found, inserted, ids, names))
+    size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
+    columns = await run_sized(offload, size, lambda: _columns(decision, locked, ids, class_ids))
     if not any(columns) and not changes:
         return 0
-    usage = transposed(limits.rows_of(found, decision.consumers, names, most), 4)
+    usage = transposed(limits.rows_of(locked.found, decision.consumers, class_ids, most), 4)
     answer = await run_sized(offload, size, lambda: feed.rows(changes)) if changes else ([], [], [])
     rest: tuple[Any, ...] = (*answer, *usage)
     nothing: tuple[list[object], ...] = tuple([] for _ in rest)
@@ -266,7 +153,7 @@ async def write(
     try:
         sequence, more = await connection.fetchval(WRITE, *last, *rest)
     except asyncpg.RaiseError as error:
-        raise limits.PassedMeanwhile from error
+        raise PassedMeanwhile from error
     wanted = sum(map(len, decision.used.values()))
     if written + more != wanted:
         raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written + more} of {wanted}")
@@ -275,22 +162,18 @@ async def write(
 
 
 def _columns(
-    decision: Decision,
-    found: Mapping[str, ConsumerState],
-    inserted: Mapping[str, ConsumerState],
-    ids: Mapping[str, int],
-    names: NameTable,
+    decision: Decision, locked: Locked, ids: Mapping[str, int], class_ids: Mapping[str, int]
 ) -> tuple[list[object], ...]:
     """Return the columns of WRITTEN."""
     used = [
-        (ids[provider], names.class_ids[name], amount)
+        (ids[provider], class_ids[name], amount)
         for provider, resources in decision.used.items()
         for name, amount in resources.items()
     ]
     generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
     return (
-        *_consumer_columns(decision, found, inserted),
-        *_holding_columns(decision, found, ids, names),
+        *_consumer_columns(decision, locked.found, locked.inserted),
+        *_holding_columns(decision, locked.found, ids, class_ids),
         *transposed(used, 3),
         *transposed(generations, 2),
     )
@@ -352,11 +235,10 @@ def _same(a: ConsumerState, b: ConsumerState) -> bool:
 
 
 def _holding_columns(
-    decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], names: NameTable
+    decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], class_ids: Mapping[str, int]
 ) -> tuple[list[object], ...]:
     """Return the consumers whose allocations are deleted, and the columns of the new allocations."""
     stale: list[object] = [uuid for uuid in decision.consumers if uuid in found and found[uuid].holding]
-    class_ids = names.class_ids
     rows = [
         (uuid, ids[provider], class_ids[name], amount)
         for uuid, consumer in decision.consumers.items()

@@ -15,6 +15,7 @@ import msgspec
 
 from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
+from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from placement_worker.offload import OffloadThread, run_sized
 from placement_worker.store.port import NewestHead
 
@@ -47,6 +48,37 @@ DELETE FROM changes WHERE last IN (
     SELECT last FROM changes
     WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
     ORDER BY last LIMIT $2)
+"""
+
+# Read the changes after the position, and take the lease if it is free: it has ended, or this process holds it from a
+# turn that failed ($3). A lease with an end beyond LEASE_S from now was written before the clock was set back, and
+# counts as free. A statement that has waited for another publisher's statement finds the position moved, and takes
+# nothing. If a crash of the database loses the lease, changes are published twice, so no disk flush is needed.
+TAKE = f"""
+WITH position AS MATERIALIZED (SELECT number FROM feed_position),
+next AS MATERIALIZED (
+    SELECT c.first, c.last, c.body FROM position
+    CROSS JOIN LATERAL (SELECT * FROM changes WHERE last > position.number ORDER BY last LIMIT $1) AS c
+),
+mine AS (
+    UPDATE feed_position AS p SET taken_until = clock_timestamp() + make_interval(secs => $2)
+    FROM position
+    WHERE p.number = position.number AND EXISTS (SELECT FROM next) AND (
+        p.taken_until = $3
+        OR p.taken_until NOT BETWEEN clock_timestamp() AND clock_timestamp() + make_interval(secs => $2))
+    RETURNING p.taken_until AS until
+)
+SELECT next.first, next.last, CASE WHEN mine.until IS NOT NULL THEN next.body END AS body, position.number, mine.until,
+       (SELECT history FROM feed_head) AS history, {ASYNCHRONOUS_COMMIT}
+FROM position CROSS JOIN next LEFT JOIN mine ON true ORDER BY next.last
+"""
+# Move the position forward, and end the lease if it is still this process's own.
+MOVE = f"""
+WITH moved AS (
+    UPDATE feed_position SET number = GREATEST(number, $1),
+        taken_until = CASE WHEN taken_until = $2 THEN '-infinity' ELSE taken_until END
+)
+SELECT {ASYNCHRONOUS_COMMIT}
 """
 
 _decode = msgspec.json.Decoder(list[Change]).decode
@@ -153,9 +185,3 @@ async def newest(connection: asyncpg.Connection, seen: FeedHead | None) -> Newes
     if found["is_another"]:
         return NewestHead(await head(connection), renewed, unpublished=True)
     return NewestHead(FeedHead(sequence=found["number"], history=found["history"]), False, found["unpublished"])
-
-
-async def too_old(connection: asyncpg.Connection, after: int, newest: int) -> bool:
-    """Whether the change after this number has been trimmed."""
-    oldest: int | None = await connection.fetchval(OLDEST)
-    return after < newest if oldest is None else after < oldest - 1

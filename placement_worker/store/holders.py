@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import asyncpg
 
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
-from placement_worker.domain.claim_items import lost_claims, with_holders
-from placement_worker.domain.claim_verdict import ClaimVerdict
-from placement_worker.domain.claims import ClaimItem
-from placement_worker.store.names import NameTable
+from placement_worker.domain.claim_verdict import Lacking
+from placement_worker.store.rows import transposed
 
 # Allocations of one provider that are searched. For a provider with more, the newest holders are not looked up, because
 # that would cost too much.
@@ -35,21 +33,16 @@ SELECT claim, uuid::text, project_id FROM ranked WHERE place <= $6 ORDER BY clai
 """
 
 
-async def named(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], verdicts: Sequence[ClaimVerdict], names: NameTable
-) -> Sequence[ClaimVerdict]:
-    """Return the verdicts; the first full claims name the newest holders of the amounts that they lacked, those of a
-    gang as well.
-    """
+async def newest(
+    connection: asyncpg.Connection, lost: Mapping[int, tuple[str, Lacking]], class_ids: Mapping[str, int]
+) -> dict[int, tuple[ClaimHolder, ...]]:
+    """Return, by place, the newest holders of the amounts that claims lacked."""
     rows = [
-        (place, consumer, provider, names.class_ids[name])
-        for place, (consumer, lacking) in lost_claims(items, verdicts).items()
+        (place, consumer, provider, class_ids[name])
+        for place, (consumer, lacking) in lost.items()
         for provider, name in lacking
     ]
-    if not rows:
-        return verdicts
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    found: dict[int, list[ClaimHolder]] = {}
-    for place, consumer, project in await connection.fetch(NEWEST, *columns, MAX_ALLOCATIONS, MAX_HOLDERS):
-        found.setdefault(place, []).append(ClaimHolder(consumer=consumer, project_id=project))
-    return with_holders(verdicts, {place: tuple(holders) for place, holders in found.items()})
+    found: dict[int, tuple[ClaimHolder, ...]] = {}
+    for place, consumer, project in await connection.fetch(NEWEST, *transposed(rows, 4), MAX_ALLOCATIONS, MAX_HOLDERS):
+        found[place] = (*found.get(place, ()), ClaimHolder(consumer=consumer, project_id=project))
+    return found

@@ -11,19 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import asyncpg
-
 from bus.contracts.placement import INSTANCES
-from placement_worker.domain.claim_items import claims_of, projects_of
-from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState
-from placement_worker.store.names import NameTable
 
 INSTANCES_ID = -1  # the class id of the row that counts the consumers with allocations
 
-LOCK = "SELECT lock_projects($1::text[], true)"
 # Delete rows whose amount is 0. Rows that another transaction has locked are skipped.
 PURGE_EMPTY = """
 DELETE FROM project_usage u USING (
@@ -53,37 +47,9 @@ ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURN
 """
 
 
-class PassedMeanwhile(Exception):
-    """The claims would exceed a limit, because concurrent claims have added to the project's usage since the decision.
-
-    Nothing was written.
-    """
-
-
-async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
-    """Lock the projects whose claims have limits exclusively, as `claims.lock` does with `alone`."""
-    projects = projects_of(items)
-    if projects:
-        await connection.execute(LOCK, projects)
-
-
-def lowest(items: Sequence[ClaimItem]) -> dict[tuple[str, str], int]:
-    """Return {(project, class): the lowest limit that the claims state}."""
-    found: dict[tuple[str, str], int] = {}
-    for claim in claims_of(items):
-        for name, limit in claim.limits.items():
-            key = (claim.project_id, name)
-            found[key] = min(found.get(key, limit), limit)
-    return found
-
-
-async def by_project(
-    connection: asyncpg.Connection, rows: Iterable[Sequence[Any]], names: NameTable
-) -> dict[str, dict[str, int]]:
+def by_project(rows: Iterable[Sequence[Any]], class_names: Mapping[int, str]) -> dict[str, dict[str, int]]:
     """Return rows of (project, class id, amount) as {project: {class: amount}}."""
-    rows = list(rows)
     held: dict[str, dict[str, int]] = {}
-    class_names = await names.names_of(connection, {row[1] for row in rows if row[1] != INSTANCES_ID})
     for project, class_id, amount in rows:
         name = INSTANCES if class_id == INSTANCES_ID else class_names[class_id]
         held.setdefault(project, {})[name] = amount
@@ -93,7 +59,7 @@ async def by_project(
 def rows_of(
     before: Mapping[str, ConsumerState],
     after: Mapping[str, ConsumerState | None],
-    names: NameTable,
+    class_ids: Mapping[str, int],
     most: Mapping[tuple[str, str], int],
 ) -> list[tuple[str, int, int, int | None]]:
     """Return (project, class id, difference, limit) rows for the consumers that change, as the SQL function takes them.
@@ -101,11 +67,11 @@ def rows_of(
     most: the limits to compare once more when the rows are written.
     """
     return [
-        (project, class_number(name, names), more, most.get((project, name)))
+        (project, class_number(name, class_ids), more, most.get((project, name)))
         for (project, name), more in usage_changes(before, after).items()
     ]
 
 
-def class_number(name: str, names: NameTable) -> int:
+def class_number(name: str, class_ids: Mapping[str, int]) -> int:
     """The class id under which a project's usage of a class is stored."""
-    return INSTANCES_ID if name == INSTANCES else names.class_ids[name]
+    return INSTANCES_ID if name == INSTANCES else class_ids[name]

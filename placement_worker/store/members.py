@@ -8,24 +8,14 @@ forgotten, it is trimmed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import asyncpg
 
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import (
-    MAX_LOCATED_HOSTS,
-    Claim,
-    LocatePage,
-    LocateRequest,
-    Release,
-    Revert,
-    Swap,
-)
-from placement_worker.domain.claim_items import claims_of, consumers_of, groups_of, single_items
-from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.server_groups import HARD, SHARING, group_key
+from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
+from placement_worker.domain.claim_items import WantedMembers
+from placement_worker.domain.server_groups import SHARING
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.rows import transposed
 
@@ -80,7 +70,6 @@ WITH m AS (
 SELECT m.project_id, m.group_uuid, m.consumer, {_HOSTS} FROM m {_HELD}
 GROUP BY m.project_id, m.group_uuid, m.consumer
 """
-MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
 
 # An existing row is updated all the same, which locks it, so that it is not trimmed before the claim has committed.
 WRITE = """
@@ -139,66 +128,30 @@ GROUP BY member.consumer ORDER BY member.consumer
 """
 
 
-async def lock(connection: asyncpg.Connection, items: Sequence[ClaimItem]) -> None:
-    """Lock the server groups of the items, so that claims of one group are decided one after the other."""
-    keys = groups_of(items)
-    if keys:
-        hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
-        await connection.execute(LOCK, [row["key"] for row in hashed])
+async def lock(connection: asyncpg.Connection, keys: Sequence[GroupKey]) -> None:
+    """Lock server groups, so that claims of one group are decided one after the other."""
+    hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
+    await connection.execute(LOCK, [row["key"] for row in hashed])
 
 
-async def read(
-    connection: asyncpg.Connection, items: Sequence[ClaimItem], holders: Collection[str] | None = None
-) -> dict[GroupKey, dict[str, Sequence[str]]]:
-    """Return {consumer: hosts} of the members that the decision needs, for every named group.
-
-    holders: the consumers among those that the items name that hold allocations, if known. Call this function after the
-    hosts are locked: writes that move a member there without the group's lock (PUT /allocations, a swap) have then
-    either committed or wait.
-    """
-    keys = groups_of(items)
-    if not keys:
-        return {}
-    members: dict[GroupKey, dict[str, Sequence[str]]] = {key: {} for key in keys}
-    for project, group, consumer, hosts in await connection.fetch(READ, *_columns(items, keys, holders)):
-        members[project, group][consumer] = hosts
+async def read(connection: asyncpg.Connection, wanted: WantedMembers) -> dict[GroupKey, dict[str, Sequence[str]]]:
+    """Return {consumer: hosts} of the members that a decision needs."""
+    members: dict[GroupKey, dict[str, Sequence[str]]] = {}
+    for project, group, consumer, hosts in await connection.fetch(READ, *columns(wanted)):
+        members.setdefault((project, group), {})[consumer] = hosts
     return members
 
 
-def _columns(items: Sequence[ClaimItem], keys: Sequence[GroupKey], holders: Collection[str] | None) -> list[object]:
-    """Return the columns of READ: hosts that claims of groups with a hard policy name, consumers that may move, groups
-    with affinity, and the number of members to read.
-    """
-    hosts: set[tuple[str, str, str]] = set()
-    together: set[GroupKey] = set()
-    moved: set[tuple[str, str, str]] = set()
-    for claim in claims_of(items):
-        if claim.server_group is not None and (key := group_key(claim)) is not None:
-            if claim.server_group.policy in HARD:
-                hosts.update((*key, option.host) for option in claim.options if option.host is not None)
-            if claim.server_group.policy is GroupPolicy.AFFINITY:
-                together.add(key)
-            moved.update((*key, one) for one in consumers_of([claim]))
-    # A revert and a swap name no group, so a consumer that they move may be a member of any; a release only takes away.
-    # No claim's consumer is paired with the other claims' groups: a batch may name as many groups as consumers.
-    others = [one for one in single_items(items) if isinstance(one, Revert | Swap) or _is_alone(one)]
-    moved.update((*key, one) for one in consumers_of(others) for key in keys)
-    held = moved if holders is None else {one for one in moved if one[2] in holders}
-    columns: list[object] = []
-    for rows, width in ((sorted(hosts), 3), (sorted(held), 3), (sorted(together), 2)):
-        columns += transposed(rows, width)
-    return [*columns, MAX_GROUP_MEMBERS_READ + len(consumers_of(items))]
-
-
-def _is_alone(item: Claim | Release | Revert | Swap) -> bool:
-    return isinstance(item, Claim) and item.server_group is None
+def columns(wanted: WantedMembers) -> list[object]:
+    """Return the columns of READ."""
+    rows = ((wanted.hosts, 3), (wanted.moved, 3), (wanted.together, 2))
+    return [*(column for some, width in rows for column in transposed(some, width)), wanted.most]
 
 
 async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
     """Insert the new members, each once."""
     rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
-    if rows:
-        await connection.execute(WRITE, *map(list, zip(*rows, strict=True)))
+    await connection.execute(WRITE, *transposed(rows, 3))
 
 
 async def purge(connection: asyncpg.Connection, limit: int) -> int:

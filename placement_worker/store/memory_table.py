@@ -13,12 +13,10 @@ from msgspec.structs import replace
 from bus.contracts.placement import MAX_HOLDERS, Change, ClaimHolder, FeedHead
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportGroup, ReportSource
-from placement_worker.domain.reports import ReportPlan
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.server_groups import hosts_of, usage_changes
 from placement_worker.domain.values import ConsumerState, GroupKey, Provider
-from placement_worker.store.allocation_migration import Leaving
-from placement_worker.store.rest_port import NameKind
+from placement_worker.store.port import Leaving, NameKind
 
 Amount = TypeVar("Amount")
 
@@ -60,7 +58,7 @@ class MemoryBookTable(MemoryDatabase):
         self.sources: dict[Key, ReportSource] = {}
         self.reported_at: dict[Key, float] = {}  # the time of each source's last report
         self.classes: dict[str, int] = {name: number for number, name in enumerate(sorted(STANDARD_CLASSES))}
-        self.traits: dict[str, None] = dict.fromkeys(sorted(os_traits.get_traits()))
+        self.traits: dict[str, int] = {name: number for number, name in enumerate(sorted(os_traits.get_traits()))}
         now = self.clock.time()
         self.made = {(NameKind.CLASS, name): now for name in self.classes}  # the time at which each name was created
         self.made.update({(NameKind.TRAIT, name): now for name in self.traits})
@@ -74,7 +72,7 @@ class MemoryBookTable(MemoryDatabase):
         self.position = 0
         self.taken_until = -math.inf  # the end of the publishing process's lease
         self._next_number = 0
-        self._next_class = len(self.classes)
+        self._next_name = len(self.classes) + len(self.traits)
         self._shapes = 0
 
     @property
@@ -106,6 +104,17 @@ class MemoryBookTable(MemoryDatabase):
             for uuid in self.members.get(key, {})
             if uuid in self.consumers and self.consumers[uuid].consumer.holding
         }
+
+    def add_members(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert members of server groups."""
+        for key, consumers in joined.items():
+            self.members.setdefault(key, {}).update(dict.fromkeys(consumers))
+
+    def purge_members(self, gone: Sequence[tuple[GroupKey, str]]) -> None:
+        """Delete members whose consumers are not on record."""
+        for key, uuid in gone:
+            if uuid not in self.consumers:
+                self.members[key].pop(uuid, None)
 
     def held_by(self, project: str) -> dict[str, int]:
         """The amounts that a project's consumers hold by class, and the number of consumers."""
@@ -191,51 +200,37 @@ class MemoryBookTable(MemoryDatabase):
             kept = {name: amount for name, amount in amounts.items() if amount}
             self.put_provider(replace(provider, generation=generation, used=kept))
 
-    def _put(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> set[str]:
-        """Write the differences between `before` and `after`. Returns the roots of the changed trees."""
+    def put_trees(self, before: Mapping[str, Provider], after: Mapping[str, Provider]) -> None:
+        """Write the differences between `before` and `after`, but not the usage. The last reports of the sources of
+        the changed trees no longer prove what the book holds.
+        """
         gone = [provider for uuid, provider in before.items() if uuid not in after]
         changed = [provider for uuid, provider in after.items() if before.get(uuid) is not provider]
         for provider in gone:
             del self.providers[provider.uuid]
+            del self.numbers[provider.uuid]  # a provider that is created again is the newest one
             for key in (
                 provider_key(provider.uuid),
                 *(("inventory", provider.uuid, name) for name in provider.inventories),
             ):
                 del self.written[key]
         for provider in changed:
-            self.put_provider(provider)
+            known = self.providers.get(provider.uuid)
+            self.put_provider(replace(provider, used={} if known is None else known.used))
         moved = [before[provider.uuid] for provider in changed if provider.uuid in before]
-        return {provider.root for provider in (*gone, *changed, *moved)}
+        roots = {provider.root for provider in (*gone, *changed, *moved)}
+        for key, source in self.sources.items():
+            if key[0] in roots and source.settled:
+                self.sources[key] = replace(source, settled=False)
 
-    def put_trees(
-        self, before: Mapping[str, Provider], after: Mapping[str, Provider], deleted: Collection[str] = ()
-    ) -> None:
-        """Write the providers of a write of the REST API. The last reports of the trees' sources no longer prove what
-        the book holds. deleted: the roots that were deleted with their trees, for which no source answers any more.
-        """
-        roots = self._put(before, after)
-        for uuid in before.keys() - after.keys():
-            del self.numbers[uuid]  # a provider that is created again is the newest one
-        for key, report in self.sources.items():
-            if key[0] in deleted:
-                self.sources[key] = replace(report, digest=b"", settled=False, providers=())
-            elif key[0] in roots and report.settled:
-                self.sources[key] = replace(report, settled=False)
-
-    def write_trees(self, before: Mapping[str, Provider], outcome: ReportPlan, group: ReportGroup) -> None:
-        """Write the result of a group of reports."""
-        after = outcome.after
-        self.keep({u: replace(self.consumers[u].consumer, holding=held) for u, held in outcome.moved.items()})
-        self._put(before, after)
-        for root, source, version, digest, settled, providers in group.written:
-            self.sources[root, source] = ReportSource(
-                version, digest, settled, providers.split(",") if providers else []
-            )
-            self.reported_at[root, source] = self.clock.time()
-        for root, source in group.changed:
-            for key, report in self.sources.items():
-                if key[0] == root and key[1] != source and report.settled:
-                    self.sources[key] = replace(report, settled=False)
+    def put_sources(self, sources: Sources, disowned: Collection[str]) -> None:
+        """Write the last reports of sources. disowned: the roots for which no source answers any more."""
+        for key, source in self.sources.items():
+            if key[0] in disowned:
+                self.sources[key] = replace(source, digest=b"", settled=False, providers=())
+        for key, source in sources.items():
+            self.sources[key] = source
+            self.reported_at[key] = self.clock.time()
 
     def free_roots(self, keys: Iterable[Key]) -> None:
         """Release the roots of these sources: another compute service may take them over."""
@@ -243,31 +238,26 @@ class MemoryBookTable(MemoryDatabase):
             if key in self.sources and self.sources[key].digest != TAKEN_OUT:
                 self.sources[key] = replace(self.sources[key], digest=RELEASED, settled=False)
 
-    def add_names(self, classes: Iterable[str], traits: Mapping[str, None]) -> None:
+    def add_names(self, kind: NameKind, names: Iterable[str]) -> None:
         """Add the names that are missing."""
-        now = self.clock.time()
-        for name in classes:
-            if name not in self.classes:
-                self.classes[name] = self._next_class
-                self._next_class += 1
-                self.made[NameKind.CLASS, name] = now
-        for name in traits:
-            if name not in self.traits:
-                self.traits[name] = None
-                self.made[NameKind.TRAIT, name] = now
+        for name in names:
+            if name not in self.names(kind):
+                self.names(kind)[name] = self._next_name
+                self._next_name += 1
+                self.made[kind, name] = self.clock.time()
 
-    def names(self, kind: NameKind) -> Collection[str]:
-        """The names of the classes or of the traits, oldest first."""
+    def names(self, kind: NameKind) -> dict[str, int]:
+        """The classes or the traits, oldest first, and their numbers."""
         return self.classes if kind is NameKind.CLASS else self.traits
 
     def remove_name(self, kind: NameKind, name: str) -> None:
         """Remove a class or trait. The caller has checked that no provider has it."""
-        (self.classes if kind is NameKind.CLASS else self.traits).pop(name)
+        self.names(kind).pop(name)
         del self.made[kind, name]
 
     def rename_class(self, old: str, new: str, providers: Mapping[str, Provider]) -> None:
         """Give a class another name. providers: the providers that have it, already renamed."""
-        self.add_names((new,), {})
+        self.add_names(NameKind.CLASS, (new,))
         for uuid, provider in providers.items():
             self.providers[uuid] = provider
             self.written["inventory", uuid, new] = self.written.pop(("inventory", uuid, old))

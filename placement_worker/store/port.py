@@ -1,12 +1,17 @@
-"""The port to the book. Its adapters are `store.postgres` and `store.memory`."""
+"""The port to the rows of the book, below `placement_worker.book`. Its adapters are `store.postgres_rows` and
+`store.memory_rows`; they lock, read and write rows, and decide nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from enum import StrEnum
+from typing import Any, Protocol
 
 from msgspec import Struct
 
+from bus.clock import Clock
 from bus.contracts.book import (
     GroupMembersPage,
     GroupMembersQuery,
@@ -17,31 +22,131 @@ from bus.contracts.book import (
     ServiceHostsPage,
     ServiceHostsQuery,
 )
-from bus.contracts.placement import (
-    ChangesPage,
-    FeedChanges,
-    FeedHead,
-    InventoryResult,
-    InventoryUpdate,
-    LocatePage,
-    LocateRequest,
-    SnapshotPage,
-)
-from placement_worker.domain.claim_items import ClaimReply
-from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.reports import ReportRefusal
-from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store.rest_port import RestStore
+from bus.contracts.placement import Change, ClaimHolder, FeedHead, LocatePage, LocateRequest
+from placement_worker.domain.claim_items import WantedMembers
+from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.report_group import Key, ReportSource, Sources
+from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
+from placement_worker.offload import OffloadThread
+from placement_worker.store.names import NameRows, NameTable
+
+Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
+Named = Mapping[str, int]  # numbers by name
+NO_LIMITS: Mapping[tuple[str, str], int] = {}
+NO_SOURCES: Sources = {}
 
 
-class Published(Struct, frozen=True):
-    """The result of one turn of publishing. count: the changes that were published. more: further changes may be
-    unpublished. taken: another process is publishing.
+class PassedMeanwhile(Exception):
+    """The claims would exceed a limit, because concurrent claims have added to the project's usage since the decision.
+
+    Nothing was written.
     """
 
+
+class NameKind(StrEnum):
+    """The kind of a name. The value is the name of its table."""
+
+    CLASS = "resource_classes"
+    TRAIT = "traits"
+
+
+class NameInUse(Exception):
+    """A class or trait cannot be removed while a provider has it."""
+
+
+class NameTaken(Exception):
+    """There is a class of this name."""
+
+
+class Unstorable(Exception):
+    """The book cannot store a value, such as a text with a NUL."""
+
+
+class NameRow(Struct, frozen=True):
+    """A class or trait. updated_at: seconds since the epoch."""
+
+    name: str
+    updated_at: float
+
+
+class ProviderRow(Struct, frozen=True):
+    """A provider as the API lists it. updated_at: seconds since the epoch."""
+
+    uuid: str
+    name: str
+    generation: int
+    parent: str | None
+    root: str
+    updated_at: float
+
+
+class InventoryRecord(Struct, frozen=True):
+    """One inventory as the API shows it. updated_at: seconds since the epoch."""
+
+    resource_class: str
+    total: int
+    reserved: int
+    min_unit: int
+    max_unit: int
+    step_size: int
+    allocation_ratio: float
+    updated_at: float
+
+
+class AllocationRow(Struct, frozen=True):
+    """One allocation, its provider and its consumer. updated_at: of the consumer, seconds since the epoch."""
+
+    consumer: str
+    provider: str
+    provider_generation: int
+    resource_class: str
+    amount: int
+    consumer_generation: int
+    project_id: str
+    user_id: str
+    consumer_type: str
+    updated_at: float
+
+
+class UsageRow(Struct, frozen=True):
+    """The amounts that consumers of one type hold of one class; count: how many consumers of that
+    type hold anything.
+    """
+
+    consumer_type: str
+    resource_class: str
+    amount: int
     count: int
+
+
+class Listing(Struct, frozen=True):
+    """The conditions of a list of providers. A condition that is None or empty does not apply. Every uuid is in
+    canonical form.
+
+    required: the provider has at least one trait of each group; member_of: it is in at least one aggregate of each
+    group. resources: each amount is free and satisfies the inventory's unit constraints.
+    """
+
+    uuid: str | None = None
+    name: str | None = None
+    in_tree: str | None = None
+    required: tuple[tuple[str, ...], ...] = ()
+    forbidden: tuple[str, ...] = ()
+    member_of: tuple[tuple[str, ...], ...] = ()
+    forbidden_aggregates: tuple[str, ...] = ()
+    resources: tuple[tuple[str, int], ...] = ()  # (class, amount)
+
+
+class Taken(Struct, frozen=True):
+    """Changes that a process has taken to publish. lease: ends with the publishing; None: another process holds it, and
+    there are no changes.
+    """
+
+    changes: Sequence[Change]
     more: bool
-    taken: bool = False
+    history: str
+    lease: Any
 
 
 class NewestHead(Struct, frozen=True):
@@ -52,56 +157,167 @@ class NewestHead(Struct, frozen=True):
     unpublished: bool
 
 
-class PlacementStore(Protocol):
-    """The book. Every write commits in one transaction together with its numbered changes."""
+class Locked(Struct, frozen=True):
+    """The rows that a group has locked, read after the locks were granted.
+
+    inserted: new consumers, as they are expected to be written. found: consumers that existed. cells: the cell of each
+    provider's root, where it has one. usage: what projects with limits hold, by class.
+    """
+
+    inserted: Mapping[str, ConsumerState]
+    found: Mapping[str, ConsumerState]
+    providers: Mapping[str, ClaimedProvider] = {}
+    cells: Mapping[str, str] = {}
+    usage: Mapping[str, Mapping[str, int]] = {}
+
+
+class BookTransaction(NameRows, Protocol):
+    """The operations on rows within one transaction, which commits when its context ends without an exception.
+
+    Every writer takes locks in one order, so that no two can deadlock: the writers of trees, server groups, consumers
+    by uuid, providers by number, projects with limits, the usage of projects by project and class, and the feed's
+    counter last. Each operation may raise Transient.
+    """
 
     @property
-    def ready(self) -> bool:
-        """Whether the store is open (for /readyz)."""
+    def class_ids(self) -> Named:
+        """The classes that this process knows."""
 
     @property
-    def rest(self) -> RestStore:
-        """The same book with the operations of the REST API."""
+    def trait_ids(self) -> Named:
+        """The traits that this process knows."""
 
     @property
-    def deployment(self) -> str:
-        """The identity of this database, a uuid that was created with its schema. It is known after `open`."""
+    def offload(self) -> OffloadThread | None:
+        """Where decisions about many rows are made."""
 
-    async def open(self) -> None:
-        """Connect and migrate. Waits while the database is unavailable."""
+    # --- claims
 
-    async def close(self) -> None:
-        """Disconnect."""
+    async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
+        """Lock server groups, so that claims of one group are decided one after the other."""
 
-    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
-        """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
-        Transient.
+    async def lock_claims(
+        self,
+        expected: Mapping[str, ConsumerState],
+        wanted: Collection[str] | None,
+        *,
+        limited: Sequence[str] = (),
+        alone: bool = False,
+    ) -> Locked:
+        """Lock and read consumers by uuid, then providers by number: the wanted ones, and those of the consumers'
+        allocations.
 
-        bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
-        consumer that holds them is `consumer_changed`.
+        expected: the row that each consumer most likely gets if it is new. wanted: uuids of providers; None: lock no
+        providers. limited: projects whose claims have limits. alone: lock them exclusively, so that no other
+        transaction adds to their usage. A consumer in `inserted` that the transaction does not write must be passed to
+        `write_claims`, which deletes its row.
         """
 
-    async def report(
-        self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
-    ) -> list[InventoryResult | ReportRefusal]:
-        """Apply inventory updates as one group, in order, each with its own outcome. Raises Transient.
-
-        bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
-        cells are refused.
+    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+        """Return {consumer: hosts} of the members that a decision needs, for each group that has any. The hosts are
+        locked before: writes that move a member there without the group's lock have either committed or wait.
         """
 
-    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
-        """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
-        over.
+    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
+        """For how long consumers have been on record."""
+
+    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+        """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
+        (claimant, what it lacked).
         """
 
-    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        """Return the committed changes after a number, in order. history: the history of the number; when the book has
-        another one, the page is `too_old`.
+    async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert the new members of server groups."""
+
+    async def write_claims(
+        self,
+        decision: Decision,
+        locked: Locked,
+        changes: Sequence[Change] = (),
+        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+    ) -> int:
+        """Write a decision about the locked rows, with the usage of the projects, and append the changes. Returns the
+        number of the last change, 0 without changes.
+
+        most: {(project, class): limit}. Raises PassedMeanwhile when the new usage would exceed one. Raises
+        BrokenInvariant when the usage would exceed a capacity.
         """
 
-    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
-        """Return a page of whole providers in the order of their uuids, as of one number of the feed."""
+    # --- trees
+
+    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
+        """Become the only writer of trees until the commit. Returns (the last reports of the sources of these roots,
+        the cell of each of these roots that was ever reported).
+        """
+
+    async def retired_sources(self, limit: int) -> Sources:
+        """The sources that have removed a tree which was in use and is not any more, if no source has reported it
+        since.
+        """
+
+    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a source, those of the cell."""
+
+    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+        """The consumers that hold allocations of these classes of these providers."""
+
+    async def lock_free(self, consumers: Sequence[str]) -> bool:
+        """Lock those of these consumers that no other transaction has locked. Returns whether all are locked now."""
+
+    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
+        """Become the only writer of trees, and lock and read providers, by number. Returns (a shape that no provider
+        has ever had, the providers).
+        """
+
+    async def write_trees(
+        self,
+        before: Mapping[str, Provider],
+        after: Mapping[str, Provider],
+        changes: Sequence[Change] = (),
+        *,
+        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        disowned: Sequence[str] = (),
+    ) -> int:
+        """Write the differences between `before` and `after`, but not the usage, and append the changes. Returns the
+        number of the last one, 0 without changes.
+
+        A provider that is the same object in both is skipped. The last reports of every source of a changed tree no
+        longer prove what the book holds; then `sources` are written. disowned: roots that were deleted, and for which
+        no source answers any more.
+        """
+
+    async def append(self, changes: Sequence[Change]) -> int:
+        """Number the changes, as the last step of the transaction. Returns the last number, 0 without changes."""
+
+    # --- names
+
+    async def delete_name(self, kind: NameKind, name: str) -> bool:
+        """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
+
+    async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
+        """Give a class another name. Returns the providers that have it; None when it does not exist. Raises
+        NameTaken. The caller is the only writer of trees.
+        """
+
+    # --- the feed
+
+    async def head(self) -> FeedHead:
+        """The number of the newest committed change, and the id of its history."""
+
+    async def oldest(self) -> int | None:
+        """The number of the oldest change that is kept."""
+
+    async def changes(self, after: int, limit: int) -> list[Change]:
+        """The changes after a number, in order; fewer than the limit when they are large."""
+
+    async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
+        """Whole providers in the order of their uuids."""
+
+
+class BookReads(Protocol):
+    """The reads of the book that no decision follows. Each is of one moment. Every method raises Transient and
+    Unstorable.
+    """
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
         """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
@@ -109,7 +325,7 @@ class PlacementStore(Protocol):
         """
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
-        """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
+        """Return the tree that a provider is in, and its holders with their allocations."""
 
     async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
@@ -118,38 +334,105 @@ class PlacementStore(Protocol):
         """Return a page of the members of a server group, with their hosts."""
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
-        """Return the usage of projects, as of one moment."""
+        """Return the usage of projects."""
+
+    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+        """Return a class or trait by name, None when it does not exist."""
+
+    async def resource_classes(self) -> list[NameRow]:
+        """All classes, standard ones first."""
+
+    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+        """Return the traits with one of these names and with this prefix. associated: only those that a provider has
+        (True) or none has (False). None: the condition does not apply.
+        """
+
+    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+        """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of ProviderRow.
+        There may be very many.
+        """
+
+    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
+        """(generation, inventories by class) of a provider, None when there is none."""
+
+    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
+        """(generation, {class: used}) of a provider, None when there is none."""
+
+    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
+        """(generation, {trait: when it was made}) of a provider, None when there is none."""
+
+    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
+        """(generation, aggregates) of a provider, None when there is none."""
+
+    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+        """The allocations of a consumer, by provider and class."""
+
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+        """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
+
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+        """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+        "" is the unknown type.
+        """
+
+
+class BookRows(Protocol):
+    """The rows of one book, as one process has them."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the rows are open (for /readyz)."""
+
+    @property
+    def deployment(self) -> str:
+        """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
+
+    @property
+    def clock(self) -> Clock:
+        """The process's clock."""
+
+    @property
+    def offload(self) -> OffloadThread | None:
+        """Where work on many rows is done."""
+
+    @property
+    def reads(self) -> BookReads:
+        """The reads that no decision follows."""
+
+    @property
+    def names(self) -> NameTable:
+        """The names that this process knows."""
+
+    async def open(self) -> None:
+        """Connect and migrate. Waits while the database is unavailable."""
+
+    async def close(self) -> None:
+        """Disconnect."""
+
+    def transaction(self) -> AbstractAsyncContextManager[BookTransaction]:
+        """A transaction that commits at the end and rolls back on an exception. Raises Unstorable, and StaleNames when
+        it has written a name's number that the book does not have.
+        """
+
+    def snapshot(self) -> AbstractAsyncContextManager[BookTransaction]:
+        """A transaction whose reads are all of one moment."""
 
     async def head(self) -> FeedHead:
-        """Return the number of the newest committed change, and the id of its history."""
+        """The number of the newest committed change, and the id of its history."""
 
-    async def newest(self) -> NewestHead:
-        """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
-
-        A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
-        one that this process has read before.
+    async def newest(self, seen: FeedHead | None) -> NewestHead:
+        """Return the newest head. The history gets a new id when the database was restored or its standby promoted, or
+        when its head is behind one of the same history that was seen before.
         """
 
-    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
-        """Pass the next unpublished changes to `send`, and record them as published when it returns.
-
-        One process publishes at a time; for the others the result is `taken`. A process that dies or hangs blocks the
-        others for `publishing.LEASE_S`, and its changes are published again. A process must not call this method
-        concurrently.
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+        """Take the next unpublished changes for so many seconds. lease: of a former turn that has failed. None: there
+        are no changes.
         """
+
+    async def move_position(self, number: int, lease: Any) -> None:
+        """Record that the changes up to this number are published, and end the lease."""
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
-        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
-        whether there may be more.
-
-        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
-        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
-        covers all its providers.
-        """
-
-    async def remove_retired_trees(self, limit: int) -> list[str]:
-        """Remove retired trees that are no longer used, at most `limit`. Returns their roots.
-
-        Their sources may have ended for good. A source that still reports removes its retired trees with the next
-        report.
-        """
+        """Delete rows that are no longer needed, as `ResourceBook.trim`."""

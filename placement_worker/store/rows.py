@@ -80,3 +80,8 @@ async def _members(connection: asyncpg.Connection, statement: str, numbers: Sequ
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
     """Return rows as columns; without rows, `width` empty columns."""
     return list(map(list, zip(*rows, strict=True))) if rows else [[] for _ in range(width)]
+
+
+def count_of(tag: str) -> int:
+    """Return the number of rows that a statement has changed."""
+    return int(tag.rpartition(" ")[2])

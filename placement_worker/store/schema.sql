@@ -219,10 +219,22 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Lock and read providers named by uuid, by name, or (whole) with all of their tree; draw a shape, and an id for each
--- provider that will be created. The shape is drawn under the lock of the writers of trees: a later shape is written
--- later. Returns [shape, [new id, ...], [provider with all that is its own, ...]].
-CREATE FUNCTION lock_trees(uuids uuid[], names text[], whole uuid[], creating integer) RETURNS text AS $$
+-- Become the only writer of trees, and read the last reports of these roots' sources.
+CREATE FUNCTION lock_sources(roots uuid[]) RETURNS TABLE (root uuid, source text, cell text, version bigint,
+    digest bytea, settled boolean, providers uuid[]) AS $$
+BEGIN
+    PERFORM pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0));
+    RETURN QUERY SELECT s.root, s.source, p.cell, s.version, s.digest, s.settled, s.providers
+        FROM sources s LEFT JOIN providers p ON p.uuid = s.root WHERE s.root = ANY(roots);
+END
+$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;
+
+-- Lock and read providers named by uuid, and (whole) those with all of their tree that are named by uuid or by name;
+-- draw a shape, and a number for each provider of `creating` that does not exist. The shape is drawn under the lock of
+-- the writers of trees: a later shape is written later.
+-- Returns [shape, [new number, ...], [provider with all that is its own, ...]].
+CREATE FUNCTION lock_trees(uuids uuid[], names text[], whole uuid[], creating uuid[]) RETURNS text AS $$
 DECLARE
     locked bigint[];
     numbers json;
@@ -230,24 +242,23 @@ BEGIN
     PERFORM pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0));
     SELECT array_agg(meant.id) INTO locked FROM (
         SELECT id FROM providers WHERE uuid = ANY(uuids)
-        UNION ALL SELECT id FROM providers WHERE name = ANY(names)
         UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.uuid = ANY(whole)
+        UNION ALL SELECT p.id FROM providers m JOIN providers p ON p.root_id = m.root_id WHERE m.name = ANY(names)
     ) AS meant;
     -- By number alone: of a condition with UNION ALL a row that had to be waited for is found false, and left out.
     SELECT array_agg(found.id) INTO locked FROM (
         SELECT id FROM providers WHERE id = ANY(locked) ORDER BY id FOR NO KEY UPDATE
     ) AS found;
-    IF creating > 0 THEN
-        SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
-        FROM generate_series(1, creating);
-    END IF;
+    SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
+    FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
     RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), (
         SELECT coalesce(json_agg(json_build_array(
             p.id, p.uuid, p.name, p.parent_id, parent.uuid, p.root_id, root.uuid, p.generation, p.shape, p.cell,
             (SELECT json_agg(json_build_array(c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size,
                 i.allocation_ratio, i.capacity, i.stranded, i.used) ORDER BY c.name)
                 FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = p.id),
-            (SELECT json_agg(t.name ORDER BY t.name)
+            (SELECT json_build_array(json_agg(t.name ORDER BY t.name),
+                    json_agg(t.name ORDER BY t.name) FILTER (WHERE pt.lasting))
                 FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id),
             (SELECT json_agg(a.aggregate ORDER BY a.aggregate) FROM provider_aggregates a WHERE a.provider_id = p.id)
         ) ORDER BY p.id), '[]')
@@ -259,7 +270,8 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
--- Write rows by kind, each kind only where there are any, and the changes. Returns the last change's number.
+-- Write rows by kind, each kind only where there are any, and the changes. Returns the last change's number, or 0.
+-- names_pass: names may pass from one provider to another in any order; the constraint is checked at the commit.
 CREATE FUNCTION write_trees(written text, firsts bigint[], lasts bigint[], bodies bytea[]) RETURNS bigint AS $$
 DECLARE
     it jsonb := written::jsonb;
@@ -304,8 +316,8 @@ BEGIN
     END IF;
     IF it ? 'won' THEN
         INSERT INTO provider_traits (provider_id, trait_id, lasting)
-        SELECT n.provider_id, n.member, true
-        FROM jsonb_to_recordset(it -> 'won') AS n (provider_id bigint, member integer);
+        SELECT n.provider_id, n.member, n.lasting
+        FROM jsonb_to_recordset(it -> 'won') AS n (provider_id bigint, member integer, lasting boolean);
     END IF;
     IF it ? 'left' THEN
         DELETE FROM provider_aggregates a USING jsonb_to_recordset(it -> 'left') AS n (provider_id bigint, member uuid)
@@ -315,9 +327,25 @@ BEGIN
         INSERT INTO provider_aggregates (provider_id, aggregate)
         SELECT * FROM jsonb_to_recordset(it -> 'joined') AS n (provider_id bigint, member uuid);
     END IF;
-    UPDATE sources SET settled = false
-    WHERE root IN (SELECT value::uuid FROM jsonb_array_elements_text(it -> 'roots')) AND settled;
-    RETURN append_changes(firsts, lasts, bodies);
+    IF it ? 'roots' THEN
+        UPDATE sources SET settled = false
+        WHERE root IN (SELECT value::uuid FROM jsonb_array_elements_text(it -> 'roots')) AND settled;
+    END IF;
+    -- A root that was deleted with its tree belongs to no source: the compute service that reports it next has it. The
+    -- versions stay, so that a late copy of an older report does not bring it back.
+    IF it ? 'disowned' THEN
+        UPDATE sources SET digest = '', settled = false, providers = '{}'
+        WHERE root IN (SELECT value::uuid FROM jsonb_array_elements_text(it -> 'disowned'));
+    END IF;
+    IF it ? 'sources' THEN
+        INSERT INTO sources (root, source, version, digest, settled, providers)
+        SELECT n.root, n.source, n.version, decode(n.digest, 'hex'), n.settled, n.providers
+        FROM jsonb_to_recordset(it -> 'sources') AS n (root uuid, source text, version bigint, digest text,
+            settled boolean, providers uuid[])
+        ON CONFLICT (root, source) DO UPDATE SET version = EXCLUDED.version, digest = EXCLUDED.digest,
+            settled = EXCLUDED.settled, providers = EXCLUDED.providers, updated_at = now();
+    END IF;
+    RETURN CASE WHEN cardinality(bodies) > 0 THEN append_changes(firsts, lasts, bodies) ELSE 0 END;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
@@ -462,132 +490,6 @@ BEGIN
         last := append_changes(firsts, lasts, bodies);
     END IF;
     RETURN ARRAY[last, written];
-END
-$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off;
-
--- Read what lock_claims does, and what projects hold, as of one moment and without locks: enough to turn claims down.
--- Returns [[consumer, ...], [what it holds, ...], [provider with its inventories, ...], [project's class, ...]].
-CREATE FUNCTION read_claims(consumers uuid[], named uuid[], limited text[]) RETURNS text AS $$
-DECLARE
-    answer text;
-BEGIN
-    WITH known AS (
-        SELECT * FROM consumers c WHERE c.uuid = ANY(read_claims.consumers)
-    ), held AS (
-        SELECT a.consumer, p.uuid, p.id, a.class_id, a.amount FROM known k
-        JOIN allocations a ON a.consumer = k.uuid JOIN providers p ON p.id = a.provider_id WHERE k.released_at IS NULL
-    ), wanted AS (
-        SELECT p.id FROM providers p WHERE p.uuid = ANY(named) UNION SELECT h.id FROM held h
-    )
-    SELECT json_build_array(
-        coalesce((SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type))
-            FROM known), '[]'),
-        coalesce((SELECT json_agg(json_build_array(consumer, uuid, class_id, amount) ORDER BY consumer, id, class_id)
-            FROM held), '[]'),
-        coalesce((SELECT json_agg(json_build_array(p.id, p.uuid, p.generation, p.shape, root.uuid, root.cell, (
-            SELECT json_agg(json_build_array(i.class_id, i.capacity, i.min_unit, i.max_unit, i.step_size, i.used))
-            FROM inventories i WHERE i.provider_id = p.id
-        )) ORDER BY p.id) FROM wanted w JOIN providers p ON p.id = w.id JOIN providers root ON root.id = p.root_id), '[]'),
-        coalesce((SELECT json_agg(json_build_array(project_id, class_id, amount)) FROM project_usage u
-            WHERE u.project_id = ANY(limited) AND u.amount <> 0), '[]')
-    ) INTO answer;
-    RETURN answer;
-END
-$$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
-SET enable_mergejoin = off;
-
--- The fast path: new claims that fit, in one round trip. The locks of lock_claims in the same order: consumers,
--- providers by id, the feed's counter. Each statement sees what the last holder of the locks before it has committed,
--- so nothing is read that may still move. Claims that do not fit write nothing: Python decides from what was read
--- (`read_claims`) why, or what to do instead with locks. Only what moves between that look and the locks raises.
---
--- wanted: every provider once, with the shape that it must have (NULL: any) and how many of the claims take from it.
--- places: the providers' places in `wanted`. used_*: what is taken of each inventory; held_*: what each consumer takes.
--- limited: the projects whose claims have limits. usage_*: what is added to each project's usage, and its limit.
--- named: the providers of all options.
--- claimed: the last change's number and the providers' new generations, as wanted; or NULL, and what was read.
-CREATE FUNCTION claim_new(consumers uuid[], projects text[], users text[], types text[], attempts integer[],
-    wanted uuid[], shapes bigint[], times integer[],
-    used_places integer[], used_classes integer[], used_names text[], used_more bigint[],
-    held_by uuid[], held_places integer[], held_classes integer[], amounts bigint[],
-    limited text[], usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[],
-    named uuid[], OUT claimed bigint[], OUT read text) AS $$
-DECLARE
-    written bigint;
-    numbers bigint[];
-    generations bigint[];
-    changes json;
-BEGIN
-    -- Nothing is written of what does not fit anyway. What one claim alone takes is in the units of its inventories, too;
-    -- of several claims that is looked at later.
-    INSERT INTO consumers (uuid, project_id, user_id, consumer_type, generation, attempt)
-    SELECT n.uuid, n.project_id, n.user_id, n.consumer_type, 1, n.attempt
-    FROM unnest(claim_new.consumers, projects, users, types, attempts)
-        AS n (uuid, project_id, user_id, consumer_type, attempt)
-    WHERE (
-        SELECT count(*) FROM unnest(used_places, claim_new.used_classes, used_more) AS n (place, class_id, more)
-        JOIN providers p ON p.uuid = wanted[n.place] AND (shapes[n.place] IS NULL OR p.shape = shapes[n.place])
-        JOIN inventories i ON i.provider_id = p.id AND i.class_id = n.class_id AND i.used + n.more <= i.capacity
-        WHERE cardinality(claim_new.consumers) > 1
-            OR n.more >= i.min_unit AND n.more <= i.max_unit AND n.more % i.step_size = 0
-    ) = cardinality(used_places) AND (cardinality(limited) = 0 OR NOT EXISTS (
-        SELECT FROM unnest(usage_projects, usage_classes, usage_more, usage_most)
-            AS n (project_id, class_id, more, most)
-        LEFT JOIN project_usage u ON u.project_id = n.project_id AND u.class_id = n.class_id
-        WHERE coalesce(u.amount, 0) + n.more > n.most
-    ))
-    ON CONFLICT (uuid) DO NOTHING;
-    GET DIAGNOSTICS written = ROW_COUNT;
-    IF written = 0 THEN
-        read := read_claims(claim_new.consumers, named, limited);
-        RETURN;
-    ELSIF written <> cardinality(claim_new.consumers) THEN
-        RAISE EXCEPTION 'claim_new: not new';
-    END IF;
-    IF cardinality(wanted) > 1 THEN
-        PERFORM p.id FROM providers p WHERE p.uuid = ANY(wanted) ORDER BY p.id FOR NO KEY UPDATE;
-    END IF;
-    WITH moved AS (
-        UPDATE providers p SET generation = p.generation + n.times, updated_at = now()
-        FROM unnest(wanted, shapes, claim_new.times) WITH ORDINALITY AS n (uuid, shape, times, place)
-        WHERE p.uuid = n.uuid AND (n.shape IS NULL OR p.shape = n.shape)
-        RETURNING n.place, p.id, p.generation
-    )
-    SELECT array_agg(m.id ORDER BY m.place), array_agg(m.generation ORDER BY m.place) INTO numbers, generations
-    FROM moved m;
-    IF numbers IS NULL OR cardinality(numbers) <> cardinality(wanted) THEN
-        RAISE EXCEPTION 'claim_new: gone, or of another shape';
-    END IF;
-    WITH used AS (
-        UPDATE inventories i SET used = i.used + n.more
-        FROM unnest(used_places, claim_new.used_classes, used_names, used_more) AS n (place, class_id, name, more)
-        WHERE i.provider_id = numbers[n.place] AND i.class_id = n.class_id AND i.used + n.more <= i.capacity
-        RETURNING n.place, n.name, i.used
-    ), written_rows AS (
-        SELECT u.place, json_object_agg(u.name, u.used) AS used, count(*) AS rows FROM used u GROUP BY u.place
-    )
-    SELECT sum(t.rows), json_agg(json_build_object('sequence', 0, 'provider', wanted[t.place],
-        'generation', generations[t.place], 'used', t.used) ORDER BY t.place)
-    INTO written, changes FROM written_rows t;
-    IF written IS DISTINCT FROM cardinality(used_places) THEN
-        RAISE EXCEPTION 'claim_new: full, or no such inventory';
-    END IF;
-    INSERT INTO allocations (consumer, provider_id, class_id, amount)
-    SELECT n.consumer, i.provider_id, i.class_id, n.amount
-    FROM unnest(held_by, held_places, claim_new.held_classes, amounts) AS n (consumer, place, class_id, amount)
-    JOIN inventories i ON i.provider_id = numbers[n.place] AND i.class_id = n.class_id
-    WHERE n.amount >= i.min_unit AND n.amount <= i.max_unit AND n.amount % i.step_size = 0;
-    GET DIAGNOSTICS written = ROW_COUNT;
-    IF written <> cardinality(held_by) THEN
-        RAISE EXCEPTION 'claim_new: not in these units';
-    END IF;
-    IF cardinality(limited) > 0 THEN
-        PERFORM lock_projects(limited, false);
-    END IF;
-    PERFORM add_project_usage(usage_projects, usage_classes, usage_more, usage_most);
-    claimed := append_changes(ARRAY[1], ARRAY[cardinality(wanted)], ARRAY[convert_to(changes::text, 'UTF8')])
-        || generations;
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;

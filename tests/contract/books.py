@@ -10,9 +10,10 @@ import pytest
 from bus.clock import Clock, SystemClock
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.book import ResourceBook
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.postgres_rows import PostgresRows
 
 KINDS = ["memory", pytest.param("postgres", marks=pytest.mark.postgres)]
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
@@ -23,13 +24,15 @@ class Books:
     """Called, it makes another store on the same book, as another process has it."""
 
     def __init__(self, url: str, clock: Clock) -> None:
-        self.made: list[PlacementStore] = []
+        self.made: list[ResourceBook] = []
         self._url = url
         self._table = MemoryBookTable(clock)
 
-    def __call__(self) -> PlacementStore:
+    def __call__(self) -> ResourceBook:
         url, table = self._url, self._table
-        self.made.append(PostgresStore(Database(url, "placement")) if url else MemoryBook(table.session()))
+        self.made.append(
+            ResourceBook(PostgresRows(Database(url, "placement"))) if url else ResourceBook(MemoryRows(table.session()))
+        )
         return self.made[-1]
 
 

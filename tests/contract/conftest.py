@@ -11,7 +11,7 @@ from bus.persistence.database import Database
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from placement_worker.store.port import PlacementStore
+from placement_worker.book import ResourceBook
 from tests.contract.books import HOSTS, KINDS, Books, books, roomy_host
 from tests.contract.house import House
 from tests.contract.rig import Rig, rig_for
@@ -40,7 +40,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
 
 
 @pytest.fixture
-async def store(make: Books) -> PlacementStore:
+async def store(make: Books) -> ResourceBook:
     """A book of HOSTS with plenty of room; a suite that needs another has its own."""
     made = make()
     await made.open()

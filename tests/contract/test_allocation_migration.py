@@ -18,9 +18,9 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.faults import Transient
+from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import KINDS, Books, books
 from tests.contract.rig import PATIENCE_S
 
@@ -34,13 +34,13 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     async with books(request) as made:
         yield made
         for store in made.made:
-            if isinstance(store, PostgresStore):
-                async with store.database.raw() as connection:
+            if isinstance(store.rows, PostgresRows):
+                async with store.rows.database.raw() as connection:
                     assert await audit.findings(connection) == []
 
 
 @pytest.fixture
-async def store(make: Books) -> PlacementStore:
+async def store(make: Books) -> ResourceBook:
     made = make()
     await made.open()
     return made
@@ -69,18 +69,18 @@ def claim(consumer: str, shape: int | None = None, attempt: int = 1, **amounts: 
     return Claim(consumer=consumer, attempt=attempt, options=(option,), project_id="p")
 
 
-async def used(store: PlacementStore) -> dict[str, dict[str, int]]:
+async def used(store: ResourceBook) -> dict[str, dict[str, int]]:
     page = await store.snapshot(None, 100)
     return {state.uuid: dict(state.used) for state in page.providers}
 
 
-async def reported(store: PlacementStore, update: InventoryUpdate) -> InventoryResult:
+async def reported(store: ResourceBook, update: InventoryUpdate) -> InventoryResult:
     (result,) = await store.report([update])
     assert isinstance(result, InventoryResult), result
     return result
 
 
-async def test_inventory_and_allocations_move_together(store: PlacementStore) -> None:
+async def test_inventory_and_allocations_move_together(store: ResourceBook) -> None:
     await reported(store, FLAT)
     await reported(store, report(node(POOL, DISK_GB=10), version=1))
     three = Claim(
@@ -107,7 +107,7 @@ async def test_inventory_and_allocations_move_together(store: PlacementStore) ->
     assert (await reported(store, report(*NESTED.providers, version=3))).outcome == "unchanged"
 
 
-async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: PlacementStore) -> None:
+async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: ResourceBook) -> None:
     await reported(store, FLAT)
     await reported(store, report(node(POOL, VCPU=1), version=1))
     await store.apply([claim(CONSUMERS[0], VCPU=1, VGPU=1)])
@@ -126,7 +126,7 @@ async def test_a_conductors_next_claim_goes_on_as_if_nothing_had_moved(store: Pl
     assert await used(store) == {ROOT: {}, LEFT: {}, RIGHT: {}, POOL: {"VCPU": 1}}
 
 
-async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: PlacementStore) -> None:
+async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: ResourceBook) -> None:
     await reported(store, FLAT)
     shape = (await store.snapshot(None, 1)).providers[0].shape
     await reported(store, NESTED)
@@ -136,7 +136,7 @@ async def test_a_claim_chosen_for_the_flat_host_has_raced_not_filled(store: Plac
     assert never.outcome == "full"
 
 
-async def test_what_finds_no_room_goes_later(store: PlacementStore) -> None:
+async def test_what_finds_no_room_goes_later(store: ResourceBook) -> None:
     await reported(store, FLAT)
     await store.apply([claim(CONSUMERS[0], VGPU=3), claim(CONSUMERS[1], VGPU=1)])
     half = report(node(ROOT, VCPU=8), node(LEFT, ROOT, takes_from=ROOT, VGPU=3), version=2)
@@ -148,7 +148,7 @@ async def test_what_finds_no_room_goes_later(store: PlacementStore) -> None:
     assert await used(store) == {ROOT: {}, LEFT: {"VGPU": 1}}
 
 
-async def test_boots_and_deletes_go_on_beside_it(make: Books, store: PlacementStore) -> None:
+async def test_boots_and_deletes_go_on_beside_it(make: Books, store: ResourceBook) -> None:
     others = [make() for _ in range(3)]
     for other in others:
         await other.open()
@@ -161,7 +161,7 @@ async def test_boots_and_deletes_go_on_beside_it(make: Books, store: PlacementSt
     held = asyncio.Event()
     done = asyncio.Event()
 
-    async def live(other: PlacementStore, number: int) -> None:
+    async def live(other: ResourceBook, number: int) -> None:
         """Claims and releases the same two consumers over and over, wherever there is something."""
         attempt = 0
         while not done.is_set():

@@ -27,12 +27,14 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
+from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store import publishing
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import PlacementStore, Published
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.publishing import Published
 from tests.contract.books import Books
 
 PATIENCE_S = 60.0
@@ -42,7 +44,7 @@ CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(6)]
 
 
 @pytest.fixture
-async def store(make: Books) -> PlacementStore:
+async def store(make: Books) -> ResourceBook:
     made = make()
     await made.open()
     return made
@@ -65,15 +67,15 @@ def claim(consumer: str, *hosts: str, attempt: int = 1, vcpus: int = 1, **fields
     return Claim(consumer=consumer, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
 
 
-async def outcomes(store: PlacementStore, *items: ClaimItem) -> list[str]:
+async def outcomes(store: ResourceBook, *items: ClaimItem) -> list[str]:
     return [str(reply.outcome) for reply in await store.apply(items)]
 
 
-async def feed(store: PlacementStore) -> list[Change]:
+async def feed(store: ResourceBook) -> list[Change]:
     return list((await store.changes(0, 1000)).changes)
 
 
-async def test_what_is_reported_can_be_claimed_and_released(store: PlacementStore) -> None:
+async def test_what_is_reported_can_be_claimed_and_released(store: ResourceBook) -> None:
     (result,) = await store.report([report(HOSTS[0], 1, VCPU=2)])
     assert isinstance(result, InventoryResult)
     assert result.outcome == "applied"
@@ -83,7 +85,7 @@ async def test_what_is_reported_can_be_claimed_and_released(store: PlacementStor
     assert await outcomes(store, claim(second, HOSTS[0]), Release(consumer=first)) == ["claimed", "absent"]
 
 
-async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: PlacementStore) -> None:
+async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced(store: ResourceBook) -> None:
     await store.report([report(HOSTS[0], 1, VCPU=2)])
     (first,) = await store.apply([claim(CONSUMERS[0], HOSTS[0], attempt=2)])
     (again,) = await store.apply([claim(CONSUMERS[0], HOSTS[0], attempt=2)])
@@ -95,7 +97,7 @@ async def test_a_repeated_claim_is_answered_again_and_an_older_attempt_is_fenced
     assert await outcomes(store, claim(CONSUMERS[0], HOSTS[0], attempt=4)) == ["claimed"]
 
 
-async def test_an_older_report_loses_whichever_source_sends_it(make: Books, store: PlacementStore) -> None:
+async def test_an_older_report_loses_whichever_source_sends_it(make: Books, store: ResourceBook) -> None:
     other = make()
     await other.open()
     await store.report([report(HOSTS[0], 5, VCPU=2)])
@@ -105,14 +107,14 @@ async def test_an_older_report_loses_whichever_source_sends_it(make: Books, stor
     assert [getattr(one, "outcome", one) for one in (stale, repeat, same)] == ["stale", "unchanged", "unchanged"]
 
 
-async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: PlacementStore) -> None:
+async def test_a_flawed_report_is_refused_and_its_neighbours_are_not(store: ResourceBook) -> None:
     flawed = replace(report(HOSTS[0], 1, VCPU=1), root_uuid=HOSTS[1])
     refused, applied = await store.report([flawed, report(HOSTS[2], 1, VCPU=1)])
     assert isinstance(refused, ReportRefusal)
     assert isinstance(applied, InventoryResult)
 
 
-async def test_the_feed_replays_to_the_snapshot(store: PlacementStore) -> None:
+async def test_the_feed_replays_to_the_snapshot(store: ResourceBook) -> None:
     await store.report([report(HOSTS[0], 1, child=True, VCPU=4), report(HOSTS[1], 1, VCPU=4)])
     await store.apply([claim(CONSUMERS[0], HOSTS[0]), claim(CONSUMERS[1], HOSTS[1])])
     await store.report([report(HOSTS[0], 2, VCPU=3)])
@@ -126,7 +128,7 @@ async def test_the_feed_replays_to_the_snapshot(store: PlacementStore) -> None:
     assert used == {HOSTS[0]: {"VCPU": 1}, HOSTS[1]: {"VCPU": 1}}
 
 
-async def test_publishing_repeats_what_failed_and_skips_nothing(store: PlacementStore) -> None:
+async def test_publishing_repeats_what_failed_and_skips_nothing(store: ResourceBook) -> None:
     await store.report([report(host, 1, VCPU=1) for host in HOSTS])
     sent: list[int] = []
 
@@ -158,7 +160,7 @@ class Sends:
         await self.confirmed.wait()
 
 
-async def publish_when_free(store: PlacementStore, limit: int) -> list[int]:
+async def publish_when_free(store: ResourceBook, limit: int) -> list[int]:
     """A store's messages once no other worker publishes."""
     sends = Sends()
     sends.confirmed.set()
@@ -169,7 +171,7 @@ async def publish_when_free(store: PlacementStore, limit: int) -> list[int]:
 
 
 async def test_while_one_publishes_the_others_find_it_taken(
-    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
     other, sends = make(), Sends()
@@ -186,7 +188,7 @@ async def test_while_one_publishes_the_others_find_it_taken(
 
 
 async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process(
-    store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+    store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
     sends = Sends()
@@ -200,7 +202,7 @@ async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process
 
 
 async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_comes_to(
-    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 0.001)
     other, sends = make(), Sends()
@@ -216,7 +218,7 @@ async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_c
 
 
 async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
-    make: Books, store: PlacementStore, monkeypatch: pytest.MonkeyPatch
+    make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 0.001)
     other, third, late, now = make(), make(), Sends(), Sends()
@@ -243,7 +245,7 @@ async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
     assert await publish_when_free(third, 10) == [4]
 
 
-async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> None:
+async def test_trimming_leaves_what_was_not_published(store: ResourceBook) -> None:
     async def send(published: FeedChanges) -> None:
         del published
 
@@ -256,7 +258,7 @@ async def test_trimming_leaves_what_was_not_published(store: PlacementStore) -> 
     assert left[-1].sequence == 4
 
 
-async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, store: PlacementStore) -> None:
+async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, store: ResourceBook) -> None:
     await store.report([report(host, 1, VCPU=5) for host in HOSTS])
     stores = [store, make(), make()]
     for one in stores[1:]:
@@ -264,7 +266,7 @@ async def test_many_writers_meet_no_deadlock_and_no_overcommitment(make: Books, 
     rng = random.Random(3)
     wanted = [claim(new_uuid(rng), *rng.sample(HOSTS, 2)) for _ in range(60)]
 
-    async def work(mine: PlacementStore, items: Sequence[Claim]) -> list[str]:
+    async def work(mine: ResourceBook, items: Sequence[Claim]) -> list[str]:
         published: list[str] = []
         for at in range(0, len(items), 5):
             published += await outcomes(mine, *items[at : at + 5])
@@ -326,9 +328,9 @@ def _any_item(rng: random.Random) -> ClaimItem:
 @pytest.mark.postgres
 @pytest.mark.parametrize("seed", range(4))
 async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
-    stores: list[PlacementStore] = [
-        PostgresStore(Database(postgres_url, "placement")),
-        MemoryBook(MemoryBookTable(SystemClock()).session(turn)),
+    stores: list[ResourceBook] = [
+        ResourceBook(PostgresRows(Database(postgres_url, "placement"))),
+        ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session(turn))),
     ]
     for store in stores:
         await store.open()

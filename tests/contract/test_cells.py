@@ -26,13 +26,13 @@ from bus.contracts.placement import (
     Swap,
 )
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.host_cells import move_host
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import KINDS, books
 
 MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
@@ -42,7 +42,7 @@ MAX_VERSION = 2**62
 
 
 @pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
     async with books(request) as make:
         made = make()
         await made.open()
@@ -50,8 +50,8 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]
 
 
 @pytest.fixture
-async def postgres(postgres_url: str) -> AsyncIterator[PostgresStore]:
-    made = PostgresStore(Database(postgres_url, "placement"))
+async def postgres(postgres_url: str) -> AsyncIterator[ResourceBook]:
+    made = ResourceBook(PostgresRows(Database(postgres_url, "placement")))
     await made.open()
     yield made
     await made.close()
@@ -69,12 +69,12 @@ def claim(*roots: str, attempt: int = 1, **fields: object) -> Claim:
     return Claim(consumer=CONSUMER, attempt=attempt, options=options, project_id="p", **fields)  # type: ignore[arg-type]
 
 
-async def notify(store: PlacementStore, bus: str, *updates: InventoryUpdate) -> list[str]:
+async def notify(store: ResourceBook, bus: str, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates, bus=bus)
     return [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results]
 
 
-async def ask(store: PlacementStore, bus: str, item: ClaimItem) -> str:
+async def ask(store: ResourceBook, bus: str, item: ClaimItem) -> str:
     (answer,) = await store.apply([item], bus=bus)
     return str(answer.outcome)
 
@@ -83,7 +83,7 @@ def test_the_book_and_the_bus_mean_the_same_above() -> None:
     assert ABOVE_CELLS == API
 
 
-async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementStore) -> None:
+async def test_the_first_report_binds_a_host_to_its_cell(store: ResourceBook) -> None:
     assert await notify(store, "c1", host(MINE, 1)) == ["applied"]
     assert await notify(store, "c2", host(MINE, 2, vcpus=9)) == ["inventory.foreign_cell"]
     assert await notify(store, "c2", replace(host(MINE, 3), providers=())) == ["inventory.foreign_cell"]
@@ -92,30 +92,30 @@ async def test_the_first_report_binds_a_host_to_its_cell(store: PlacementStore) 
     assert await notify(store, "c1", host(MINE, 4, vcpus=6)) == ["unchanged"]
 
 
-async def test_a_foreign_report_outdates_nothing(store: PlacementStore) -> None:
+async def test_a_foreign_report_outdates_nothing(store: ResourceBook) -> None:
     """Word for word what the cell itself published, as if from its own service, with the last version there is."""
     await notify(store, "c1", host(MINE, 1))
     assert await notify(store, "c2", host(MINE, MAX_VERSION)) == ["inventory.foreign_cell"]
     assert await notify(store, "c1", host(MINE, 2, vcpus=5)) == ["applied"]
 
 
-async def test_a_foreign_report_refuses_alone(store: PlacementStore) -> None:
+async def test_a_foreign_report_refuses_alone(store: ResourceBook) -> None:
     await notify(store, "c1", host(MINE, 1))
     assert await notify(store, "c2", host(MINE, 2), host(OTHER, 1)) == ["inventory.foreign_cell", "applied"]
 
 
-async def test_services_of_one_cell_hand_hosts_to_each_other(store: PlacementStore) -> None:
+async def test_services_of_one_cell_hand_hosts_to_each_other(store: ResourceBook) -> None:
     await notify(store, "c1", host(MINE, 1, source="dead"))
     assert await notify(store, "c1", host(MINE, 1, source="heir", vcpus=5)) == ["applied"]
 
 
-async def test_a_tree_takes_no_providers_from_another_cells_tree(store: PlacementStore) -> None:
+async def test_a_tree_takes_no_providers_from_another_cells_tree(store: ResourceBook) -> None:
     await notify(store, "c1", host(MINE, 1, CHILD))
     assert await notify(store, "c2", host(OTHER, 1, CHILD)) == ["inventory.foreign_cell"]
     assert await notify(store, "c2", host(CHILD, 1)) == ["inventory.foreign_cell"]
 
 
-async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) -> None:
+async def test_what_the_top_has_reported_no_cell_reports(store: ResourceBook) -> None:
     await notify(store, API, host(MINE, 1, source="ironic"))
     assert await notify(store, "c1", host(MINE, 2, source="ironic")) == ["inventory.foreign_cell"]
     assert await ask(store, "c1", claim(MINE)) == "claimed"
@@ -123,7 +123,7 @@ async def test_what_the_top_has_reported_no_cell_reports(store: PlacementStore) 
     assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
 
 
-async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
+async def test_a_cell_claims_nothing_of_another(store: ResourceBook) -> None:
     await notify(store, "c1", host(MINE, 1, CHILD))
     await notify(store, "c2", host(OTHER, 1))
     (answer,) = await store.apply([claim(MINE, CHILD, OTHER)], bus="c2")
@@ -135,7 +135,7 @@ async def test_a_cell_claims_nothing_of_another(store: PlacementStore) -> None:
     assert await ask(store, API, replace(claim(MINE), consumer=CHILD)) == "claimed"
 
 
-async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStore) -> None:
+async def test_a_cell_releases_and_moves_nothing_of_another(store: ResourceBook) -> None:
     await notify(store, "c1", host(MINE, 1))
     await notify(store, "c2", host(OTHER, 1))
     await ask(store, API, claim(MINE))
@@ -151,7 +151,7 @@ async def test_a_cell_releases_and_moves_nothing_of_another(store: PlacementStor
     assert await ask(store, "c1", Release(consumer=CONSUMER)) == "released"
 
 
-async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> None:
+async def test_the_bus_that_a_message_came_on_decides(store: ResourceBook) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await notify(store, "c1", host(MINE, 1))
     (refused,) = await handlers.inventory([Received(host(MINE, 2), Meta(id="m"), "c2", "placement.inventory")])
@@ -163,7 +163,7 @@ async def test_the_bus_that_a_message_came_on_decides(store: PlacementStore) -> 
     assert str(done.reply.outcome) == "gone"
 
 
-async def test_a_source_learns_which_version_of_its_report_the_book_has(store: PlacementStore) -> None:
+async def test_a_source_learns_which_version_of_its_report_the_book_has(store: ResourceBook) -> None:
     sent: list[tuple[str, Message]] = []
 
     async def send(bus: str, messages: Sequence[Message]) -> None:
@@ -180,7 +180,7 @@ def node(version: int, cell: str | None = None) -> InventoryUpdate:
     return replace(host(MINE, version), source="ironic-sync", cell=cell)
 
 
-async def test_a_source_above_cells_names_the_cell_of_a_node(store: PlacementStore) -> None:
+async def test_a_source_above_cells_names_the_cell_of_a_node(store: ResourceBook) -> None:
     """Without a word any cell may claim it: several may share the nodes of one Ironic."""
     await notify(store, API, node(1, "c1"))
     assert await ask(store, "c2", claim(MINE)) == "gone"
@@ -190,7 +190,7 @@ async def test_a_source_above_cells_names_the_cell_of_a_node(store: PlacementSto
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 
 
-async def test_an_open_node_is_closed_when_it_is_unused(store: PlacementStore) -> None:
+async def test_an_open_node_is_closed_when_it_is_unused(store: ResourceBook) -> None:
     """Its instance may be the other cell's, which has to be able to release it."""
     await notify(store, API, node(1))
     assert await ask(store, "c2", claim(MINE)) == "claimed"
@@ -201,14 +201,14 @@ async def test_an_open_node_is_closed_when_it_is_unused(store: PlacementStore) -
     assert await ask(store, "c1", claim(MINE, attempt=2)) == "claimed"
 
 
-async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: PlacementStore) -> None:
+async def test_a_cells_own_bus_gives_nothing_to_another_cell(store: ResourceBook) -> None:
     await notify(store, "c1", replace(host(MINE, 1), cell="c2"))
     assert await notify(store, API, node(1, "c2")) == ["inventory.foreign_cell"]
     assert await ask(store, "c2", claim(MINE)) == "gone"
     assert await ask(store, "c1", claim(MINE)) == "claimed"
 
 
-async def test_a_node_uuid_of_two_sources_above_cells_stays_with_the_first_cell(store: PlacementStore) -> None:
+async def test_a_node_uuid_of_two_sources_above_cells_stays_with_the_first_cell(store: ResourceBook) -> None:
     """Two Ironics, one a cell. One that changes its cell goes on reporting what it has reported before."""
     other = replace(node(9, "c2"), source="ironic-sync-west")
     assert await notify(store, API, node(1, "c1"), other) == ["applied", "inventory.foreign_cell"]
@@ -217,13 +217,13 @@ async def test_a_node_uuid_of_two_sources_above_cells_stays_with_the_first_cell(
     assert await ask(store, "c2", claim(MINE)) == "gone"
 
 
-async def unbind(store: PostgresStore) -> None:
-    async with store.database.raw() as connection:
+async def unbind(store: ResourceBook) -> None:
+    async with store.rows.database.raw() as connection:
         await connection.execute("UPDATE providers SET cell = NULL")
 
 
 @pytest.mark.postgres
-async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: PostgresStore) -> None:
+async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: ResourceBook) -> None:
     await notify(postgres, API, host(MINE, 1))
     await unbind(postgres)
     assert await notify(postgres, "c1", host(MINE, 2)) == ["applied"]
@@ -231,15 +231,15 @@ async def test_a_host_of_an_older_book_is_bound_by_its_next_report(postgres: Pos
 
 
 @pytest.mark.postgres
-async def test_an_operator_moves_an_empty_host(postgres: PostgresStore) -> None:
+async def test_an_operator_moves_an_empty_host(postgres: ResourceBook) -> None:
     await notify(postgres, "c1", host(MINE, 7, CHILD))
     await ask(postgres, "c1", claim(CHILD))
     move = partial(move_host, host=CHILD, cell="c2")
-    async with postgres.database.raw() as connection:
+    async with postgres.rows.database.raw() as connection:
         refused = await move(connection)
     assert (refused.outcome, refused.root, refused.holders) == ("in_use", MINE, 1)
     await ask(postgres, "c1", Release(consumer=CONSUMER))
-    async with postgres.database.raw() as connection:
+    async with postgres.rows.database.raw() as connection:
         moved, again = await move(connection), await move(connection)
         unknown = await move_host(connection, CONSUMER, "c2")
     assert (moved.outcome, moved.before, again.outcome, unknown.outcome) == ("moved", "c1", "unchanged", "unknown")

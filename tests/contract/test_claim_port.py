@@ -24,8 +24,10 @@ from bus.contracts.placement import (
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
+from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, VMS, roomy_host
 from tests.contract.rig import PATIENCE_S
@@ -48,7 +50,7 @@ class Rig:
 class BusRig(Rig):
     """Placement's handlers on a bus in memory."""
 
-    def __init__(self, book: MemoryBook) -> None:
+    def __init__(self, book: ResourceBook) -> None:
         clock = SystemClock()
         broker = MemoryBroker(clock)
         self.buses = [
@@ -85,7 +87,7 @@ class BusRig(Rig):
 
 @pytest.fixture(params=["fake", "bus"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    book = MemoryBook(MemoryBookTable(SystemClock()).session())
+    book = ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))
     await book.report([roomy_host(HOST)])
     if request.param == "fake":
         yield Rig(BookClaims(book))

@@ -12,11 +12,11 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.placement import InventoryReleased, InventoryResult, InventoryTaken, InventoryUpdate
+from placement_worker.book import ResourceBook
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.trees import DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.port import PlacementStore
 from tests.contract.books import KINDS, books
 from tests.contract.test_cells import CHILD, MINE, host
 
@@ -25,7 +25,7 @@ TAKEN = "host.other_service"
 
 
 @pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
     async with books(request) as make:
         made = make()
         await made.open()
@@ -40,17 +40,17 @@ def second(version: int, *, vcpus: int = 9, takes_over: str | None = None, sourc
     return replace(host(MINE, version, source=source, vcpus=vcpus), takes_over=takes_over)
 
 
-async def outcomes(store: PlacementStore, *updates: InventoryUpdate) -> list[str]:
+async def outcomes(store: ResourceBook, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates, bus="c1")
     return [result.code if isinstance(result, ReportRefusal) else result.outcome for result in results]
 
 
-async def capacity(store: PlacementStore) -> float | None:
+async def capacity(store: ResourceBook) -> float | None:
     (provider,) = [one for one in (await store.snapshot(None, 100)).providers if one.uuid == MINE] or [None]
     return None if provider is None else provider.inventories["VCPU"][0]
 
 
-async def test_the_book_keeps_the_inventory_of_the_first(store: PlacementStore) -> None:
+async def test_the_book_keeps_the_inventory_of_the_first(store: ResourceBook) -> None:
     """The inventory that was reported last counted."""
     assert await outcomes(store, first(1)) == ["applied"]
     assert await outcomes(store, second(1), replace(second(2), providers=())) == [TAKEN, TAKEN]
@@ -61,17 +61,17 @@ async def test_the_book_keeps_the_inventory_of_the_first(store: PlacementStore) 
     assert isinstance(refused, InventoryResult) and refused.owner == FIRST
 
 
-async def test_of_two_in_one_group_the_first_has_it(store: PlacementStore) -> None:
+async def test_of_two_in_one_group_the_first_has_it(store: ResourceBook) -> None:
     assert await outcomes(store, second(1), first(1)) == ["applied", TAKEN]
     assert await capacity(store) == 9
 
 
-async def test_other_sources_may_report_below_a_host_and_beside_it(store: PlacementStore) -> None:
+async def test_other_sources_may_report_below_a_host_and_beside_it(store: ResourceBook) -> None:
     assert await outcomes(store, host(MINE, 1, source="agent"), first(1)) == ["applied", "unchanged"]
     assert await outcomes(store, host(MINE, 2, source="agent", vcpus=5)) == ["applied"]
 
 
-async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: PlacementStore) -> None:
+async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: ResourceBook) -> None:
     await outcomes(store, first(1, CHILD))
     await store.release_roots(FIRST, [MINE], bus="c1")
     assert await outcomes(store, second(1, takes_over=THIRD)) == [TAKEN], "it is not that one's"
@@ -87,7 +87,7 @@ async def test_the_next_one_takes_it_over_and_the_former_one_is_refused(store: P
     assert await outcomes(store, second(3)) == [TAKEN]
 
 
-async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: PlacementStore) -> None:
+async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: ResourceBook) -> None:
     """A worker with its cell's rights could name any owner, and have its hosts."""
     await outcomes(store, first(1))
     assert await outcomes(store, second(1, takes_over=FIRST)) == [TAKEN]
@@ -102,7 +102,7 @@ async def test_what_the_conductor_has_not_released_is_taken_over_by_none(store: 
     assert await capacity(store) == 9
 
 
-async def test_a_release_counts_for_the_reports_that_come_with_it(store: PlacementStore) -> None:
+async def test_a_release_counts_for_the_reports_that_come_with_it(store: ResourceBook) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
     await outcomes(store, first(1))
     released = InventoryReleased(source=FIRST, roots=(MINE,))
@@ -114,14 +114,14 @@ async def test_a_release_counts_for_the_reports_that_come_with_it(store: Placeme
     assert await capacity(store) == 9
 
 
-async def test_it_is_not_taken_over_while_its_owner_reports_it(store: PlacementStore) -> None:
+async def test_it_is_not_taken_over_while_its_owner_reports_it(store: ResourceBook) -> None:
     await outcomes(store, first(1))
     await store.release_roots(FIRST, [MINE], bus="c1")
     assert await outcomes(store, second(1, takes_over=FIRST), first(2, vcpus=5)) == [TAKEN, "applied"]
     assert await capacity(store) == 5
 
 
-async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: PlacementStore) -> None:
+async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: ResourceBook) -> None:
     other = host(CHILD, 1, source=FIRST)
     await outcomes(store, first(1), other)
     await store.release_roots(FIRST, [MINE], bus="c1")
@@ -131,7 +131,7 @@ async def test_a_takeover_that_is_refused_otherwise_leaves_the_owner(store: Plac
     assert await outcomes(store, second(2)) == [TAKEN]
 
 
-async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementStore) -> None:
+async def test_the_refused_service_is_sent_whose_the_host_is(store: ResourceBook) -> None:
     published: list[tuple[str, Message]] = []
 
     async def publish(bus: str, messages: Sequence[Message]) -> None:
@@ -146,7 +146,7 @@ async def test_the_refused_service_is_sent_whose_the_host_is(store: PlacementSto
     assert published == [("c1", InventoryTaken(source=SECOND, root_uuid=MINE, owner=FIRST))]
 
 
-async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementStore) -> None:
+async def test_the_hosts_of_a_service_are_those_that_it_owns(store: ResourceBook) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
 
     async def has(service: str, cell: str = "c1") -> int:
@@ -159,12 +159,12 @@ async def test_the_hosts_of_a_service_are_those_that_it_owns(store: PlacementSto
     await outcomes(store, first(1, CHILD), host(MINE, 1, source="agent"))
     await outcomes(store, second(1))
     assert (await has("s1"), await has("s2"), await has("s1", "c2")) == (1, 0, 0)
-    assert await store.hosts_of_service(ServiceHostsQuery(service="s1", cell="c1")) == ServiceHostsPage(
+    assert await store.reads.hosts_of_service(ServiceHostsQuery(service="s1", cell="c1")) == ServiceHostsPage(
         hosts=(first(1).providers[0].name,)
     )
     await store.release_roots(FIRST, [MINE], bus="c1")
     assert await has("s1") == 1, "until another one takes it over"
     await outcomes(store, second(2, takes_over=FIRST))
     assert (await has("s1"), await has("s2")) == (0, 1)
-    await store.rest.write_trees([DeleteTree(MINE)])
+    await store.write_trees([DeleteTree(MINE)])
     assert await has("s2") == 0

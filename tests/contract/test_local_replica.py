@@ -16,9 +16,9 @@ from bus.contracts.placement import (
     ProviderReport,
     SnapshotPage,
 )
+from placement_worker.book import ResourceBook
 from placement_worker.replica.book import Book
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store.port import PlacementStore
 from tests.contract.books import HOSTS
 from tests.contract.conftest import make, store
 
@@ -31,7 +31,7 @@ KEPT = 1000  # the least that placement's setting `feed_retention` may be
 class Slow:
     """A store whose snapshot has one provider a page, and where something happens after the first page."""
 
-    def __init__(self, store: PlacementStore, meanwhile: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, store: ResourceBook, meanwhile: Callable[[], Awaitable[None]]) -> None:
         self._store = store
         self._meanwhile = meanwhile
         self._done = False
@@ -50,13 +50,13 @@ class Slow:
         return page
 
 
-async def report(store: PlacementStore, uuid: str, version: int, total: int) -> None:
+async def report(store: ResourceBook, uuid: str, version: int, total: int) -> None:
     inventory = {"VCPU": Inventory(total=total), "DISK_GB": Inventory(total=100)}
     root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
     await store.report([InventoryUpdate(source="s", version=version, root_uuid=uuid, providers=(root,))])
 
 
-async def trimmed(store: PlacementStore) -> None:
+async def trimmed(store: ResourceBook) -> None:
     async def send(changes: FeedChanges) -> None:
         del changes
 
@@ -73,7 +73,7 @@ def capacity(book: Book, uuid: str) -> int:
 
 
 @pytest.mark.parametrize("is_trimmed", [False, True], ids=["feed reaches back", "feed does not"])
-async def test_a_book_is_of_one_number_however_long_its_snapshot_took(store: PlacementStore, is_trimmed: bool) -> None:
+async def test_a_book_is_of_one_number_however_long_its_snapshot_took(store: ResourceBook, is_trimmed: bool) -> None:
     """At each moment the first host or the last one has 100 VCPUs, and the other one has 1; never both have 100."""
     await report(store, LAST, 2, 1)
 
@@ -91,7 +91,7 @@ async def test_a_book_is_of_one_number_however_long_its_snapshot_took(store: Pla
     assert (capacity(book, FIRST), capacity(book, LAST)) in {(100, 1), (1, 1), (1, 100)}, "a state that never was"
 
 
-async def test_a_writer_reads_its_own_write(store: PlacementStore) -> None:
+async def test_a_writer_reads_its_own_write(store: ResourceBook) -> None:
     """The other half of the claim: it wrote while another's read loaded the book, and its own read comes then."""
     own = asyncio.Event()
 

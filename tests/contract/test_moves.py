@@ -26,10 +26,10 @@ from bus.contracts.placement import (
     RevertResult,
     Swap,
 )
+from placement_worker.book import ResourceBook
 from placement_worker.domain.moves import kept_beside, source_held, total_of, whole_source
 from placement_worker.operations import audit
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import HOSTS, KINDS, VMS, Books, books
 
 POOL = "90000000-0000-4000-8000-000000000000"
@@ -49,13 +49,13 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     async with books(request) as made:
         yield made
         for store in made.made:
-            if isinstance(store, PostgresStore):
-                async with store.database.raw() as connection:
+            if isinstance(store.rows, PostgresRows):
+                async with store.rows.database.raw() as connection:
                     assert await audit.findings(connection) == []
 
 
 @pytest.fixture
-async def store(make: Books) -> PlacementStore:
+async def store(make: Books) -> ResourceBook:
     made = make()
     await made.open()
     for uuid in (*HOSTS[:4], POOL):
@@ -106,18 +106,18 @@ def revert(source: ClaimOption, attempt: int) -> Revert:
     )
 
 
-async def claimed(store: PlacementStore, *claims: Claim) -> list[ClaimResult]:
+async def claimed(store: ResourceBook, *claims: Claim) -> list[ClaimResult]:
     replies = await store.apply(claims)
     return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
 
-async def reverted(store: PlacementStore, requested: Revert) -> RevertResult:
+async def reverted(store: ResourceBook, requested: Revert) -> RevertResult:
     (reply,) = await store.apply([requested])
     assert isinstance(reply, RevertResult)
     return reply
 
 
-async def test_a_move_that_takes_longer_than_fences_are_kept_is_reverted_all_the_same(store: PlacementStore) -> None:
+async def test_a_move_that_takes_longer_than_fences_are_kept_is_reverted_all_the_same(store: ResourceBook) -> None:
     """To another cell, while one of the two is away: the instance itself holds nothing all that time."""
     await claimed(store, build(0, 0))
     (reassigned,) = await claimed(store, move(source=option(0), again=True))
@@ -132,7 +132,7 @@ async def test_a_move_that_takes_longer_than_fences_are_kept_is_reverted_all_the
     assert await used(store) == {}
 
 
-async def used(store: PlacementStore) -> Amounts:
+async def used(store: ResourceBook) -> Amounts:
     page = await store.snapshot(None, 100)
     return {state.uuid: dict(state.used) for state in page.providers if state.used}
 
@@ -141,7 +141,7 @@ def at(host: int, vcpu: int) -> Amounts:
     return {HOSTS[host]: {"VCPU": vcpu}}
 
 
-async def test_the_source_is_kept_until_the_move_is_confirmed(store: PlacementStore) -> None:
+async def test_the_source_is_kept_until_the_move_is_confirmed(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     (moved,) = await claimed(store, move(option(1), source=option(0)))
     assert (moved.outcome, moved.consumer_generation) == ("claimed", 2)
@@ -150,7 +150,7 @@ async def test_the_source_is_kept_until_the_move_is_confirmed(store: PlacementSt
     assert await used(store) == at(1, 4)
 
 
-async def test_a_claim_by_an_old_generation_is_answered_with_what_its_project_holds(store: PlacementStore) -> None:
+async def test_a_claim_by_an_old_generation_is_answered_with_what_its_project_holds(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     (refused,) = await claimed(store, move(option(1), source=option(0), generation=7))
     assert (refused.outcome, refused.consumer_generation, refused.holding) == ("consumer_changed", 1, at(0, 4))
@@ -160,7 +160,7 @@ async def test_a_claim_by_an_old_generation_is_answered_with_what_its_project_ho
     assert [one.holding for one in await claimed(store, other)] == [{}], "it is another project's"
 
 
-async def test_a_reverted_move_gives_the_destination_back(store: PlacementStore) -> None:
+async def test_a_reverted_move_gives_the_destination_back(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     await claimed(store, move(option(1), source=option(0)))
     back = await reverted(store, revert(option(0), 3))
@@ -172,7 +172,7 @@ async def test_a_reverted_move_gives_the_destination_back(store: PlacementStore)
     assert await used(store) == at(0, 4)
 
 
-async def test_a_move_that_finds_no_host_changes_nothing(store: PlacementStore) -> None:
+async def test_a_move_that_finds_no_host_changes_nothing(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 1, 6))
     (full,) = await claimed(store, move(option(1), source=option(0)))
     assert (full.outcome, full.consumer_generation) == ("full", 1)
@@ -183,7 +183,7 @@ async def test_a_move_that_finds_no_host_changes_nothing(store: PlacementStore) 
     assert late.outcome == "consumer_changed"
 
 
-async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source(store: PlacementStore) -> None:
+async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 2, 6))
     await claimed(store, move(option(1), source=option(0)))
     again = move(option(2), option(3), source=option(0), attempt=3, generation=2, again=True)
@@ -201,7 +201,7 @@ def reassigned(attempt: int = 2, generation: int = 1) -> Claim:
 
 
 async def test_an_allocation_is_reassigned_for_the_migration_and_given_back_above_later_attempts(
-    store: PlacementStore,
+    store: ResourceBook,
 ) -> None:
     await claimed(store, build(0, 0))
     for _ in range(2):  # idempotent
@@ -210,12 +210,12 @@ async def test_an_allocation_is_reassigned_for_the_migration_and_given_back_abov
         assert await used(store) == at(0, 4)
     # Given back before anything was claimed: the revert knows that it has been moved.
     assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
-    (held,) = await store.locate([LocateRequest(project_id="p", consumers=(VMS[0],))])
+    (held,) = await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0],))])
     assert held.hosts == {VMS[0]: (HOSTS[0],)} and await used(store) == at(0, 4)
 
 
 async def test_what_was_given_to_the_migration_is_given_back_above_the_attempts_of_the_next_cell(
-    store: PlacementStore,
+    store: ResourceBook,
 ) -> None:
     await claimed(store, build(0, 0), reassigned())
     # Its next cell claims for the instance, which holds nothing, in attempts above.
@@ -228,7 +228,7 @@ async def test_what_was_given_to_the_migration_is_given_back_above_the_attempts_
     assert await used(store) == at(0, 4)
 
 
-async def test_a_member_that_holds_nothing_for_a_while_is_one_again_after_a_revert(store: PlacementStore) -> None:
+async def test_a_member_that_holds_nothing_for_a_while_is_one_again_after_a_revert(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, server_group=APART), replace(reassigned(), server_group=APART))
     await store.trim(keep_changes=0, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=100)
     assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
@@ -236,7 +236,7 @@ async def test_a_member_that_holds_nothing_for_a_while_is_one_again_after_a_reve
     assert other.outcome.value == "ruled_out"
 
 
-async def test_what_holds_nothing_is_not_reassigned_and_options_are_required_of_others(store: PlacementStore) -> None:
+async def test_what_holds_nothing_is_not_reassigned_and_options_are_required_of_others(store: ResourceBook) -> None:
     (nothing,) = await claimed(store, reassigned())
     assert (nothing.outcome.value, nothing.reason.split(":")[0]) == ("consumer_changed", "claim.nothing_to_move")
     for wrong in (replace(reassigned(), migration=None), replace(reassigned(), release_first=False)):
@@ -244,7 +244,7 @@ async def test_what_holds_nothing_is_not_reassigned_and_options_are_required_of_
         assert answer.outcome.value == "invalid"
 
 
-async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted_to(store: PlacementStore) -> None:
+async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted_to(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 2, 6))
     await claimed(store, move(option(1), source=option(0)))
     (full,) = await claimed(store, move(option(2), source=option(0), attempt=3, generation=2, again=True))
@@ -256,7 +256,7 @@ async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted
 
 @pytest.mark.parametrize(("new", "together"), [(6, 6), (2, 4), (4, 4)])
 async def test_a_resize_in_place_claims_the_larger_of_both_not_their_sum(
-    store: PlacementStore, new: int, together: int
+    store: ResourceBook, new: int, together: int
 ) -> None:
     await claimed(store, build(0, 0))
     (moved,) = await claimed(store, move(option(0, new), source=option(0)))
@@ -270,7 +270,7 @@ async def test_a_resize_in_place_claims_the_larger_of_both_not_their_sum(
     assert await used(store) == at(0, new)
 
 
-async def test_a_resize_in_place_needs_room_for_the_difference_alone(store: PlacementStore) -> None:
+async def test_a_resize_in_place_needs_room_for_the_difference_alone(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 0, 2))
     (full,) = await claimed(store, move(option(0, 7), source=option(0)))
     assert full.outcome == "full"
@@ -278,7 +278,7 @@ async def test_a_resize_in_place_needs_room_for_the_difference_alone(store: Plac
     assert moved.outcome == "claimed"
 
 
-async def test_after_a_failed_resize_in_place_the_alternate_leaves_the_whole_source(store: PlacementStore) -> None:
+async def test_after_a_failed_resize_in_place_the_alternate_leaves_the_whole_source(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     await claimed(store, move(option(0, 6), source=option(0)))
     (moved,) = await claimed(store, move(option(1, 6), source=option(0), attempt=3, generation=2, again=True))
@@ -286,7 +286,7 @@ async def test_after_a_failed_resize_in_place_the_alternate_leaves_the_whole_sou
     assert await used(store) == at(0, 4) | at(1, 6)
 
 
-async def test_a_pool_that_both_hosts_share_is_not_counted_twice(store: PlacementStore) -> None:
+async def test_a_pool_that_both_hosts_share_is_not_counted_twice(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, disk=15))
     (moved,) = await claimed(store, move(option(1, disk=15), source=option(0, disk=15)))
     assert moved.outcome == "claimed"
@@ -299,7 +299,7 @@ async def test_a_pool_that_both_hosts_share_is_not_counted_twice(store: Placemen
     assert await used(store) == at(0, 4) | {POOL: {"DISK_GB": 15}}
 
 
-async def test_a_quota_counts_the_instance_and_not_its_migration(store: PlacementStore) -> None:
+async def test_a_quota_counts_the_instance_and_not_its_migration(store: ResourceBook) -> None:
     limits = {"VCPU": 6, "INSTANCES": 1}
     await claimed(store, build(0, 0, limits=limits))
     (moved,) = await claimed(store, move(option(1), source=option(0), limits=limits))
@@ -315,7 +315,7 @@ async def test_a_quota_counts_the_instance_and_not_its_migration(store: Placemen
     assert larger.outcome == "over_limit"
 
 
-async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store: PlacementStore) -> None:
+async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store: ResourceBook) -> None:
     limits = {"VCPU": 4, "INSTANCES": 1}
     await claimed(store, build(0, 0, limits=limits), replace(build(1, 2, 6), project_id="q"))
     await claimed(store, move(option(1), source=option(0), limits=limits))
@@ -331,14 +331,14 @@ async def test_a_source_left_alone_keeps_the_instances_share_of_the_quota(store:
     assert other.outcome == "claimed"
 
 
-async def test_the_group_rule_holds_for_the_destination(store: PlacementStore) -> None:
+async def test_the_group_rule_holds_for_the_destination(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, server_group=APART), build(1, 1, server_group=APART))
     (moved,) = await claimed(store, move(option(1), option(2), source=option(0), server_group=APART))
     assert (moved.outcome, moved.option) == ("claimed", 1)
     assert [outcome.value for outcome in moved.outcomes] == ["ruled_out", "claimed"]
 
 
-async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: PlacementStore) -> None:
+async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, server_group=APART))
     await claimed(store, move(option(1), source=option(0), server_group=APART))
     (kept_out,) = await claimed(store, build(1, 0, server_group=APART))
@@ -348,12 +348,12 @@ async def test_no_member_takes_the_source_before_the_move_is_confirmed(store: Pl
     )
     assert back.outcome == "claimed"  # its own migration is no foreign one
     await store.apply([Release(consumer=MOVE)])
-    page = (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0]
+    page = (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0]
     assert page.members == {HOSTS[0]: 1}
 
 
 @pytest.mark.parametrize("confirmed", [True, False], ids=["confirmed", "reverted"])
-async def test_no_member_joins_one_that_may_end_on_either_of_two_hosts(store: PlacementStore, confirmed: bool) -> None:
+async def test_no_member_joins_one_that_may_end_on_either_of_two_hosts(store: ResourceBook, confirmed: bool) -> None:
     """Of a group that stays together: who joined the source, or the destination, was alone when the move ended."""
     await claimed(store, build(0, 0, server_group=TOGETHER))
     await claimed(store, move(option(1), source=option(0), server_group=TOGETHER))
@@ -367,13 +367,13 @@ async def test_no_member_joins_one_that_may_end_on_either_of_two_hosts(store: Pl
     assert ended == (["ruled_out", "claimed"] if confirmed else ["claimed", "ruled_out"])
 
 
-async def test_a_resize_in_place_of_a_member_keeps_its_own_host(store: PlacementStore) -> None:
+async def test_a_resize_in_place_of_a_member_keeps_its_own_host(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, server_group=APART))
     (moved,) = await claimed(store, move(option(0, 6), source=option(0), server_group=APART))
     assert moved.outcome == "claimed"
 
 
-async def test_a_migration_of_another_consumer_is_left_alone(store: PlacementStore) -> None:
+async def test_a_migration_of_another_consumer_is_left_alone(store: ResourceBook) -> None:
     await claimed(store, build(0, 0), build(1, 1))
     (taken,) = await claimed(store, move(option(2), source=option(0), migration=VMS[1]))
     assert taken.outcome == "consumer_changed"
@@ -384,7 +384,7 @@ async def test_a_migration_of_another_consumer_is_left_alone(store: PlacementSto
     assert await used(store) == at(0, 4) | at(1, 4)
 
 
-async def test_an_instance_is_not_its_own_migration(store: PlacementStore) -> None:
+async def test_an_instance_is_not_its_own_migration(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     itself = Revert(
         consumer=VMS[0],
@@ -396,14 +396,14 @@ async def test_an_instance_is_not_its_own_migration(store: PlacementStore) -> No
     assert await used(store) == at(0, 4)
 
 
-async def test_another_client_changed_the_instance_before_the_move(store: PlacementStore) -> None:
+async def test_another_client_changed_the_instance_before_the_move(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     (changed,) = await claimed(store, move(option(1), source=option(0), generation=7))
     assert changed.outcome == "consumer_changed"
     assert await used(store) == at(0, 4)
 
 
-async def test_a_revert_finds_room_or_changes_nothing(store: PlacementStore) -> None:
+async def test_a_revert_finds_room_or_changes_nothing(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     await claimed(store, move(option(0, 2), source=option(0)))
     shrunk = ProviderReport(uuid=HOSTS[0], name="host-1", inventories={"VCPU": Inventory(total=8, reserved=8)})
@@ -415,7 +415,7 @@ async def test_a_revert_finds_room_or_changes_nothing(store: PlacementStore) -> 
 
 @pytest.mark.parametrize("at_most", [1, 0], ids=["another destination", "none"])
 async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_smaller(
-    store: PlacementStore, at_most: int
+    store: ResourceBook, at_most: int
 ) -> None:
     """Others have taken the room since. A revert alone restores it, where it fits."""
     await claimed(store, build(0, 0))
@@ -433,7 +433,7 @@ async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_sma
     assert (await reverted(store, revert(option(0), 5))).holding == at(0, 4)
 
 
-async def test_a_claim_that_names_a_larger_source_than_was_ever_held_keeps_what_is_held(store: PlacementStore) -> None:
+async def test_a_claim_that_names_a_larger_source_than_was_ever_held_keeps_what_is_held(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, 1), build(1, 0, 5))
     (moved,) = await claimed(store, move(option(1, 5), source=option(0, 6), again=True))
     assert moved.outcome == "claimed"
@@ -482,7 +482,7 @@ def vcpus(holding: Amounts) -> int:
 @pytest.mark.parametrize("new", [1, 4, 6])
 @pytest.mark.parametrize("each", [4, 8])
 async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested(
-    store: PlacementStore, new: int, each: int
+    store: ResourceBook, new: int, each: int
 ) -> None:
     """The migration's part and the instance's have gone to children, each to another one, or in pieces to both."""
     await claimed(store, build(0, 0))
@@ -495,7 +495,7 @@ async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested(
 
 
 async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested_before_it(
-    store: PlacementStore,
+    store: ResourceBook,
 ) -> None:
     """The cell's record still names the root, of which the instance has long held nothing."""
     await claimed(store, build(0, 0))
@@ -507,7 +507,7 @@ async def test_a_resize_in_place_is_reverted_whole_on_a_host_that_turned_nested_
     assert await used(store) == {CHILDREN[0]: {"VCPU": 4}}
 
 
-async def test_an_alternate_leaves_the_whole_source_on_a_host_that_turned_nested(store: PlacementStore) -> None:
+async def test_an_alternate_leaves_the_whole_source_on_a_host_that_turned_nested(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     await claimed(store, move(option(0, 6), source=option(0)))
     await store.report([numa(2, CHILDREN[0], each=8)])
@@ -516,7 +516,7 @@ async def test_an_alternate_leaves_the_whole_source_on_a_host_that_turned_nested
     assert await used(store) == {CHILDREN[0]: {"VCPU": 4}} | at(1, 6)
 
 
-async def test_what_moved_to_a_child_is_not_given_back_twice(store: PlacementStore) -> None:
+async def test_what_moved_to_a_child_is_not_given_back_twice(store: ResourceBook) -> None:
     """No room for all of it: a part of the migration's processors is stranded at the root."""
     await claimed(store, build(0, 0))
     await claimed(store, move(option(1), source=option(0)))

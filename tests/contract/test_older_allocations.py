@@ -7,7 +7,7 @@ import time
 import pytest
 
 from bus.contracts.placement import Migration, Release, ReleaseResult
-from placement_worker.store.port import PlacementStore
+from placement_worker.book import ResourceBook
 from tests.contract.books import HOSTS
 from tests.contract.test_moves import at, build, claimed, make, store, used
 
@@ -18,7 +18,7 @@ OLD_S = 0.2
 
 
 @pytest.mark.parametrize("within_s", [0.0, HOUR_S, None])
-async def test_an_allocation_is_released_unless_it_is_older(store: PlacementStore, within_s: float | None) -> None:
+async def test_an_allocation_is_released_unless_it_is_older(store: ResourceBook, within_s: float | None) -> None:
     await claimed(store, build(0, 0))
     is_kept = within_s == 0.0
     outcome = "older" if is_kept else "released"
@@ -35,7 +35,7 @@ async def test_an_allocation_is_released_unless_it_is_older(store: PlacementStor
     assert again.outcome == ("claimed" if is_kept else "consumer_changed"), "only a release fences"
 
 
-async def test_a_later_claim_of_its_consumer_makes_it_no_newer(store: PlacementStore) -> None:
+async def test_a_later_claim_of_its_consumer_makes_it_no_newer(store: ResourceBook) -> None:
     await claimed(store, build(0, 0))
     began = time.monotonic()
     while time.monotonic() - began < OLD_S:
@@ -47,7 +47,7 @@ async def test_a_later_claim_of_its_consumer_makes_it_no_newer(store: PlacementS
     assert (reply.outcome, await used(store)) == ("older", at(0, 2))
 
 
-async def test_a_claim_of_the_same_group_is_not_older(store: PlacementStore) -> None:
+async def test_a_claim_of_the_same_group_is_not_older(store: ResourceBook) -> None:
     claim = build(0, 0)
     release = Release(consumer=claim.consumer, attempt=1, project_id="p", claimed_within_s=HOUR_S)
     _, reply = await store.apply([claim, release])
@@ -55,7 +55,7 @@ async def test_a_claim_of_the_same_group_is_not_older(store: PlacementStore) -> 
     assert reply.outcome == "released"
 
 
-async def test_an_allocation_of_another_client_is_not_released(store: PlacementStore) -> None:
+async def test_an_allocation_of_another_client_is_not_released(store: ResourceBook) -> None:
     """It has no attempt, though it is of the same project."""
     await claimed(store, build(0, 0, attempt=0))
     release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_within_s=HOUR_S)
@@ -65,7 +65,7 @@ async def test_an_allocation_of_another_client_is_not_released(store: PlacementS
 
 
 @pytest.mark.parametrize("within_s", [0.0, HOUR_S])
-async def test_an_allocation_of_a_later_attempt_is_an_older_one(store: PlacementStore, within_s: float) -> None:
+async def test_an_allocation_of_a_later_attempt_is_an_older_one(store: ResourceBook, within_s: float) -> None:
     await claimed(store, build(0, 0, attempt=2))
     release = Release(consumer=build(0, 0).consumer, attempt=1, project_id="p", claimed_within_s=within_s)
     (reply,) = await store.apply([release])
@@ -75,7 +75,7 @@ async def test_an_allocation_of_a_later_attempt_is_an_older_one(store: Placement
 
 @pytest.mark.parametrize("within_s", [0.0, HOUR_S])
 async def test_the_allocation_of_a_migration_is_no_earlier_build_of_its_uuid(
-    store: PlacementStore, within_s: float
+    store: ResourceBook, within_s: float
 ) -> None:
     """A client has requested a build under the uuid of its move; its delete went to the cell, which released that."""
     moved, request = build(0, 0), build(1, 1).consumer
@@ -89,7 +89,7 @@ async def test_the_allocation_of_a_migration_is_no_earlier_build_of_its_uuid(
 
 
 async def test_a_release_without_an_attempt_of_what_is_younger_than_zero_seconds_changes_nothing(
-    store: PlacementStore,
+    store: ResourceBook,
 ) -> None:
     """So a scheduler looks up what an instance holds, of whatever attempt; what holds nothing is not fenced."""
     look_up = Release(consumer=build(0, 0).consumer, project_id="p", claimed_within_s=0.0)

@@ -25,15 +25,15 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
+from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import AllocationWrite, ConsumerWrite, Remove, Replace
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.values import StoredInventory
 from placement_worker.operations import audit
-from placement_worker.store.memory import MemoryBook
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import HOSTS, VMS, Books, roomy_host
 
 PROJECTS = ("p", "q", "r")
@@ -51,14 +51,14 @@ JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' G
 """
 
 
-async def kept_and_held(store: PlacementStore) -> tuple[Amounts, Amounts]:
+async def kept_and_held(store: ResourceBook) -> tuple[Amounts, Amounts]:
     """The total of each project and class, and its consumers' allocations."""
-    if isinstance(store, PostgresStore):
-        async with store.database.raw() as connection:
+    if isinstance(store.rows, PostgresRows):
+        async with store.rows.database.raw() as connection:
             kept, held = await connection.fetch(KEPT), await connection.fetch(HELD)
         return {(row[0], row[1]): row[2] for row in kept}, {(row[0], row[1]): row[2] for row in held}
-    assert isinstance(store, MemoryBook)
-    table = store.table
+    assert isinstance(store.rows, MemoryRows)
+    table = store.rows.table
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
         project = row.consumer.project_id
@@ -129,7 +129,7 @@ def nested(uuid: str, version: int) -> InventoryUpdate:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: PlacementStore, seed: int) -> None:
+async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: ResourceBook, seed: int) -> None:
     rng = random.Random(seed)
     held: Amounts = {}
     most: Counter[str] = Counter()
@@ -146,7 +146,7 @@ async def test_what_is_kept_of_a_project_is_what_its_consumers_hold(store: Place
     assert min(most[one] for one in ("claimed", "released", "over_limit", "consumer_changed")) > 0
 
 
-async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: Books, store: PlacementStore) -> None:
+async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: Books, store: ResourceBook) -> None:
     """Each with consumers of its own, in another order: the projects' rows alone are common to them."""
     stores = [store, make(), make(), make()]
     for other in stores[1:]:
@@ -162,14 +162,14 @@ async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: 
     await asyncio.gather(*(work(number) for number in range(4)))
     kept, held = await kept_and_held(store)
     assert kept == held != {}
-    if isinstance(store, PostgresStore):
+    if isinstance(store.rows, PostgresRows):
         assert await deadlocks(store) == 0
-        async with store.database.raw() as connection:
+        async with store.rows.database.raw() as connection:
             assert await audit.findings(connection) == []
 
 
 async def test_processes_with_the_same_projects_in_other_orders_do_not_deadlock(
-    make: Books, store: PlacementStore
+    make: Books, store: ResourceBook
 ) -> None:
     """Each on a host of its own: nothing before the projects' rows makes one wait for the other."""
     stores = [store, make()]
@@ -188,32 +188,32 @@ async def test_processes_with_the_same_projects_in_other_orders_do_not_deadlock(
     kept, held = await kept_and_held(store)
     assert kept == held
     assert kept[projects[0], "VCPU"] == 22
-    if isinstance(store, PostgresStore):
+    if isinstance(store.rows, PostgresRows):
         assert await deadlocks(store) == 0
 
 
-async def deadlocks(store: PostgresStore) -> int:
+async def deadlocks(store: ResourceBook) -> int:
     found = "SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()"
-    async with store.database.raw() as connection:
+    async with store.rows.database.raw() as connection:
         await connection.execute("SELECT pg_stat_force_next_flush()")
-    async with store.database.raw() as connection:
+    async with store.rows.database.raw() as connection:
         count: int = await connection.fetchval(found)
         return count
 
 
-async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: PlacementStore) -> None:
+async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: ResourceBook) -> None:
     option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
     await store.apply([Claim(consumer=VMS[0], options=(option,), project_id="p"), Release(consumer=VMS[1])])
     await store.apply([Claim(consumer=VMS[1], options=(option,), project_id="q", attempt=1)])
     await store.apply([Release(consumer=VMS[0])])
     await store.trim(keep_changes=100, keep_fences_s=1e6, keep_sources_s=1e6, limit=10)
-    if isinstance(store, PostgresStore):
-        async with store.database.raw() as connection:
+    if isinstance(store.rows, PostgresRows):
+        async with store.rows.database.raw() as connection:
             rows = await connection.fetch("SELECT project_id FROM project_usage")
             assert "p" not in {row[0] for row in rows}
     else:
-        assert isinstance(store, MemoryBook)
-        assert "p" not in store.table.project_usage
+        assert isinstance(store.rows, MemoryRows)
+        assert "p" not in store.rows.table.project_usage
 
 
 # --- each way to hold less
@@ -263,17 +263,17 @@ WAYS: dict[str, tuple[list[ClaimItem | AllocationWrite | Reshape], int]] = {  # 
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_project_uses_less_as_soon_as_an_instance_holds_less(store: PlacementStore, way: str) -> None:
+async def test_a_project_uses_less_as_soon_as_an_instance_holds_less(store: ResourceBook, way: str) -> None:
     items, left = WAYS[way]
     await store.apply([claim(0, 4), claim(1, 2)])
-    assert isinstance(store, PostgresStore | MemoryBook)
+    assert isinstance(store, ResourceBook | ResourceBook)
     for one in items:
         if isinstance(one, Replace | Remove):
-            assert await store.rest.write_allocations([one]) == [None]
+            assert await store.write_allocations([one]) == [None]
         elif isinstance(one, Reshape):
-            assert await store.rest.reshape(one) is None
+            assert await store.reshape(one) is None
         else:
             (reply,) = await store.apply([one])
             assert str(reply.outcome) in ("claimed", "released", "reverted")
-    page = await store.usage(ProjectUsageQuery(projects=("p",)))
+    page = await store.reads.usage(ProjectUsageQuery(projects=("p",)))
     assert page.usage == {"p": {INSTANCES: 1 + (left > 0), "VCPU": 2 + left}}

@@ -21,10 +21,11 @@ from bus.contracts.placement import (
     Release,
 )
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.replica.book import Book
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import HOSTS, VMS
 from tests.unit.replica.dumps import dump
 
@@ -47,12 +48,12 @@ def taken_out(root: str, version: int, source: str = "s") -> InventoryUpdate:
     return InventoryUpdate(source=source, version=version, root_uuid=root)
 
 
-async def reported(store: PlacementStore, *updates: InventoryUpdate) -> list[str]:
+async def reported(store: ResourceBook, *updates: InventoryUpdate) -> list[str]:
     results = await store.report(updates)
     return [result.outcome if isinstance(result, InventoryResult) else result.code for result in results]
 
 
-async def follow(store: PlacementStore, book: Book) -> None:
+async def follow(store: ResourceBook, book: Book) -> None:
     """Fold in what the feed carries, and see that the book then equals the store."""
     page = await store.changes(book.sequence, 10_000)
     assert book.apply(page.changes) is None
@@ -64,18 +65,18 @@ async def follow(store: PlacementStore, book: Book) -> None:
     assert len(book) == len(whole)
 
 
-async def shape(store: PlacementStore, uuid: str) -> int:
+async def shape(store: ResourceBook, uuid: str) -> int:
     return next(state.shape for state in (await store.snapshot(None, 1000)).providers if state.uuid == uuid)
 
 
-async def claimed(store: PlacementStore, vm: str, provider: str, **amounts: int) -> str:
+async def claimed(store: ResourceBook, vm: str, provider: str, **amounts: int) -> str:
     """Claim for the shape that the provider has now."""
     option = ClaimOption(allocations={provider: amounts}, shapes={provider: await shape(store, provider)})
     (reply,) = await store.apply([Claim(consumer=vm, options=(option,), project_id="p")])
     return str(reply.outcome)
 
 
-async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: PlacementStore) -> None:
+async def test_children_that_move_between_two_reports_of_one_transaction_are_followed(store: ResourceBook) -> None:
     """Removed and made again in one transaction, their generations went back and replicas kept the old ones."""
     book = Book()
     await reported(store, report(A, 2, *(device(uuid, A) for uuid in DEVICES)), report(B, 2))
@@ -97,7 +98,7 @@ async def test_children_that_move_between_two_reports_of_one_transaction_are_fol
     assert book.inventory_of(rows[0] or 0)["VGPU"][2] == 0, "nothing of it is left"
 
 
-async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: PlacementStore) -> None:
+async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followed(store: ResourceBook) -> None:
     book = Book()
     for version in range(2, 6):
         await reported(store, report(A, version, traits=(f"CUSTOM_{version}",)))
@@ -112,7 +113,7 @@ async def test_a_root_taken_out_by_one_source_and_reported_by_another_is_followe
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["in one transaction", "later"])
-async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(store: PlacementStore, at_once: bool) -> None:
+async def test_a_claim_chosen_for_a_provider_that_was_made_anew_has_raced(store: ResourceBook, at_once: bool) -> None:
     """It had SGX, it went, it came back without: the claim was chosen for another host."""
     sgx, new = DEVICES[0], VMS[0]
     assert await reported(store, report(sgx, 1, traits=("HW_CPU_X86_SGX",))) == ["applied"]
@@ -160,7 +161,7 @@ def update_of(source: str, root: str, nodes: tuple[tuple[str, int, int], ...], v
     return InventoryUpdate(source=source, version=version, root_uuid=root, providers=tuple(reports))
 
 
-async def check(store: PlacementStore, steps: Steps, versions: Iterator[int]) -> None:
+async def check(store: ResourceBook, steps: Steps, versions: Iterator[int]) -> None:
     """After each transaction the feed has carried what the snapshot holds, and nothing has gone back."""
     book = Book()
     await store.open()
@@ -193,13 +194,13 @@ def versions() -> Iterator[int]:
 @given(steps=STEPS)
 @settings(max_examples=100, deadline=None)
 def test_the_feed_agrees_with_the_snapshot_in_memory(steps: Steps, versions: Iterator[int]) -> None:
-    asyncio.run(check(MemoryBook(MemoryBookTable(SystemClock()).session()), steps, versions))
+    asyncio.run(check(ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session())), steps, versions))
 
 
 @pytest.mark.postgres
 def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, versions: Iterator[int]) -> None:
     with asyncio.Runner() as runner:
-        store = PostgresStore(Database(postgres_url, "placement"))
+        store = ResourceBook(PostgresRows(Database(postgres_url, "placement")))
         runner.run(store.open())
         try:
             replay(runner.run, store, versions)
@@ -207,7 +208,7 @@ def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, vers
             runner.run(store.close())
 
 
-def replay(run: Callable[[Coroutine[None, None, None]], None], store: PostgresStore, versions: Iterator[int]) -> None:
+def replay(run: Callable[[Coroutine[None, None, None]], None], store: ResourceBook, versions: Iterator[int]) -> None:
     @given(steps=STEPS)
     @settings(max_examples=25, deadline=None)
     def each(steps: Steps) -> None:
@@ -217,7 +218,7 @@ def replay(run: Callable[[Coroutine[None, None, None]], None], store: PostgresSt
     each()
 
 
-async def emptied(store: PostgresStore) -> None:
-    async with store.database.raw() as connection:
+async def emptied(store: ResourceBook) -> None:
+    async with store.rows.database.raw() as connection:
         await connection.execute("TRUNCATE providers, sources, consumers, allocations, changes CASCADE")
         await connection.execute("UPDATE feed_head SET number = 0")

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import Release, ReleaseResult, Revert
-from placement_worker.store.port import PlacementStore
+from placement_worker.book import ResourceBook
 from tests.contract.books import HOSTS
 from tests.contract.test_moves import (
     MOVE,
@@ -25,7 +25,7 @@ from tests.contract.test_moves import (
 __all__ = ["make", "store"]  # fixtures
 
 
-async def resized_and_built(store: PlacementStore, project: str) -> None:
+async def resized_and_built(store: ResourceBook, project: str) -> None:
     """A resize in place, whose migration holds nothing; then a build under the request's uuid."""
     await claimed(store, build(0, 0))
     (resized,) = await claimed(store, move(option(0, 6), source=option(0)))
@@ -34,7 +34,7 @@ async def resized_and_built(store: PlacementStore, project: str) -> None:
 
 
 @pytest.mark.parametrize("project", ["p", "q"])
-async def test_the_end_of_a_move_does_not_release_it(store: PlacementStore, project: str) -> None:
+async def test_the_end_of_a_move_does_not_release_it(store: ResourceBook, project: str) -> None:
     await resized_and_built(store, project)
     (reply,) = await store.apply([Release(consumer=MOVE, project_id="p", of_migration=True)])
     assert isinstance(reply, ReleaseResult)
@@ -47,7 +47,7 @@ async def test_the_end_of_a_move_does_not_release_it(store: PlacementStore, proj
 
 
 @pytest.mark.parametrize("project", ["p", "q"])
-async def test_a_revert_does_not_take_it(store: PlacementStore, project: str) -> None:
+async def test_a_revert_does_not_take_it(store: ResourceBook, project: str) -> None:
     await resized_and_built(store, project)
     requested: Revert = revert(option(0), 3)
     for _ in range(2):  # also when it is repeated after a lost answer
@@ -57,7 +57,7 @@ async def test_a_revert_does_not_take_it(store: PlacementStore, project: str) ->
         assert await used(store) == at(0, 4) | at(1, 4)
 
 
-async def test_an_alternate_does_not_take_it(store: PlacementStore) -> None:
+async def test_an_alternate_does_not_take_it(store: ResourceBook) -> None:
     await resized_and_built(store, "p")
     (refused,) = await claimed(store, move(option(2), source=option(0), attempt=3, generation=2, again=True))
     assert (refused.outcome, refused.reason.split(":")[0]) == ("consumer_changed", "claim.migration_in_use")

@@ -23,7 +23,7 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
-from placement_worker.store.port import PlacementStore
+from placement_worker.book import ResourceBook
 from tests.contract.books import HOSTS, VMS, Books
 
 GROUP = "e0000000-0000-4000-8000-000000000000"
@@ -38,16 +38,16 @@ def member(vm: int, *hosts: int, group: ServerGroup | None = APART, project: str
     return Claim(consumer=VMS[vm], options=options, project_id=project, server_group=group, **fields)  # type: ignore[arg-type]
 
 
-async def claim(store: PlacementStore, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
+async def claim(store: ResourceBook, *claims: Claim, bus: str = "api") -> list[ClaimResult]:
     replies = await store.apply(claims, bus=bus)
     return [reply for reply in replies if isinstance(reply, ClaimResult)]
 
 
-async def outcomes(store: PlacementStore, *claims: Claim) -> list[str]:
+async def outcomes(store: ResourceBook, *claims: Claim) -> list[str]:
     return [reply.outcome.value for reply in await claim(store, *claims)]
 
 
-async def test_members_keep_apart_and_the_next_option_is_taken(store: PlacementStore) -> None:
+async def test_members_keep_apart_and_the_next_option_is_taken(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     (ruled_out,) = await claim(store, member(1, 0))
     assert (ruled_out.outcome, ruled_out.members) == (ClaimOutcome.RULED_OUT, {HOSTS[0]: 1})
@@ -56,35 +56,35 @@ async def test_members_keep_apart_and_the_next_option_is_taken(store: PlacementS
     assert second.outcomes == (ClaimOutcome.RULED_OUT, ClaimOutcome.CLAIMED)
 
 
-async def test_of_one_transaction_each_member_sees_the_ones_before_it(store: PlacementStore) -> None:
+async def test_of_one_transaction_each_member_sees_the_ones_before_it(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0), member(1, 0), member(2, 0, 1)) == ["claimed", "ruled_out", "claimed"]
 
 
-async def test_so_many_may_share_a_host(store: PlacementStore) -> None:
+async def test_so_many_may_share_a_host(store: ResourceBook) -> None:
     claims = [member(n, 0, group=PAIRS) for n in range(3)]
     assert await outcomes(store, *claims) == ["claimed", "claimed", "ruled_out"]
 
 
-async def test_members_stay_together_and_the_first_may_go_anywhere(store: PlacementStore) -> None:
+async def test_members_stay_together_and_the_first_may_go_anywhere(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 1, group=TOGETHER)) == ["claimed"]
     (elsewhere,) = await claim(store, member(1, 0, group=TOGETHER))
     assert (elsewhere.outcome, elsewhere.members) == (ClaimOutcome.RULED_OUT, {HOSTS[1]: 1})
     assert await outcomes(store, member(1, 0, 1, group=TOGETHER)) == ["claimed"]
 
 
-async def test_a_wish_is_never_refused_and_makes_a_member_all_the_same(store: PlacementStore) -> None:
+async def test_a_wish_is_never_refused_and_makes_a_member_all_the_same(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0, group=WISH), member(1, 0, group=WISH)) == ["claimed", "claimed"]
-    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 2}
+    assert (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 2}
 
 
-async def test_the_own_host_is_never_in_the_way(store: PlacementStore) -> None:
+async def test_the_own_host_is_never_in_the_way(store: ResourceBook) -> None:
     """A repeat is answered with what it holds, and a next attempt may take the host of the one before."""
     assert await outcomes(store, member(0, 0), member(0, 0)) == ["claimed", "claimed"]
     again = member(0, 0, attempt=2, consumer_generation=1, release_first=True)
     assert await outcomes(store, again) == ["claimed"]
 
 
-async def test_who_holds_nothing_is_no_member(store: PlacementStore) -> None:
+async def test_who_holds_nothing_is_no_member(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     replies = await store.apply([Release(consumer=VMS[0]), member(1, 0)])
     assert [str(reply.outcome) for reply in replies] == ["released", "claimed"]
@@ -92,51 +92,49 @@ async def test_who_holds_nothing_is_no_member(store: PlacementStore) -> None:
     assert await outcomes(store, member(2, 0)) == ["claimed"]
 
 
-async def test_a_member_that_goes_to_an_alternate_leaves_its_first_host_to_others(store: PlacementStore) -> None:
+async def test_a_member_that_goes_to_an_alternate_leaves_its_first_host_to_others(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     assert await outcomes(store, member(0, 1, attempt=2, consumer_generation=1, release_first=True)) == ["claimed"]
     assert await outcomes(store, member(1, 1), member(1, 0)) == ["ruled_out", "claimed"]
 
 
-async def test_an_alternate_that_is_ruled_out_gives_back_all_the_same(store: PlacementStore) -> None:
+async def test_an_alternate_that_is_ruled_out_gives_back_all_the_same(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0), member(1, 1)) == ["claimed", "claimed"]
     assert await outcomes(store, member(1, 0, attempt=2, consumer_generation=1, release_first=True)) == ["ruled_out"]
-    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 1}
+    assert (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[0]: 1}
 
 
-async def test_a_group_is_of_its_project(store: PlacementStore) -> None:
+async def test_a_group_is_of_its_project(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0), member(1, 0, project="q")) == ["claimed", "claimed"]
-    assert (await store.locate([LocateRequest(project_id="r", server_group=GROUP)]))[0].members == {}
+    assert (await store.reads.locate([LocateRequest(project_id="r", server_group=GROUP)]))[0].members == {}
 
 
-async def test_a_claim_that_does_not_name_its_hosts_cell_is_invalid(store: PlacementStore) -> None:
+async def test_a_claim_that_does_not_name_its_hosts_cell_is_invalid(store: ResourceBook) -> None:
     option = ClaimOption(allocations={HOSTS[0]: {"VCPU": 1}})
     nowhere = Claim(consumer=VMS[0], options=(option,), project_id="p", server_group=APART)
     assert await outcomes(store, nowhere) == ["invalid"]
 
 
-async def test_a_cell_does_not_learn_where_the_others_are(store: PlacementStore) -> None:
+async def test_a_cell_does_not_learn_where_the_others_are(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     (ruled_out,) = await claim(store, member(1, 0), bus="c1")
     assert (ruled_out.outcome, ruled_out.members) == (ClaimOutcome.RULED_OUT, {})
 
 
-async def test_where_consumers_of_a_project_are(store: PlacementStore) -> None:
+async def test_where_consumers_of_a_project_are(store: ResourceBook) -> None:
     await outcomes(store, member(0, 0, group=None), member(1, 2, group=None), member(2, 3, project="q"))
-    page = (await store.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3]))]))[0]
+    page = (await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0], VMS[1], VMS[2], VMS[3]))]))[0]
     assert page.hosts == {VMS[0]: (HOSTS[0],), VMS[1]: (HOSTS[2],)}
 
 
-async def test_the_requester_is_not_counted(store: PlacementStore) -> None:
+async def test_the_requester_is_not_counted(store: ResourceBook) -> None:
     await outcomes(store, member(0, 0), member(1, 1))
-    page = (await store.locate([LocateRequest(project_id="p", server_group=GROUP, besides=VMS[0])]))[0]
+    page = (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP, besides=VMS[0])]))[0]
     assert page.members == {HOSTS[1]: 1}
 
 
 @pytest.mark.parametrize("group", [APART, TOGETHER], ids=["apart", "together"])
-async def test_processes_that_claim_at_once_keep_the_rule(
-    make: Books, store: PlacementStore, group: ServerGroup
-) -> None:
+async def test_processes_that_claim_at_once_keep_the_rule(make: Books, store: ResourceBook, group: ServerGroup) -> None:
     """Forty members, each wanting any host, by four processes at once: the check and the claim are one."""
     stores = [store, make(), make(), make()]
     for other in stores[1:]:
@@ -149,7 +147,7 @@ async def test_processes_that_claim_at_once_keep_the_rule(
 
     replies = [reply for part in await asyncio.gather(*(work(number) for number in range(4))) for reply in part]
     counted = Counter(reply.outcome for reply in replies)
-    members = (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members
+    members = (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members
     if group is APART:
         assert counted == {ClaimOutcome.CLAIMED: 5, ClaimOutcome.RULED_OUT: 35}
         assert members == dict.fromkeys(HOSTS, 1)
@@ -158,15 +156,15 @@ async def test_processes_that_claim_at_once_keep_the_rule(
         assert list(members.values()) == [40]
 
 
-async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: PlacementStore) -> None:
+async def test_those_who_left_are_trimmed_and_those_who_stay_are_not(store: ResourceBook) -> None:
     await outcomes(store, member(0, 0), member(1, 1))
     await store.apply([Release(consumer=VMS[0])])
     await store.trim(keep_changes=1000, keep_fences_s=0.0, keep_sources_s=1e6, limit=10)
-    assert (await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[1]: 1}
+    assert (await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members == {HOSTS[1]: 1}
     assert await outcomes(store, member(2, 1), member(2, 0)) == ["ruled_out", "claimed"]
 
 
-async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Books, store: PlacementStore) -> None:
+async def test_two_first_members_at_once_on_hosts_of_their_own_do_not_split(make: Books, store: ResourceBook) -> None:
     """Nothing but the group is common to the two: its lock alone keeps them apart."""
     other = make()
     await other.open()
@@ -189,12 +187,12 @@ def swap(vm: int, *hosts: int, generation: int = 1) -> Swap:
     )
 
 
-async def members(store: PlacementStore) -> dict[str, int]:
-    return dict((await store.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members)
+async def members(store: ResourceBook) -> dict[str, int]:
+    return dict((await store.reads.locate([LocateRequest(project_id="p", server_group=GROUP)]))[0].members)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["then claimed", "claimed in the same transaction"])
-async def test_a_member_that_is_swapped_to_another_host_is_counted_there(store: PlacementStore, at_once: bool) -> None:
+async def test_a_member_that_is_swapped_to_another_host_is_counted_there(store: ResourceBook, at_once: bool) -> None:
     """It stayed on record where its claim was: two members on one host, and a free host refused."""
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     writes = [swap(0, 1), member(1, 1), member(2, 0)]
@@ -206,14 +204,14 @@ async def test_a_member_that_is_swapped_to_another_host_is_counted_there(store: 
 
 
 async def test_a_member_that_claims_and_is_swapped_in_one_transaction_is_counted_where_it_ends(
-    store: PlacementStore,
+    store: ResourceBook,
 ) -> None:
     replies = await store.apply([member(0, 0), swap(0, 1), member(1, 1), member(2, 0)])
     assert [str(reply.outcome) for reply in replies] == ["claimed", "claimed", "ruled_out", "claimed"]
     assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1}
 
 
-async def test_a_member_on_two_hosts_keeps_others_off_both(store: PlacementStore) -> None:
+async def test_a_member_on_two_hosts_keeps_others_off_both(store: ResourceBook) -> None:
     """On its way from one to the other."""
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     await store.apply([swap(0, 0, 1)])
@@ -221,7 +219,7 @@ async def test_a_member_on_two_hosts_keeps_others_off_both(store: PlacementStore
     assert await members(store) == {HOSTS[0]: 1, HOSTS[1]: 1, HOSTS[2]: 1}
 
 
-async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(store: PlacementStore) -> None:
+async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(store: ResourceBook) -> None:
     pool = ProviderReport(
         uuid=HOSTS[4], name="pool", inventories={"VCPU": Inventory(total=9)}, traits=("MISC_SHARES_VIA_AGGREGATE",)
     )
@@ -233,7 +231,7 @@ async def test_what_a_member_holds_of_a_shared_pool_makes_it_no_member_there(sto
     assert await members(store) == {HOSTS[1]: 1, HOSTS[4]: 1}, "who holds nothing else is"
 
 
-async def test_a_member_follows_its_device_to_another_host(store: PlacementStore) -> None:
+async def test_a_member_follows_its_device_to_another_host(store: ResourceBook) -> None:
     device = "d0000000-0000-4000-8000-000000000000"
 
     def report(host: int, version: int, *, has_it: bool) -> InventoryUpdate:
@@ -253,7 +251,7 @@ async def test_a_member_follows_its_device_to_another_host(store: PlacementStore
     assert await outcomes(store, member(1, 1), member(1, 0)) == ["ruled_out", "claimed"]
 
 
-async def test_several_questions_are_answered_together_and_each_alone(store: PlacementStore) -> None:
+async def test_several_questions_are_answered_together_and_each_alone(store: ResourceBook) -> None:
     await outcomes(store, member(0, 0), member(1, 1), member(2, 2, project="q"))
     ours = LocateRequest(project_id="p", server_group=GROUP)
     requests = [
@@ -263,7 +261,7 @@ async def test_several_questions_are_answered_together_and_each_alone(store: Pla
         LocateRequest(project_id="p"),
         ours,
     ]
-    pages = await store.locate(requests)
+    pages = await store.reads.locate(requests)
     assert [(page.members, page.hosts) for page in pages] == [
         ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
         ({HOSTS[2]: 1}, {VMS[2]: (HOSTS[2],)}),
@@ -271,17 +269,17 @@ async def test_several_questions_are_answered_together_and_each_alone(store: Pla
         ({}, {}),
         ({HOSTS[0]: 1, HOSTS[1]: 1}, {}),
     ]
-    assert await store.locate([]) == []
+    assert await store.reads.locate([]) == []
 
 
-async def test_a_member_that_is_swapped_beside_a_claim_for_its_new_host_alone(store: PlacementStore) -> None:
+async def test_a_member_that_is_swapped_beside_a_claim_for_its_new_host_alone(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     replies = await store.apply([swap(0, 1), member(1, 1)])
     assert [str(reply.outcome) for reply in replies] == ["claimed", "ruled_out"]
     assert await members(store) == {HOSTS[1]: 1}
 
 
-async def test_a_member_whose_move_is_reverted_beside_a_claim_for_its_source(store: PlacementStore) -> None:
+async def test_a_member_whose_move_is_reverted_beside_a_claim_for_its_source(store: ResourceBook) -> None:
     """A revert names no group: its consumer may be a member of any that the transaction names."""
     other = ServerGroup(uuid=GROUP.replace("e", "a"), policy=GroupPolicy.ANTI_AFFINITY)
     move = Migration(uuid=VMS[9], source={HOSTS[0]: {"VCPU": 1}})
@@ -293,7 +291,7 @@ async def test_a_member_whose_move_is_reverted_beside_a_claim_for_its_source(sto
     assert await members(store) == {HOSTS[0]: 1}
 
 
-async def test_a_member_that_claims_again_without_naming_its_group_is_one_where_it_goes(store: PlacementStore) -> None:
+async def test_a_member_that_claims_again_without_naming_its_group_is_one_where_it_goes(store: ResourceBook) -> None:
     assert await outcomes(store, member(0, 0)) == ["claimed"]
     again = member(0, 1, group=None, attempt=2, consumer_generation=1, release_first=True)
     assert await outcomes(store, again, member(1, 1)) == ["claimed", "ruled_out"]

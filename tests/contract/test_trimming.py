@@ -18,7 +18,7 @@ from bus.contracts.placement import (
     ProviderReport,
     Release,
 )
-from placement_worker.store.port import PlacementStore
+from placement_worker.book import ResourceBook
 from tests.contract.books import KINDS, books
 
 KEPT, GONE = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
@@ -38,16 +38,14 @@ class Ticking(SystemClock):
 
 
 @pytest.fixture(params=KINDS)
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[PlacementStore]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
     async with books(request, Ticking()) as make:
         made = make()
         await made.open()
         yield made
 
 
-async def notify(
-    store: PlacementStore, root: str, source: str, version: int, *children: str, gone: bool = False
-) -> str:
+async def notify(store: ResourceBook, root: str, source: str, version: int, *children: str, gone: bool = False) -> str:
     inventory = {"VCPU": Inventory(total=4)}
     reports = [ProviderReport(uuid=root, name=root, inventories=inventory)]
     reports += [ProviderReport(uuid=child, name=child, parent_uuid=root, inventories=inventory) for child in children]
@@ -57,11 +55,11 @@ async def notify(
     return result.outcome
 
 
-async def trim(store: PlacementStore, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100) -> bool:
+async def trim(store: ResourceBook, *, sources_s: float = 0.0, fences_s: float = LONG_S, limit: int = 100) -> bool:
     return await store.trim(keep_changes=0, keep_fences_s=fences_s, keep_sources_s=sources_s, limit=limit)
 
 
-async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(store: PlacementStore) -> None:
+async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(store: ResourceBook) -> None:
     await notify(store, GONE, "s", 5)
     await notify(store, GONE, "s", 6, gone=True)
     await trim(store, sources_s=LONG_S)
@@ -70,7 +68,7 @@ async def test_a_source_of_a_host_that_is_gone_is_forgotten_after_its_time(store
     assert await notify(store, GONE, "s", 4) == "applied"
 
 
-async def test_a_source_that_still_answers_for_something_is_kept(store: PlacementStore) -> None:
+async def test_a_source_that_still_answers_for_something_is_kept(store: ResourceBook) -> None:
     await notify(store, KEPT, "rare", 5, CHILD)
     await notify(store, KEPT, "often", 1)
     await trim(store)
@@ -80,7 +78,7 @@ async def test_a_source_that_still_answers_for_something_is_kept(store: Placemen
     assert [provider.uuid for provider in page.providers] == [KEPT]
 
 
-async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: PlacementStore) -> None:
+async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: ResourceBook) -> None:
     await notify(store, KEPT, "dead", 5, CHILD)
     await notify(store, KEPT, "heir", 1, CHILD)
     await trim(store)
@@ -88,7 +86,7 @@ async def test_a_dead_source_whose_host_another_took_over_is_forgotten(store: Pl
     assert await notify(store, KEPT, "dead", 1, CHILD) == "unchanged"
 
 
-async def test_little_is_dropped_at_once_and_the_rest_is_reported(store: PlacementStore) -> None:
+async def test_little_is_dropped_at_once_and_the_rest_is_reported(store: ResourceBook) -> None:
     await notify(store, KEPT, "s", 1)
     consumers = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(3)]
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
@@ -107,7 +105,7 @@ async def test_little_is_dropped_at_once_and_the_rest_is_reported(store: Placeme
     assert await claimed(last) == {last: "claimed"}
 
 
-async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
+async def test_few_changes_are_forgotten_at_once(store: ResourceBook) -> None:
     await notify(store, KEPT, "s", 1)
     option = ClaimOption(allocations={KEPT: {"VCPU": 1}})
     for number in range(4):
@@ -126,17 +124,17 @@ async def test_few_changes_are_forgotten_at_once(store: PlacementStore) -> None:
     assert (await store.changes(head - 4, 10)).too_old
 
 
-async def hold(store: PlacementStore, consumer: str, provider: str) -> str:
+async def hold(store: ResourceBook, consumer: str, provider: str) -> str:
     option = ClaimOption(allocations={provider: {"VCPU": 1}})
     (reply,) = await store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
     return str(reply.outcome)
 
 
-async def providers(store: PlacementStore) -> list[str]:
+async def providers(store: ResourceBook) -> list[str]:
     return [provider.uuid for provider in (await store.snapshot(None, 10)).providers]
 
 
-async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(store: PlacementStore) -> None:
+async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(store: ResourceBook) -> None:
     """Its source has left for good and never reports it again."""
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(store, KEPT, "s", 1)
@@ -156,7 +154,7 @@ async def test_the_shell_of_a_host_that_was_taken_out_goes_with_its_last_user(st
     assert await notify(store, GONE, "s", 3, CHILD) == "applied", "it may come back"
 
 
-async def test_a_host_that_another_source_reports_by_then_is_not_retired(store: PlacementStore) -> None:
+async def test_a_host_that_another_source_reports_by_then_is_not_retired(store: ResourceBook) -> None:
     user = "c0000000-0000-4000-8000-000000000000"
     await notify(store, GONE, "s", 1)
     await hold(store, user, GONE)
@@ -167,7 +165,7 @@ async def test_a_host_that_another_source_reports_by_then_is_not_retired(store: 
     assert await hold(store, user.replace("c", "d"), GONE) == "claimed"
 
 
-async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(store: PlacementStore) -> None:
+async def test_few_retired_trees_go_at_once_and_one_in_use_holds_none_up(store: ResourceBook) -> None:
     in_use = KEPT.replace("1", "0")
     for root in (in_use, KEPT, GONE):
         await notify(store, root, "s", 1)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import asyncpg
 import pytest
+from placement_worker.book import ResourceBook
+from placement_worker.store.postgres_rows import PostgresRows
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts
@@ -23,7 +25,6 @@ from bus.contracts.drains import DrainStart
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
 from bus.contracts.placement import Release
-from placement_worker.store.postgres import PostgresStore
 from tests.drills.test_backup_drill import (
     PATIENCE_S,
     PLAN,
@@ -206,7 +207,7 @@ async def test_a_book_that_is_ahead_of_records_is_put_right_where_the_machines_a
         await connection.execute("UPDATE placement.consumers SET attempt = 7 WHERE uuid = ANY($1::uuid[])", uuids)
         await connection.close()
         book = it.site.environment("drill").database("placement", pool_size=1)
-        store = PostgresStore(book)
+        store = ResourceBook(PostgresRows(book))
         await store.open()
         await store.apply([Release(consumer=uuid, attempt=7) for uuid in uuids])
         await store.close()

@@ -31,9 +31,9 @@ from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
 from cell_conductor.store.postgres import MIGRATIONS, PostgresInstances
 from cell_conductor.store.rows import INSERT, columns, numbered
+from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.overcommit import generations
-from placement_worker.store.port import PlacementStore
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from tests.integration.placement.conftest import Book, claim
 
@@ -120,9 +120,7 @@ LEFT_ALONE = "left alone, the book has a later attempt and its host does not rep
 
 
 @contextlib.asynccontextmanager
-async def requests_to(
-    store: PlacementStore, clock: SystemClock, rng: random.Random
-) -> AsyncIterator[PlacementRequests]:
+async def requests_to(store: ResourceBook, clock: SystemClock, rng: random.Random) -> AsyncIterator[PlacementRequests]:
     """A conductor's requests to placement, answered by this book."""
     handlers = PlacementHandlers(store, clock=clock, committed=lambda: None, claimed=lambda: None)
     bus = Bus("cell1", MemoryTransport(MemoryBroker(clock), "cell1"), process="both", clock=clock, rng=rng)

@@ -18,7 +18,9 @@ from bus.contracts.placement import (
     ReleaseResult,
 )
 from bus.faults import Fault, RequestRefused, RequestTimeout
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
+from placement_worker.book import ResourceBook
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
 
 Answer = Callable[[Claim], ClaimResult | Refusal | None]
 
@@ -29,8 +31,8 @@ class BookClaims:
     answer: a script that answers claims instead of the book (None: no answer). away: nothing is answered.
     """
 
-    def __init__(self, book: MemoryBook | None = None) -> None:
-        self.book = book or MemoryBook(MemoryBookTable(SystemClock()).session())
+    def __init__(self, book: ResourceBook | None = None) -> None:
+        self.book = book or ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))
         self.submitted: list[Claim] = []
         self.located: list[LocateRequest] = []
         self.answer: Answer | None = None
@@ -62,12 +64,12 @@ class BookClaims:
         self.located += requests
         if self.unavailable:
             return [RequestTimeout("unavailable") for _ in requests]
-        return list(await self.book.locate(requests))
+        return list(await self.book.reads.locate(requests))
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         if self.unavailable:
             return RequestTimeout("unavailable")
-        return await self.book.usage(ProjectUsageQuery(projects=tuple(projects)))
+        return await self.book.reads.usage(ProjectUsageQuery(projects=tuple(projects)))
 
 
 def _answered(reply: ClaimResult | Refusal | None) -> ClaimResult | Fault:

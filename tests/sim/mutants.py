@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import placement_worker.store.memory as book_store
 from msgspec.structs import replace
 
-import placement_worker.store.memory as book_store
 from bus.consuming.consumer import Consumer
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, Release
@@ -23,6 +23,8 @@ from cell_conductor.engine import Engine
 from cell_conductor.placement_requests import PlacementRequests
 from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
 from compute_sim.drivers.hypervisor import Hypervisors
+from placement_worker.book import ResourceBook
+from placement_worker.store.memory_rows import MemoryRows
 from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
@@ -270,7 +272,7 @@ def feed_published_out_of_order() -> AbstractContextManager[Any]:
         transaction.will(write)
         return int(numbered[-1].sequence)
 
-    return patch.object(book_store.MemoryBook, "append", append)
+    return patch.object(book_store.ResourceBook, "append", append)
 
 
 def silence_not_noticed() -> AbstractContextManager[Any]:

@@ -8,10 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import placement_worker.store.memory as book_store
 from msgspec.structs import replace
 
 import cell_conductor.app
-import placement_worker.store.memory as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
 from bus.persistence.memory_database import MemoryDatabaseTransaction
@@ -21,6 +21,7 @@ from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.host_changes import HostChanges
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
+from placement_worker.book import ResourceBook
 from placement_worker.domain.allocation_migration import _Migration
 from scheduler_worker.domain.hosts import HostTable
 
@@ -122,7 +123,7 @@ def half_built_is_kept() -> AbstractContextManager[Any]:
 
 def capacity_unguarded() -> AbstractContextManager[Any]:
     """Three units more than there are may be claimed, and the store has no guard of its own."""
-    claimed, write = book_store.claimed_provider, book_store.MemoryBook.write
+    claimed, write = book_store.claimed_provider, book_store.ResourceBook.write
 
     def with_more(provider: Any) -> Any:
         found = claimed(provider)
@@ -153,7 +154,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
     def both() -> Any:
         with (
             patch.object(book_store, "claimed_provider", with_more),
-            patch.object(book_store.MemoryBook, "write", unguarded),
+            patch.object(book_store.ResourceBook, "write", unguarded),
         ):
             yield
 
@@ -162,7 +163,7 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
 
 def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
-    write = book_store.MemoryBook.write
+    write = book_store.ResourceBook.write
 
     def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
         providers = self.table.providers
@@ -172,7 +173,7 @@ def usage_not_lowered() -> AbstractContextManager[Any]:
         }
         write(self, transaction, replace(decision, used=used))
 
-    return patch.object(book_store.MemoryBook, "write", forgetful)
+    return patch.object(book_store.ResourceBook, "write", forgetful)
 
 
 def cell_requests_above() -> AbstractContextManager[Any]:

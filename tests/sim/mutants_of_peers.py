@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from msgspec.structs import replace
-
 import placement_worker.store.memory as book_store
+from msgspec.structs import replace
+from placement_worker.store.memory_table import MemoryBookTable
+
 from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
-from placement_worker.store.memory import MemoryBookTable
 from scheduler_worker import placing
 from scheduler_worker.domain import step
 from scheduler_worker.domain.placement import PlacementRefused

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
+from placement_worker.store.rest_memory import MemoryRest
 
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -16,7 +17,6 @@ from lab.simulation.run import run
 from lab.simulation.widening import Widening
 from placement_worker.domain import allocations
 from placement_worker.rest import groups, members
-from placement_worker.store.rest_memory import MemoryRest
 from tests.sim.mutants import Mutant
 
 ACTS = (

@@ -9,8 +9,9 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 Hold = Mapping[str, Mapping[str, int]]
 
@@ -21,7 +22,7 @@ class Book:
     def __init__(self, url: str) -> None:
         self.url = url
         self.database = Database(url, "placement")
-        self.store = PostgresStore(self.database)
+        self.store = ResourceBook(PostgresRows(self.database))
         self.versions = 0
 
     async def open(self) -> None:

@@ -23,10 +23,11 @@ from bus.contracts.placement import (
     ProviderReport,
 )
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.operations import audit
 from placement_worker.store import fast_path
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 from .conftest import Book
 
@@ -102,36 +103,36 @@ def some_claims(
     return list(claims.values())
 
 
-async def with_locks(store: PostgresStore, claims: Sequence[Claim]) -> list[ClaimReply]:
+async def with_locks(store: ResourceBook, claims: Sequence[Claim]) -> list[ClaimReply]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(fast_path, "MAX_ITEMS", 0)
         return await store.apply(claims)
 
 
-async def published(store: PostgresStore) -> tuple[Change, ...]:
+async def published(store: ResourceBook) -> tuple[Change, ...]:
     return (await store.changes(0, 100_000)).changes
 
 
 @pytest.fixture
-async def second(book: Book) -> AsyncIterator[PostgresStore]:
+async def second(book: Book) -> AsyncIterator[ResourceBook]:
     """Another process on the same book."""
-    store = PostgresStore(Database(book.url, "placement"))
+    store = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await store.open()
     yield store
     await store.close()
 
 
 @pytest.fixture
-async def apart(book: Book) -> AsyncIterator[PostgresStore]:
+async def apart(book: Book) -> AsyncIterator[ResourceBook]:
     """A book of its own beside the other."""
-    store = PostgresStore(Database(book.url, "placement_apart"))
+    store = ResourceBook(PostgresRows(Database(book.url, "placement_apart")))
     await store.open()
     yield store
     await store.close()
 
 
 async def test_the_short_way_answers_writes_and_publishes_what_the_way_with_locks_does(
-    book: Book, apart: PostgresStore, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+    book: Book, apart: ResourceBook, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uuids = [(new_uuid(rng), new_uuid(rng)) for _ in range(12)]
     consumers: list[str] = []
@@ -195,7 +196,7 @@ async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
 
 
 async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
-    book: Book, second: PostgresStore, rng: random.Random, make_claim: MakeClaim
+    book: Book, second: ResourceBook, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     """A third transaction holds the middle host until both wait; in the order of naming they would each hold one end
     by then, and deadlock when it lets go."""
@@ -215,7 +216,7 @@ async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
 
 
 async def test_two_processes_give_the_last_room_of_a_host_to_one(
-    book: Book, second: PostgresStore, rng: random.Random, make_claim: MakeClaim
+    book: Book, second: ResourceBook, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     """Again and again, both at once, each the whole host: one has it, the other is answered full."""
     hosts = await book.hosts(30, rng, VCPU=2)

@@ -24,9 +24,10 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.store import claims, fast_path, holders
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 from .conftest import Book
 
@@ -38,13 +39,13 @@ PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
 
 
-async def another(book: Book) -> PostgresStore:
-    store = PostgresStore(Database(book.url, "placement"))
+async def another(book: Book) -> ResourceBook:
+    store = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await store.open()
     return store
 
 
-async def one(store: PostgresStore, item: ClaimItem) -> ClaimResult:
+async def one(store: ResourceBook, item: ClaimItem) -> ClaimResult:
     (reply,) = await store.apply([item])
     assert isinstance(reply, ClaimResult)
     return reply
@@ -57,7 +58,7 @@ async def test_two_stores_race_for_few_hosts_and_nothing_is_overcommitted(
     second = await another(book)
     wanted = [make_claim(new_uuid(rng), {rng.choice(hosts): {"VCPU": 1}}) for _ in range(400)]
 
-    async def work(store: PostgresStore, mine: Sequence[Claim]) -> list[ClaimOutcome]:
+    async def work(store: ResourceBook, mine: Sequence[Claim]) -> list[ClaimOutcome]:
         outcomes = []
         for at in range(0, len(mine), 20):
             replies = await store.apply(mine[at : at + 20])
@@ -162,7 +163,7 @@ async def test_random_groups_of_claims_releases_and_swaps_never_deadlock_beside_
     consumers = [new_uuid(rng) for _ in range(12)]
     stores = [book.store, await another(book), await another(book)]
 
-    async def claims(store: PostgresStore, mine: random.Random) -> None:
+    async def claims(store: ResourceBook, mine: random.Random) -> None:
         for _ in range(40):
             await store.apply([_random_item(mine, hosts, consumers) for _ in range(mine.randint(1, 12))])
 
@@ -321,7 +322,7 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
 
     monkeypatch.setattr(fast_path, "apply", counted)
 
-    async def work(store: PostgresStore) -> list[ClaimResult]:
+    async def work(store: ResourceBook) -> list[ClaimResult]:
         options = [{host: {"VCPU": 1}} for host in hosts]
         return [await one(store, make_claim(new_uuid(rng), *options)) for _ in range(40)]
 

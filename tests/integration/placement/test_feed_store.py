@@ -13,8 +13,9 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Change, Claim, FeedChanges, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.store import feed, publishing, snapshot
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 
 from .conftest import Book
 
@@ -28,7 +29,7 @@ async def nothing(_published: FeedChanges) -> None:
     return
 
 
-async def all_changes(store: PostgresStore) -> list[Change]:
+async def all_changes(store: ResourceBook) -> list[Change]:
     changes: list[Change] = []
     while True:
         page = await store.changes(len(changes), 37)
@@ -61,7 +62,7 @@ def as_replayed(providers: Sequence[ProviderState]) -> dict[str, tuple[int, dict
     return {state.uuid: (state.generation, dict(state.used)) for state in providers}
 
 
-async def busy(book: Book, store: PostgresStore, hosts: Sequence[str], seed: int, make_claim: MakeClaim) -> None:
+async def busy(book: Book, store: ResourceBook, hosts: Sequence[str], seed: int, make_claim: MakeClaim) -> None:
     rng = random.Random(seed)
     mine: list[str] = []
     for _ in range(30):
@@ -76,7 +77,7 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = PostgresStore(Database(book.url, "placement"))
+    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await second.open()
     seen: list[int] = []
     writing = True
@@ -109,7 +110,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = PostgresStore(Database(book.url, "placement"))
+    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await second.open()
     published: list[int] = []
 
@@ -118,7 +119,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
         await asyncio.sleep(0)  # a confirm takes a turn of the loop
         published.extend(change.sequence for change in changes)
 
-    async def publish(store: PostgresStore) -> None:
+    async def publish(store: ResourceBook) -> None:
         while not published or published[-1] < target:
             await store.publish(send, 7)
 
@@ -134,7 +135,7 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 0.01)
     await book.hosts(3, rng, VCPU=1)
-    second = PostgresStore(Database(book.url, "placement"))
+    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await second.open()
     sent: list[int] = []
 

@@ -12,9 +12,10 @@ from sqlalchemy.engine import make_url
 from berth.trial.embedded.postgres import Postgres
 from bus.contracts.placement import FeedChanges
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.kit.servers import fresh_database
 
 from .conftest import Book
@@ -50,7 +51,7 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
         await admin.fetch(END_SESSIONS, make_url(book.url).database)
         await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(book.url).database}"')
         await admin.close()
-        restored = PostgresStore(Database(url, "placement"))
+        restored = ResourceBook(PostgresRows(Database(url, "placement")))
         await restored.open()
         second = await restored.head()
         assert second.sequence == first.sequence
@@ -64,7 +65,7 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
 async def test_a_book_that_opens_again_goes_on_in_its_history(book: Book, rng: random.Random) -> None:
     await book.hosts(1, rng, VCPU=4)
     first = await book.store.head()
-    again = PostgresStore(Database(book.url, "placement"))
+    again = ResourceBook(PostgresRows(Database(book.url, "placement")))
     await again.open()
     assert await again.head() == first
     assert not (await again.newest()).renewed
@@ -82,7 +83,7 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
     before = "/".join((cluster, f"{int(timeline, 16) - 1:08X}", *rest))
     await connection.execute("UPDATE feed_head SET origin = $1", before)
     await connection.close()
-    others = [PostgresStore(Database(book.url, "placement")) for _ in range(3)]
+    others = [ResourceBook(PostgresRows(Database(book.url, "placement"))) for _ in range(3)]
     renewed = await asyncio.gather(*(store.newest() for store in (book.store, *others)))
     assert sorted(one.renewed for one in renewed) == [False, False, False, True]
     assert (await book.store.head()).history != first.history
@@ -156,7 +157,7 @@ async def test_a_recovery_from_the_archive_begins_another_history() -> None:
                 with (data / "postgresql.conf").open("a") as settings:
                     settings.write("restore_command = 'false'\n")
             server.start()
-            store = PostgresStore(Database(server.url(), "placement"))
+            store = ResourceBook(PostgresRows(Database(server.url(), "placement")))
             await store.open()
             histories.append((await store.head()).history)
             await store.close()

@@ -11,9 +11,10 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Release
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import claims
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.integration.placement.conftest import Book
 
 pytestmark = pytest.mark.postgres
@@ -29,13 +30,13 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
 ) -> None:
     """Each on a host of its own, each decided while the project held nothing: what is added is compared once more."""
     hosts = await book.hosts(1 + MANY, rng, VCPU=4)
-    stores = [PostgresStore(Database(book.url, "placement", pool_size=1)) for _ in range(MANY)]
+    stores = [ResourceBook(PostgresRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)]
 
     def claim(host: str) -> Claim:
         option = ClaimOption(allocations={host: {"VCPU": 1}})
         return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", limits={"VCPU": 1})
 
-    async def work(store: PostgresStore, host: str) -> str:
+    async def work(store: ResourceBook, host: str) -> str:
         beside = [] if fast else [Release(consumer=new_uuid(rng))]  # a release is applied the long way alone
         *_, reply = await store.apply([*beside, claim(host)])
         return str(reply.outcome)

@@ -56,7 +56,7 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
         )
         await until_it_waits(book, trimming.done)
     await trimming
-    assert (await book.store.locate([LocateRequest(project_id="p", server_group=APART.uuid)]))[0].members == {host: 1}
+    assert (await book.store.reads.locate([LocateRequest(project_id="p", server_group=APART.uuid)]))[0].members == {host: 1}
     (other,) = await book.store.apply([member(new_uuid(rng))])
     assert other.outcome == "ruled_out"
 

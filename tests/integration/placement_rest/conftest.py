@@ -16,14 +16,15 @@ from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
+from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.config import RestConfig
-from placement_worker.store.memory import MemoryBook, MemoryBookTable
-from placement_worker.store.port import PlacementStore
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_table import MemoryBookTable
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.contract.books import KINDS
 
 START_TIMEOUT_S = 60.0
@@ -49,8 +50,10 @@ class Placement:
             clock=SystemClock(),
             rng=self.rng,
         )
-        self.store: PlacementStore = (
-            PostgresStore(env.database("placement")) if isinstance(book, str) else MemoryBook(book.session())
+        self.store: ResourceBook = (
+            ResourceBook(PostgresRows(env.database("placement")))
+            if isinstance(book, str)
+            else ResourceBook(MemoryRows(book.session()))
         )
         self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
@@ -115,16 +118,16 @@ class Placement:
         return await self.call("PUT", f"/allocations/{consumer}", holding(held, generation))
 
     @property
-    def postgres(self) -> PostgresStore:
+    def postgres(self) -> ResourceBook:
         """The store, of a book in PostgreSQL."""
-        assert isinstance(self.store, PostgresStore)
+        assert isinstance(self.store.rows, PostgresRows)
         return self.store
 
     async def findings(self) -> list[str]:
         """The flaws of the book."""
         if not isinstance(self.book, str):
             return findings_in_memory(self.book)
-        async with self.postgres.database.raw() as connection:
+        async with self.postgres.rows.database.raw() as connection:
             return await audit.findings(connection)
 
     async def replica(self) -> LocalReplica:

@@ -114,7 +114,7 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
     ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
     writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
     async with listening(placement) as events:
-        await placement.store.rest.write_trees(writes)
+        await placement.store.write_trees(writes)
         body = {"name": "host", "uuid": new_uuid(placement.rng)}
         await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes the publisher
         while True:

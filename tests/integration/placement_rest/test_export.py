@@ -8,32 +8,33 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations import audit, export, export_store
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.operations.repair import repair
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
 pytestmark = pytest.mark.postgres
 
 
-async def read(store: PostgresStore) -> BookExport:
+async def read(store: ResourceBook) -> BookExport:
     await store.names.refresh()
-    async with store.database.raw() as connection:
+    async with store.rows.database.raw() as connection:
         return await export_store.read(connection, store.names)
 
 
-async def assign(store: PostgresStore, what: BookExport) -> int:
+async def assign(store: ResourceBook, what: BookExport) -> int:
     await store.names.ensure(what.classes, what.traits)
-    async with store.database.raw() as connection:
+    async with store.rows.database.raw() as connection:
         return await export_store.assign(connection, what, store.names)
 
 
-async def findings(store: PostgresStore) -> list[str]:
-    async with store.database.raw() as connection:
+async def findings(store: ResourceBook) -> list[str]:
+    async with store.rows.database.raw() as connection:
         return await audit.findings(connection)
 
 
@@ -59,7 +60,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
     text = list(export.lines(before))
     assert export.parse(text) == before
     with fresh_database(postgres_server) as url:
-        other = PostgresStore(Database(url, "placement"))
+        other = ResourceBook(PostgresRows(Database(url, "placement")))
         await other.open()
         replica = LocalReplica(other)
         await replica.fresh()
@@ -98,7 +99,7 @@ def test_half_a_file_is_no_book() -> None:
 async def test_a_live_placement_is_copied_until_equal(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     with fresh_database(postgres_server) as url:
-        copy = PostgresStore(Database(url, "placement"))
+        copy = ResourceBook(PostgresRows(Database(url, "placement")))
         await copy.open()
         source = CopySource(placement.base_url, "admin")
         assert await assign(copy, await source.read()) == 7

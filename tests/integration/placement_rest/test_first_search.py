@@ -9,7 +9,7 @@ import sys
 from bus.clock import SystemClock
 from placement_worker.replica.warm_up import warm_up_search
 from placement_worker.rest.candidates import warm_up
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import serving
 
 # Prints the calls of searches that differ in their amounts, each of a new book, in a new process.

@@ -13,7 +13,7 @@ from bus.clock import SystemClock, new_uuid
 from placement_worker import offload
 from placement_worker.rest import api, groups
 from placement_worker.store import claims, rest_allocations
-from placement_worker.store.memory import MemoryBookTable
+from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
 pytestmark = pytest.mark.postgres

@@ -7,8 +7,9 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
-from placement_worker.store.postgres import PostgresStore
+from placement_worker.store.postgres_rows import PostgresRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
@@ -73,7 +74,7 @@ async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placem
     async with placement.postgres.database.raw() as connection:
         lines = list(export.lines(await export_store.read(connection, placement.postgres.names)))
     with fresh_database(postgres_server) as url:
-        other = PostgresStore(Database(url, "placement"))
+        other = ResourceBook(PostgresRows(Database(url, "placement")))
         await other.open()
         what = export.parse(lines)
         await other.names.ensure(what.classes, what.traits)

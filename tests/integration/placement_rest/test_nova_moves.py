@@ -31,7 +31,7 @@ async def claimed(placement: Placement, host: str, consumer: str) -> str:
 
 
 async def members(placement: Placement) -> dict[str, int]:
-    (page,) = await placement.store.locate([LocateRequest(project_id=PROJECT, server_group=GROUP.uuid)])
+    (page,) = await placement.store.reads.locate([LocateRequest(project_id=PROJECT, server_group=GROUP.uuid)])
     return dict(page.members)
 
 

@@ -1,0 +1,541 @@
+"""The resource book: every write, and the reads that replicas follow. Each write is one transaction over the operations
+of `store.port`: lock rows, read them, decide (`domain/`), and write the result with its numbered changes.
+
+The functions with a transaction as their first argument are the writes inside of a transaction that the caller has
+opened; `ResourceBook` opens one for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from bus.contracts.placement import (
+    Change,
+    ChangesPage,
+    FeedChanges,
+    FeedHead,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderState,
+    SnapshotPage,
+)
+from bus.faults import Transient
+from placement_worker.domain import allocations
+from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
+from placement_worker.domain.allocations import (
+    AllocationOutcome,
+    AllocationWrite,
+    classes_of_allocations,
+    entries_of_allocations,
+    expect,
+    expected_rows,
+    providers_held,
+    touched,
+)
+from placement_worker.domain.causes import caused
+from placement_worker.domain.claim_items import (
+    ClaimReply,
+    dated_consumers,
+    expected_consumers,
+    groups_of,
+    knows_classes,
+    lost_claims,
+    lowest_limits,
+    projects_of,
+    providers_of,
+    reply,
+    wanted_members,
+    with_holders,
+)
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
+from placement_worker.domain.claims import ClaimItem, decide
+from placement_worker.domain.claims import changes_of as changes_of_usage
+from placement_worker.domain.refusal import WriteRefusal
+from placement_worker.domain.report_group import ReportGroup, names_of_reports, trees_of_reports
+from placement_worker.domain.reports import ReportRefusal, changes_of, plan
+from placement_worker.domain.reshape import Reshape, reshape
+from placement_worker.domain.retired_trees import is_retired
+from placement_worker.domain.trees import (
+    ProviderTrees,
+    TreeOutcome,
+    TreeWrite,
+    WantedTrees,
+    classes_of_trees,
+    deleted_trees,
+    entries_of_tree,
+    traits_of_trees,
+    wanted_trees,
+)
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
+from placement_worker.offload import run_sized
+from placement_worker.store.names import NameTable, StaleNames
+from placement_worker.store.port import (
+    NO_LIMITS,
+    BookReads,
+    BookRows,
+    BookTransaction,
+    Leaving,
+    Locked,
+    NameKind,
+    NameTaken,
+    NewestHead,
+    PassedMeanwhile,
+)
+from placement_worker.store.publishing import Published, Publishing
+
+Written = TypeVar("Written")
+
+NOTHING_DECIDED = Decision([], {}, {}, {})
+NEW_HOLDER = ConsumerState(0, 0, "", "", "")
+
+# A page of the snapshot ends before its reply exceeds the size of a bus message. The sizes are generous estimates of
+# JSON bytes, not measurements.
+MAX_PAGE_BYTES = 8 * 2**20
+BYTES_A_PROVIDER = 600
+BYTES_AN_INVENTORY = 400
+BYTES_A_NAME = 300
+
+
+class HoldersBusy(Transient):
+    """Another transaction is changing allocations that the report moves."""
+
+    code = "inventory.holders_busy"
+
+
+class ResourceBook:
+    """The book over its rows. Every write commits in one transaction together with its numbered changes.
+
+    reads: the reads that no decision follows.
+    """
+
+    def __init__(self, rows: BookRows) -> None:
+        self.rows = rows
+        self._publishing = Publishing(rows)
+        self._seen: FeedHead | None = None  # the last head that `newest` has looked at
+
+    @property
+    def ready(self) -> bool:
+        """Whether the book is open (for /readyz)."""
+        return self.rows.ready
+
+    @property
+    def deployment(self) -> str:
+        """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
+        return self.rows.deployment
+
+    @property
+    def names(self) -> NameTable:
+        """The class and trait names that this process has cached."""
+        return self.rows.names
+
+    @property
+    def reads(self) -> BookReads:
+        """The reads that no decision follows."""
+        return self.rows.reads
+
+    async def open(self) -> None:
+        """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
+        await self.rows.open()
+        await self.names.open()
+        await self.newest()
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self.rows.close()
+
+    # --- claims and reports
+
+    async def apply(self, items: Sequence[ClaimItem], *, bus: str = ABOVE_CELLS) -> list[ClaimReply]:
+        """Apply claims, releases, reverts and swaps as one group, in order, each with its own outcome. Raises
+        Transient.
+
+        bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
+        consumer that holds them is `consumer_changed`.
+        """
+        if not items:
+            return []
+        if not knows_classes(self.names.class_ids, items):
+            await self.names.refresh()
+        try:
+            return await self._write(lambda transaction: claim(transaction, items, bus))
+        except PassedMeanwhile:
+            return await self._write(lambda transaction: claim(transaction, items, bus, alone=True))
+
+    async def report(
+        self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
+    ) -> list[InventoryResult | ReportRefusal]:
+        """Apply inventory updates as one group, in order, each with its own outcome. Raises Transient.
+
+        bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
+        cells are refused.
+        """
+        if not updates:
+            return []
+
+        async def create_names() -> None:  # ahead of the transaction; names that were removed are created again
+            await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
+
+        return await self._write(lambda transaction: report(transaction, updates, bus), ahead=create_names)
+
+    async def release_roots(self, source: str, roots: Sequence[str], *, bus: str) -> None:
+        """Release the roots of a source that belong to the cell of `bus`: another compute service may take them
+        over.
+        """
+        async with self.rows.transaction() as transaction:
+            await transaction.lock_sources(())
+            await transaction.release_sources(source, roots, bus)
+
+    async def remove_retired_trees(self, limit: int) -> list[str]:
+        """Remove retired trees that are no longer used, at most `limit`. Returns their roots.
+
+        Their sources may have ended for good. A source that still reports removes its retired trees with the next
+        report.
+        """
+        return await self._write(lambda transaction: remove_retired_trees(transaction, limit))
+
+    # --- writes of the REST API
+
+    async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+        """Apply a group of writes of providers, in order, each with its own outcome. Raises Unstorable."""
+        size = sum(map(entries_of_tree, writes))
+        await self._know_classes(await run_sized(self.rows.offload, size, lambda: classes_of_trees(writes)))
+        await self._know_traits(await run_sized(self.rows.offload, size, lambda: traits_of_trees(writes)))
+        return await self._write(lambda transaction: write_trees(transaction, writes))
+
+    async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
+        """Apply a group of writes of allocations, in order, each with its own outcome. Raises Unstorable."""
+        size = sum(map(entries_of_allocations, items))
+        await self._know_classes(await run_sized(self.rows.offload, size, lambda: classes_of_allocations(items)))
+        return await self._write(lambda transaction: write_allocations(transaction, items))
+
+    async def reshape(self, item: Reshape) -> WriteRefusal | None:
+        """Apply one reshape. Returns the refusal, None when it was applied."""
+        await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
+        return await self._write(lambda transaction: apply_reshape(transaction, item))
+
+    async def _write(
+        self,
+        apply: Callable[[BookTransaction], Awaitable[Written]],
+        ahead: Callable[[], Awaitable[None]] | None = None,
+    ) -> Written:
+        """Run one transaction. When it fails because of stale names, refresh them and run it once more.
+
+        ahead: called before each of the two.
+        """
+        if ahead is not None:
+            await ahead()
+        try:
+            async with self.rows.transaction() as transaction:
+                return await apply(transaction)
+        except StaleNames:
+            await self.names.refresh()
+        if ahead is not None:
+            await ahead()
+        async with self.rows.transaction() as transaction:
+            return await apply(transaction)
+
+    # --- names
+
+    async def _know_classes(self, named: Iterable[str]) -> None:
+        """Refresh the names when the writes name a class that is not cached: another process may have created it."""
+        if not self.names.class_ids.keys() >= set(named):
+            await self.names.refresh()
+
+    async def _know_traits(self, named: Iterable[str]) -> None:
+        if not self.names.trait_ids.keys() >= set(named):
+            await self.names.refresh()
+
+    async def unknown_classes(self, named: Iterable[str]) -> list[str]:
+        """Return those of these names that are not resource classes of the book, in order."""
+        wanted = list(dict.fromkeys(named))
+        await self.names.refresh_if_old()
+        await self._know_classes(wanted)
+        return [name for name in wanted if name not in self.names.class_ids]
+
+    async def unknown_traits(self, named: Iterable[str]) -> list[str]:
+        """Return those of these names that are not traits of the book, in order."""
+        wanted = list(dict.fromkeys(named))
+        await self._know_traits(wanted)
+        return [name for name in wanted if name not in self.names.trait_ids]
+
+    async def create_name(self, kind: NameKind, name: str) -> bool:
+        """Create a class or trait. Returns False when it exists."""
+        classes, traits = ((name,), ()) if kind is NameKind.CLASS else ((), (name,))
+        async with self.rows.transaction() as transaction:
+            created = await transaction.add_names(classes, traits)
+        if created:
+            await self.names.refresh()
+        return bool(created)
+
+    async def delete_name(self, kind: NameKind, name: str) -> bool:
+        """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
+        async with self.rows.transaction() as transaction:
+            deleted = await transaction.delete_name(kind, name)
+        await self.names.refresh()
+        return deleted
+
+    async def rename_class(self, old: str, new: str) -> bool | None:
+        """Give a class another name (below 1.7), and append a change for every provider that has it. Returns False when
+        the class does not exist, None when the name is taken.
+        """
+        try:
+            async with self.rows.transaction() as transaction:
+                await transaction.lock_sources(())
+                after = await transaction.rename_class(old, new)
+                await transaction.append(changes_of({}, after or {}))
+        except NameTaken:
+            return None
+        await self.names.refresh()
+        return after is not None
+
+    # --- the feed
+
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        """Return the committed changes after a number, in order. history: the history of the number; when the book has
+        another one, the page is `too_old`.
+        """
+        async with self.rows.snapshot() as view:
+            newest = await view.head()
+            oldest = await view.oldest()
+            too_old = after < newest.sequence if oldest is None else after < oldest - 1
+            if too_old or history not in ("", newest.history):
+                return ChangesPage(head=newest.sequence, too_old=True, history=newest.history)
+            changes = await view.changes(after, limit)
+            return ChangesPage(changes=tuple(changes), head=newest.sequence, history=newest.history)
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """Return a page of whole providers in the order of their uuids, as of one number of the feed."""
+        async with self.rows.snapshot() as view:
+            head = await view.head()
+            providers = await view.providers_after(after, limit + 1)
+        states: list[ProviderState] = []
+        size = 0
+        for provider in providers:
+            size += _bytes_of(provider)
+            if len(states) == limit or (states and size > MAX_PAGE_BYTES):
+                break
+            states.append(state_of(provider))
+        more = len(states) < len(providers)
+        return SnapshotPage(sequence=head.sequence, providers=tuple(states), more=more, history=head.history)
+
+    async def head(self) -> FeedHead:
+        """Return the number of the newest committed change, and the id of its history."""
+        return await self.rows.head()
+
+    async def newest(self) -> NewestHead:
+        """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
+
+        A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
+        one that this process has read before.
+        """
+        newest = await self.rows.newest(self._seen)
+        self._seen = newest.head
+        return newest
+
+    async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
+        """Pass the next unpublished changes to `send`, and record them as published when it returns.
+
+        One process publishes at a time; for the others the result is `taken`. A process that dies or hangs blocks the
+        others for `publishing.LEASE_S`, and its changes are published again. A process must not call this method
+        concurrently.
+        """
+        return await self._publishing.publish(send, limit)
+
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
+        whether there may be more.
+
+        keep_changes: the newest changes to keep. keep_fences_s: seconds after the release. keep_sources_s: seconds
+        after the last report; a source is deleted if its root no longer exists, or if a newer report of another source
+        covers all its providers.
+        """
+        return await self.rows.trim(
+            keep_changes=keep_changes, keep_fences_s=keep_fences_s, keep_sources_s=keep_sources_s, limit=limit
+        )
+
+
+def _bytes_of(provider: Provider) -> int:
+    names = len(provider.traits) + len(provider.aggregates)
+    return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.inventories) + BYTES_A_NAME * names
+
+
+async def claim(
+    transaction: BookTransaction, items: Sequence[ClaimItem], bus: str, *, alone: bool = False
+) -> list[ClaimReply]:
+    """Decide and write one group of claims from one bus.
+
+    alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
+    used up a limit since the decision; with `alone` there are none.
+    """
+    limited, keys, dated = projects_of(items), groups_of(items), dated_consumers(items)
+    if keys:
+        await transaction.lock_groups(keys)
+    locked = await transaction.lock_claims(
+        expected_consumers(items), providers_of(items, {}), limited=limited, alone=alone
+    )
+    holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
+    members = await transaction.members(wanted_members(items, holding)) if keys else {}
+    decision = decide(
+        items,
+        locked.found,
+        locked.providers,
+        transaction.class_ids,
+        frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus)),
+        groups={key: members.get(key, {}) for key in keys},
+        projects={project: locked.usage.get(project, {}) for project in limited},
+        ages_s=await transaction.ages_s(dated) if dated else {},
+    )
+    if decision.joined:
+        await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
+    most = lowest_limits(items) if limited and not alone else NO_LIMITS
+    sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
+    verdicts: Sequence[ClaimVerdict] = decision.verdicts
+    if bus == ABOVE_CELLS and (lost := lost_claims(items, verdicts)):  # a cell learns nothing of others' consumers
+        verdicts = with_holders(verdicts, await transaction.newest_holders(lost))
+    return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
+
+
+async def report(
+    transaction: BookTransaction, updates: Sequence[InventoryUpdate], bus: str
+) -> list[InventoryResult | ReportRefusal]:
+    """Decide and write a group of updates that came on one bus."""
+    sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
+    group = ReportGroup(updates, sources, cells=cells, bus=bus)
+    group.refuse_flawed(transaction.trait_ids)
+    group.refuse_foreign()
+    group.refuse_owned()
+    group.sort_out_stale()
+    return group.answers(await _apply_reports(transaction, group))
+
+
+async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list[str]:
+    """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
+
+    A source that has ended for good will not report again, so no report would remove them.
+    """
+    await transaction.lock_sources(())
+    sources = await transaction.retired_sources(limit)
+    if not sources:
+        return []
+    _, locked = await transaction.lock_trees(WantedTrees(whole={root for root, _ in sources}))
+    trees: dict[str, list[Provider]] = {}
+    for provider in locked.values():
+        trees.setdefault(provider.root, []).append(provider)
+    # A claim or a write of the REST API may have changed the tree before it was locked.
+    empty = [
+        InventoryUpdate(source=source, version=known.version, root_uuid=root)
+        for (root, source), known in sources.items()
+        if is_retired(trees.get(root, ()))
+    ]
+    await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
+    return list(dict.fromkeys(update.root_uuid for update in empty))
+
+
+async def _apply_reports(transaction: BookTransaction, group: ReportGroup) -> int:
+    """Plan the fresh updates and write the result."""
+    fresh = group.fresh()
+    updates = [group.updates[number] for number in fresh]
+    if not updates:
+        return await transaction.write_trees({}, {}, sources=group.written())
+    leaving = [pair for update in updates for pair in migrating_classes(update.providers)]
+    # Consumers are locked before providers, as everywhere.
+    locked = await _lock_holders(transaction, await transaction.holders(leaving) if leaving else ())
+    shape, before = await transaction.lock_trees(trees_of_reports(updates))
+    if leaving:
+        locked = await _with_late_holders(transaction, leaving, locked)
+    holdings = {uuid: consumer.holding for uuid, consumer in locked.found.items() if consumer.holding}
+    earlier = [group.earlier(number) for number in fresh]
+    outcome = plan(updates, earlier, before, holdings, group.bus, shape=shape)
+    group.settle(fresh, outcome.results)
+    now = before
+    if outcome.moved or locked.inserted:
+        now = between(before, outcome.after)
+        await transaction.write_trees(before, now)
+        await transaction.write_claims(migrated(before, outcome.after, outcome.moved, locked.found), locked)
+    changes = changes_of(before, outcome.after)
+    return await transaction.write_trees(now, outcome.after, changes, sources=group.written())
+
+
+async def _lock_holders(transaction: BookTransaction, consumers: Sequence[str]) -> Locked:
+    if not consumers:
+        return Locked({}, {})
+    return await transaction.lock_claims(dict.fromkeys(consumers, NEW_HOLDER), None)
+
+
+async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Leaving], locked: Locked) -> Locked:
+    """Lock the consumers that appeared before the providers were locked, too. To wait for one could deadlock with a
+    transaction that has locked the consumer and waits for the providers. Raises HoldersBusy.
+    """
+    late = [uuid for uuid in await transaction.holders(leaving) if uuid not in locked.found]
+    if late and not await transaction.lock_free(late):
+        raise HoldersBusy("an allocation that is to be moved is being changed")
+    more = await _lock_holders(transaction, late)
+    return Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
+
+
+async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+    """Decide and write a group of writes of providers."""
+    shape, before = await transaction.lock_trees(wanted_trees(writes))
+
+    def decided() -> tuple[list[TreeOutcome], dict[str, Provider], list[Change]]:
+        trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape)
+        outcomes = [trees.apply(write) for write in writes]
+        done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
+        changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
+        return outcomes, trees.providers, changes
+
+    size = sum(map(entries_of_tree, writes)) + sum(map(_entries_of, before.values()))
+    outcomes, after, changes = await run_sized(transaction.offload, size, decided)
+    if changes:
+        await transaction.write_trees(before, after, changes, disowned=deleted_trees(writes, outcomes))
+    return outcomes
+
+
+def _entries_of(provider: Provider) -> int:
+    return 1 + len(provider.inventories) + len(provider.traits) + len(provider.aggregates)
+
+
+async def write_allocations(transaction: BookTransaction, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
+    """Decide and write a group of writes of allocations."""
+    size = sum(map(entries_of_allocations, items))
+    expected, wanted = await run_sized(transaction.offload, size, lambda: expected_rows(items))
+    locked = await transaction.lock_claims(expected, wanted)
+
+    def decided() -> tuple[list[AllocationOutcome], Decision, list[Change]]:
+        outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.class_ids)
+        return outcomes, decision, caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
+
+    size += len(locked.found) + len(locked.providers)
+    outcomes, decision, changes = await run_sized(transaction.offload, size, decided)
+    await transaction.write_claims(decision, locked, changes)
+    return outcomes
+
+
+async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRefusal | None:
+    """Decide and write one reshape. Reshapes are not grouped, because they are rare and large."""
+    await transaction.lock_sources(())
+    expected: dict[str, ConsumerState] = {}
+    wanted: set[str] = set(item.inventories)
+    expect(item.writes, expected, wanted)
+    locked = await transaction.lock_claims(expected, None)
+    shape, before = await transaction.lock_trees(WantedTrees(uuids=wanted | providers_held(locked.found)))
+    outcome = await run_sized(
+        transaction.offload,
+        len(before) + len(expected),
+        lambda: reshape(item, locked.found, before, transaction.class_ids, shape=shape),
+    )
+    if isinstance(outcome, WriteRefusal):
+        await transaction.write_claims(NOTHING_DECIDED, locked)
+        return outcome
+    old = {uuid: before[uuid] for uuid in outcome.interim}
+
+    def changes() -> list[Change]:
+        usage = [each for each in changes_of_usage(outcome.decision) if each.provider not in outcome.final]
+        return caused(changes_of(old, outcome.final) + usage, ((item.cause, ()),))
+
+    await transaction.write_trees(old, outcome.interim)
+    await transaction.write_claims(outcome.decision, locked)
+    numbered = await run_sized(transaction.offload, len(before), changes)
+    await transaction.write_trees(outcome.interim, outcome.final, numbered)
+    return None

@@ -1,0 +1,292 @@
+"""The reads of the book in memory that no decision follows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from bus.contracts.book import (
+    MAX_TREE,
+    GroupMembersPage,
+    GroupMembersQuery,
+    HostTree,
+    HostTreeQuery,
+    ProjectUsagePage,
+    ProjectUsageQuery,
+    ServiceHostsPage,
+    ServiceHostsQuery,
+    TreeHolder,
+)
+from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
+from bus.persistence.memory_database import MemorySession
+from placement_worker.domain.names import STANDARD_CLASSES
+from placement_worker.domain.units import is_allowed_amount
+from placement_worker.domain.values import Provider, state_of
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
+from placement_worker.store.port import (
+    AllocationRow,
+    InventoryRecord,
+    Listing,
+    NameKind,
+    NameRow,
+    Unstorable,
+    UsageRow,
+)
+
+
+class MemoryReads:
+    """`BookReads` over a MemoryBookTable."""
+
+    def __init__(self, session: MemorySession, table: MemoryBookTable) -> None:
+        self._session = session
+        self._table = table
+
+    async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
+        """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
+        group by host.
+        """
+        return [await self._locate(one) for one in requested]
+
+    async def _locate(self, requested: LocateRequest) -> LocatePage:
+        table = self._table
+        async with self._session.transaction():
+            key = (requested.project_id, requested.server_group or "")
+            alive = table.alive(key)
+            counted = Counter(host for uuid, hosts in alive.items() if uuid != requested.besides for host in hosts)
+            hosts = {
+                uuid: tuple(sorted({table.providers[provider].root for provider in kept.consumer.holding}))
+                for uuid in sorted(set(requested.consumers))
+                if (kept := table.consumers.get(uuid)) is not None
+                and kept.consumer.holding
+                and kept.consumer.project_id == requested.project_id
+            }
+            return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
+
+    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+        """Return the hosts that belong to a compute service by its reports."""
+        table, mine = self._table, f"{COMPUTE_SOURCE}{requested.service}"
+        async with self._session.transaction():
+            roots = [
+                root for (root, source), last in table.sources.items() if source == mine and root in last.providers
+            ]
+            found = [table.providers[root] for root in roots if root in table.providers]
+            names = sorted(one.name for one in found if one.cell in (None, requested.cell))
+            return ServiceHostsPage(hosts=tuple(names[: requested.limit]))
+
+    async def tree(self, requested: HostTreeQuery) -> HostTree:
+        """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
+        table = self._table
+        async with self._session.transaction():
+            if (known := table.providers.get(requested.provider)) is None:
+                return HostTree()
+            every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
+            shown = every[:MAX_TREE]
+            holders = [
+                TreeHolder(
+                    consumer=uuid,
+                    project_id=state.project_id,
+                    user_id=state.user_id,
+                    consumer_type=state.consumer_type,
+                    attempt=state.attempt,
+                    holding=held,
+                )
+                for uuid, row in sorted(table.consumers.items())
+                if (state := row.consumer)
+                and (held := {one: dict(state.holding[one]) for one in every if one in state.holding})
+                and (requested.after is None or uuid > requested.after)
+            ]
+            return HostTree(
+                providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
+                holders=tuple(holders[: requested.limit]),
+                more=len(every) > MAX_TREE or len(holders) > requested.limit,
+            )
+
+    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+        """The members of a server group, and their hosts."""
+        table = self._table
+        async with self._session.transaction():
+            alive = table.alive((requested.project_id, requested.server_group))
+            found = [uuid for uuid in sorted(alive) if requested.after is None or uuid > requested.after]
+            members = {
+                uuid: tuple(sorted(table.providers[host].name for host in alive[uuid]))
+                for uuid in found[: requested.limit]
+            }
+            return GroupMembersPage(members=members, more=len(found) > requested.limit)
+
+    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+        """The usage of projects, as of one moment."""
+        async with self._session.transaction():
+            usage: dict[str, dict[str, int]] = {}
+            for project, held in sorted(self._table.project_usage.items()):
+                if requested.projects and project not in requested.projects:
+                    continue
+                if (requested.after is None or project > requested.after) and any(held.values()):
+                    usage[project] = {name: amount for name, amount in sorted(held.items()) if amount}
+            shown = dict(list(usage.items())[: requested.limit])
+            return ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
+
+    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+        """A class or trait by name."""
+        async with self._session.transaction():
+            return NameRow(name, self._table.made[kind, name]) if name in self._table.names(kind) else None
+
+    async def resource_classes(self) -> list[NameRow]:
+        """All classes, standard ones first."""
+        async with self._session.transaction():
+            rows = [NameRow(name, self._table.made[NameKind.CLASS, name]) for name in self._table.classes]
+            return sorted(rows, key=lambda row: row.name not in STANDARD_CLASSES)
+
+    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+        """All traits with one of these names, with this prefix, that some provider has, or that none has."""
+        check_storable(prefix, *(names or ()))
+        async with self._session.transaction():
+            held = {trait for provider in self._table.providers.values() for trait in provider.traits}
+            return [
+                NameRow(name, self._table.made[NameKind.TRAIT, name])
+                for name in self._table.traits
+                if (names is None or name in names)
+                and (prefix is None or name.startswith(prefix))
+                and (associated is None or (name in held) is associated)
+            ]
+
+    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+        """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of
+        ProviderRow.
+        """
+        check_storable(listing.name)
+        table = self._table
+        async with self._session.transaction():
+            top = table.providers.get(listing.in_tree or "")
+            rows = [table.providers[uuid] for uuid in table.by_number(list(table.providers))]
+            return [
+                (p.uuid, p.name, p.generation, p.parent, p.root, table.written[provider_key(p.uuid)])
+                for p in rows
+                if (listing.in_tree is None or (top is not None and p.root == top.root)) and _is_listed(p, listing)
+            ]
+
+    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
+        """(generation, inventories by class) of a provider, None when there is none."""
+        table = self._table
+        async with self._session.transaction():
+            if (provider := table.providers.get(uuid)) is None:
+                return None
+            return provider.generation, [
+                InventoryRecord(
+                    name,
+                    inventory.total,
+                    inventory.reserved,
+                    inventory.min_unit,
+                    inventory.max_unit,
+                    inventory.step_size,
+                    inventory.allocation_ratio,
+                    table.written["inventory", uuid, name],
+                )
+                for name, inventory in sorted(provider.inventories.items())
+            ]
+
+    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
+        """(generation, {class: used}) of a provider, None when there is none."""
+        async with self._session.transaction():
+            provider = self._table.providers.get(uuid)
+            used = (
+                {} if provider is None else {name: provider.used.get(name, 0) for name in sorted(provider.inventories)}
+            )
+            return None if provider is None else (provider.generation, used)
+
+    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
+        """(generation, {trait: when it was made}) of a provider, None when there is none."""
+        async with self._session.transaction():
+            if (provider := self._table.providers.get(uuid)) is None:
+                return None
+            return provider.generation, {name: self._table.made[NameKind.TRAIT, name] for name in provider.traits}
+
+    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
+        """(generation, aggregates) of a provider, None when there is none."""
+        async with self._session.transaction():
+            provider = self._table.providers.get(uuid)
+            return None if provider is None else (provider.generation, sorted(provider.aggregates))
+
+    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+        """The allocations of a consumer, by provider and class."""
+        table = self._table
+        async with self._session.transaction():
+            row = table.consumers.get(uuid)
+            held = table.by_number(list(row.consumer.holding)) if row is not None else []
+            return [each for provider in held if row is not None for each in self._allocations(uuid, row, provider)]
+
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+        """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
+        table = self._table
+        async with self._session.transaction():
+            if (provider := table.providers.get(uuid)) is None:
+                return None
+            held = [(name, row) for name, row in sorted(table.consumers.items()) if uuid in row.consumer.holding]
+            return provider.generation, [each for name, row in held for each in self._allocations(name, row, uuid)]
+
+    def _allocations(self, consumer: str, row: ConsumerRow, provider: str) -> list[AllocationRow]:
+        state = row.consumer
+        return [
+            AllocationRow(
+                consumer,
+                provider,
+                self._table.providers[provider].generation,
+                name,
+                amount,
+                state.generation,
+                state.project_id,
+                state.user_id,
+                state.consumer_type,
+                row.updated_at,
+            )
+            for name, amount in sorted(state.holding[provider].items())
+        ]
+
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+        """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
+
+        "" is the unknown type.
+        """
+        check_storable(project_id, user_id, consumer_type)
+        async with self._session.transaction():
+            amounts: dict[tuple[str, str], int] = {}
+            counts: dict[str, int] = {}
+            for row in self._table.consumers.values():
+                held = row.consumer
+                wanted = held.project_id == project_id and user_id in (None, held.user_id)
+                if not held.holding or not wanted or consumer_type not in (None, held.consumer_type):
+                    continue
+                counts[held.consumer_type] = counts.get(held.consumer_type, 0) + 1
+                for resources in held.holding.values():
+                    for name, amount in resources.items():
+                        key = (held.consumer_type, name)
+                        amounts[key] = amounts.get(key, 0) + amount
+            return [UsageRow(kind, name, amount, counts[kind]) for (kind, name), amount in sorted(amounts.items())]
+
+
+def check_storable(*texts: str | None) -> None:
+    """Raise Unstorable for a text with a NUL, as PostgreSQL cannot store one."""
+    if any(text is not None and "\x00" in text for text in texts):
+        raise Unstorable("a text has a NUL in it")
+
+
+def _is_listed(p: Provider, listing: Listing) -> bool:
+    traits, aggregates = set(p.traits), set(p.aggregates)
+    return (
+        listing.uuid in (None, p.uuid)
+        and listing.name in (None, p.name)
+        and all(traits.intersection(group) for group in listing.required)
+        and not traits.intersection(listing.forbidden)
+        and all(aggregates.intersection(group) for group in listing.member_of)
+        and not aggregates.intersection(listing.forbidden_aggregates)
+        and all(_has_left(p, name, amount) for name, amount in listing.resources)
+    )
+
+
+def _has_left(provider: Provider, name: str, amount: int) -> bool:
+    inventory = provider.inventories.get(name)
+    return (
+        inventory is not None
+        and inventory.capacity - provider.used.get(name, 0) >= amount
+        and is_allowed_amount(amount, inventory)
+    )

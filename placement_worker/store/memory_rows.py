@@ -1,0 +1,449 @@
+"""The rows of the book in memory: for simulation and tests. They pass the same suite as PostgreSQL (tests/contract).
+
+This module has only rows, locks and commits; `placement_worker.book` decides. The order of locks is that of PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.contracts.placement import Change, ClaimHolder, FeedHead
+from bus.faults import BrokenInvariant
+from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from placement_worker.domain.claim_items import WantedMembers
+from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.report_group import Key, ReportSource, Sources
+from placement_worker.domain.retired_trees import is_retired
+from placement_worker.domain.server_groups import usage_changes
+from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.values import (
+    ClaimedProvider,
+    ConsumerState,
+    GroupKey,
+    Members,
+    Provider,
+    claimed_provider,
+)
+from placement_worker.offload import OffloadThread
+from placement_worker.store.memory_reads import MemoryReads, check_storable
+from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
+from placement_worker.store.names import NameTable, StaleNames
+from placement_worker.store.port import (
+    NO_LIMITS,
+    NO_SOURCES,
+    Leaving,
+    Locked,
+    Named,
+    NameInUse,
+    NameKind,
+    NameTaken,
+    NewestHead,
+    PassedMeanwhile,
+    Taken,
+)
+
+__all__ = ["MemoryBookTable", "MemoryRows"]
+
+HEAD, POSITION = ("feed head",), ("feed position",)
+
+
+class MemoryRows:
+    """`BookRows` over a MemoryBookTable: one process's view of it."""
+
+    offload: OffloadThread | None = None
+
+    def __init__(self, session: MemorySession) -> None:
+        assert isinstance(session.database, MemoryBookTable)
+        self.table = session.database
+        self.session = session
+        self.deployment = session.database.deployment
+        self.reads = MemoryReads(session, self.table)
+        self.names = NameTable(self.transaction, self.table.clock)
+        self.ready = False
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the database."""
+        return self.table.clock
+
+    async def open(self) -> None:
+        """Open the book. There is nothing to migrate."""
+        self.ready = True
+
+    async def close(self) -> None:
+        """Close the connections; the rows stay."""
+        self.ready = False
+        self.session.cut()
+
+    def transaction(self) -> AbstractAsyncContextManager[MemoryTransaction]:
+        """A transaction that commits at the end and rolls back on an exception."""
+        return self._transaction()
+
+    snapshot = transaction  # reads without an await between them are of one moment
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
+        async with self.session.transaction() as transaction:
+            yield MemoryTransaction(self.table, transaction, self.names)
+
+    async def head(self) -> FeedHead:
+        """The number of the newest committed change, and the id of its history."""
+        async with self.session.transaction():
+            return self.table.newest
+
+    async def newest(self, seen: FeedHead | None) -> NewestHead:
+        """Return the head. The history gets a new id when the table was replaced, or is behind `seen`."""
+        async with self.session.transaction() as transaction:
+            await transaction.lock([HEAD])
+            newest = self.table.newest
+            is_behind = seen is not None and seen.history == newest.history and newest.sequence < seen.sequence
+            is_another = is_behind or self.table.origin != self.table.place
+            if is_another:
+                transaction.will(self.table.renew_history)
+        newest = self.table.newest
+        return NewestHead(newest, is_another, newest.sequence > self.table.position)
+
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+        """Take the next unpublished changes."""
+        table = self.table
+        async with self.session.transaction() as transaction:
+            position, changes = table.position, changes_after(table, table.position, limit)
+            if not changes:
+                return None
+            await transaction.lock([POSITION])
+            now = table.clock.time()
+            is_taken = table.taken_until != lease and now <= table.taken_until <= now + lease_s
+            if table.position != position or is_taken:
+                return Taken((), True, table.history, None)
+            until = now + lease_s
+            transaction.durable = False  # if a crash loses this, the changes are published again
+            transaction.will(lambda: setattr(table, "taken_until", until))
+            return Taken(changes, len(changes) >= limit, table.history, until)
+
+    async def move_position(self, number: int, lease: Any) -> None:
+        """Record that the changes up to this number are published, and end the lease."""
+        async with self.session.transaction() as transaction:
+            await transaction.lock([POSITION])
+            transaction.durable = False
+            transaction.will(lambda: self.table.mark_published(number, lease))
+
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Delete rows that are not needed any more."""
+        table = self.table
+        async with self.session.transaction() as transaction:
+            until = min(table.head - keep_changes, table.position)
+            before = table.clock.time() - keep_fences_s
+            old = [uuid for uuid, kept in table.consumers.items() if kept.is_over(before)][:limit]
+            sources = table.silent(table.clock.time() - keep_sources_s)[:limit]
+            changes = [change.sequence for change in table.changes if change.sequence <= until][:limit]
+            until = changes[-1] if changes else 0
+            await transaction.lock([("consumer", uuid) for uuid in sorted(old)])
+            # A consumer that holds nothing for a while (on its way between cells) is a member again after a revert.
+            gone = [
+                (key, uuid) for key, mates in table.members.items() for uuid in mates if uuid not in table.consumers
+            ]
+            transaction.will(lambda: table.purge(until, before, old, sources))
+            transaction.will(lambda: table.purge_members(gone[:limit]))
+        return max(len(old), len(sources), len(changes), len(gone)) >= limit
+
+
+class MemoryTransaction:
+    """`BookTransaction` over the table. Rows that it writes are in the table from the commit on."""
+
+    offload: OffloadThread | None = None
+
+    def __init__(self, table: MemoryBookTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
+        self._table = table
+        self._rows = transaction
+        self._names = names
+        self._changed: dict[str, ConsumerState | None] = {}
+        self._written: dict[str, Provider] = {}
+
+    @property
+    def class_ids(self) -> Named:
+        """The classes that this process knows."""
+        return self._names.class_ids
+
+    @property
+    def trait_ids(self) -> Named:
+        """The traits that this process knows."""
+        return self._names.trait_ids
+
+    # --- claims
+
+    async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
+        """Lock server groups."""
+        await self._rows.statement()
+        await self._rows.lock([("group", *key) for key in sorted(keys)])
+
+    async def lock_claims(
+        self,
+        expected: Mapping[str, ConsumerState],
+        wanted: Collection[str] | None,
+        *,
+        limited: Sequence[str] = (),
+        alone: bool = False,
+    ) -> Locked:
+        """Lock and read consumers, then providers. A new consumer has no row before the commit, but is locked."""
+        table = self._table
+        for each in expected.values():
+            check_storable(each.project_id, each.user_id, each.consumer_type)
+        await self._rows.statement()
+        uuids = sorted(expected)
+        await self._rows.lock([("consumer", uuid) for uuid in uuids])
+        found = {uuid: table.consumers[uuid].consumer for uuid in uuids if uuid in table.consumers}
+        providers: dict[str, ClaimedProvider] = {}
+        if wanted is not None:
+            held = {provider for consumer in found.values() for provider in consumer.holding}
+            locked = await self._lock_providers({*wanted, *held})
+            providers = {uuid: claimed_provider(provider) for uuid, provider in locked.items()}
+        if alone:
+            await self._lock_usage(limited)
+        return Locked(
+            inserted={uuid: new for uuid, new in expected.items() if uuid not in found},
+            found=found,
+            providers=providers,
+            cells={uuid: cell for uuid in providers if (cell := table.cell(uuid)) is not None},
+            usage={project: table.held_by(project) for project in limited},
+        )
+
+    async def _lock_providers(self, wanted: Iterable[str]) -> dict[str, Provider]:
+        """Lock these providers in the order of their numbers. Returns those that exist."""
+        await self._rows.statement()
+        found = self._table.by_number(list(wanted))
+        await self._rows.lock([provider_key(uuid) for uuid in found])
+        await self._rows.statement()
+        return {uuid: self._table.providers[uuid] for uuid in found if uuid in self._table.providers}
+
+    async def _lock_usage(self, projects: Iterable[str]) -> None:
+        """Lock the usage of projects, which every transaction does that changes it."""
+        await self._rows.lock([("usage", project) for project in sorted(set(projects))])
+
+    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+        """The members that a decision needs."""
+        await self._rows.statement()
+        table = self._table
+        found: dict[GroupKey, dict[str, tuple[str, ...]]] = {}
+        hosts, moved = set(wanted.hosts), set(wanted.moved)
+        for key in sorted({(project, group) for project, group, *_ in (*hosts, *moved, *wanted.together)}):
+            alive = table.alive(key)
+            named = {uuid: its for uuid, its in alive.items() if (*key, uuid) in moved}
+            there = {
+                uuid: its
+                for uuid, its in alive.items()
+                if any((*key, table.providers[one].root) in hosts for one in table.consumers[uuid].consumer.holding)
+            }
+            some = dict(list(alive.items())[: wanted.most]) if key in wanted.together else {}
+            found[key] = named | there | some
+        return found
+
+    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
+        """For how long consumers have been on record."""
+        return {uuid: self._table.age_s(uuid) for uuid in consumers if uuid in self._table.consumers}
+
+    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+        """The newest consumers that hold what claims lacked."""
+        return {
+            place: self._table.newest_holders(self._changed, lacking, consumer)
+            for place, (consumer, lacking) in lost.items()
+        }
+
+    async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert the new members of server groups."""
+        self._rows.will(partial(self._table.add_members, joined))
+
+    async def write_claims(
+        self,
+        decision: Decision,
+        locked: Locked,
+        changes: Sequence[Change] = (),
+        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+    ) -> int:
+        """Write a decision about the locked rows."""
+        if not decision.consumers and not decision.generations and not changes:
+            return 0
+        table = self._table
+        await self._rows.statement()
+        for uuid, used in decision.used.items():
+            known = table.providers.get(uuid)
+            inventories = (self._written.get(uuid) or table.providers[uuid]).inventories
+            for name, amount in used.items():
+                inventory = inventories.get(name)
+                before = 0 if known is None else known.used.get(name, 0)
+                # The database's own check: usage neither rises above the capacity nor falls below zero.
+                if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
+                    raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
+        more = usage_changes(locked.found, decision.consumers)
+        await self._lock_usage(project for project, _ in more)
+        for key, amount in more.items():
+            if key in most and amount > 0 and table.held_by(key[0]).get(key[1], 0) + amount > most[key]:
+                raise PassedMeanwhile
+        self._changed.update(decision.consumers)
+        self._rows.will(lambda: table.keep(decision.consumers))
+        self._rows.will(lambda: table.put_usage(decision.generations, decision.used))
+        return await self.append(changes)
+
+    # --- trees
+
+    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
+        """Become the only writer of trees, and read the last reports of the sources of these roots."""
+        await self._rows.statement()
+        await self._rows.lock([TREES])
+        sources = {key: source for key, source in self._table.sources.items() if key[0] in roots}
+        return sources, {root: self._table.cell(root) for root, _ in sources}
+
+    async def retired_sources(self, limit: int) -> Sources:
+        """The sources that have removed a tree which was in use and is not any more."""
+        table = self._table
+        await self._rows.statement()
+        keys = [key for key in sorted(table.sources) if table.is_taken_out(key) and is_retired(table.tree(key[0]))]
+        return {key: table.sources[key] for key in keys[:limit]}
+
+    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a source, those of the cell."""
+        await self._rows.statement()
+        keys = [(root, source) for root in roots if self._table.cell(root) == cell]
+        self._rows.will(lambda: self._table.free_roots(keys))
+
+    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+        """The consumers that hold allocations of these classes of these providers."""
+        await self._rows.statement()
+        return self._table.holders(leaving)
+
+    async def lock_free(self, consumers: Sequence[str]) -> bool:
+        """Lock consumers without waiting. Returns whether all are locked now."""
+        await self._rows.statement()
+        keys = [("consumer", uuid) for uuid in consumers]
+        free = [key for key in keys if self._rows.is_free(key)]
+        await self._rows.lock(free)
+        return len(free) == len(keys)
+
+    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
+        """Become the only writer of trees, and lock and read providers."""
+        table = self._table
+        check_storable(*wanted.names)
+        await self._rows.lock([TREES])
+        named, whole = set(wanted.names), set(wanted.whole)
+        roots = {p.root for p in table.providers.values() if p.uuid in whole or p.name in named}
+        uuids = {p.uuid for p in table.providers.values() if p.root in roots}
+        return table.next_shape(), await self._lock_providers(uuids.union(wanted.uuids))
+
+    async def write_trees(
+        self,
+        before: Mapping[str, Provider],
+        after: Mapping[str, Provider],
+        changes: Sequence[Change] = (),
+        *,
+        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        disowned: Sequence[str] = (),
+    ) -> int:
+        """Write the differences between `before` and `after`, and the last reports of sources."""
+        table = self._table
+        if before == after and not sources and not changes:
+            return 0
+        await self._rows.statement()
+        for uuid, provider in after.items():
+            if before.get(uuid) is not provider:
+                # The database's foreign keys.
+                if provider.inventories.keys() - table.classes.keys() or set(provider.traits) - table.traits.keys():
+                    raise StaleNames(uuid)
+                self._written[uuid] = provider
+        self._rows.will(lambda: table.put_trees(before, after))
+        self._rows.will(lambda: table.put_sources(sources, disowned))
+        return await self.append(changes)
+
+    async def append(self, changes: Sequence[Change]) -> int:
+        """Number the changes, as the last step of the transaction."""
+        if not changes:
+            return 0
+        await self._rows.statement()
+        await self._rows.lock([HEAD])
+        table = self._table
+        numbered = [replace(change, sequence=table.head + at) for at, change in enumerate(changes, 1)]
+
+        def write() -> None:
+            table.changes += numbered
+            table.head = numbered[-1].sequence
+
+        self._rows.will(write)
+        return numbered[-1].sequence
+
+    # --- names
+
+    async def read_names(self) -> tuple[Named, Named]:
+        """The numbers of (all classes, all traits)."""
+        await self._rows.statement()
+        return dict(self._table.classes), dict(self._table.traits)
+
+    async def add_names(self, classes: Sequence[str], traits: Sequence[str]) -> int:
+        """Insert the names that are missing."""
+        table, new = self._table, 0
+        for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
+            wanted = [name for name in sorted(names) if name not in table.names(kind)]
+            await self._rows.lock([("name", name) for name in wanted])
+            missing = [name for name in wanted if name not in table.names(kind)]
+            if missing:
+                new += len(missing)
+                self._rows.will(partial(table.add_names, kind, missing))
+        return new
+
+    async def delete_name(self, kind: NameKind, name: str) -> bool:
+        """Remove a class or trait."""
+        table = self._table
+        await self._rows.lock([TREES, ("name", name)])
+        if name not in table.names(kind):
+            return False
+        if any(name in (p.inventories if kind is NameKind.CLASS else p.traits) for p in table.providers.values()):
+            raise NameInUse(name)
+        self._rows.will(lambda: table.remove_name(kind, name))
+        return True
+
+    async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
+        """Give a class another name. Returns the providers that have it."""
+        table = self._table
+        await self._rows.lock([("name", name) for name in sorted({old, new})])
+        before = await self._lock_providers([p.uuid for p in table.providers.values() if old in p.inventories])
+        if old not in table.classes:
+            return None
+        if new in table.classes:
+            raise NameTaken(new)
+        after = {uuid: _renamed(provider, old, new) for uuid, provider in before.items()}
+        self._rows.will(lambda: table.rename_class(old, new, after))
+        return after
+
+    # --- the feed
+
+    async def head(self) -> FeedHead:
+        """The number of the newest committed change, and the id of its history."""
+        return self._table.newest
+
+    async def oldest(self) -> int | None:
+        """The number of the oldest change that is kept."""
+        return self._table.changes[0].sequence if self._table.changes else None
+
+    async def changes(self, after: int, limit: int) -> list[Change]:
+        """The changes after a number, in order."""
+        return changes_after(self._table, after, limit)
+
+    async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
+        """Whole providers in the order of their uuids."""
+        uuids = sorted(uuid for uuid in self._table.providers if after is None or uuid > after)
+        return [self._table.providers[uuid] for uuid in uuids[:limit]]
+
+
+def changes_after(table: MemoryBookTable, after: int, limit: int) -> list[Change]:
+    """The changes after a number, in order."""
+    start = bisect.bisect_right(table.changes, after, key=lambda change: change.sequence)
+    return table.changes[start : start + limit]
+
+
+def _renamed(provider: Provider, old: str, new: str) -> Provider:
+    inventories = renamed_key(provider.inventories, old, new)
+    return replace(provider, inventories=inventories, used=renamed_key(provider.used, old, new))

@@ -1,0 +1,134 @@
+"""The rows of the book in PostgreSQL, on one schema that any number of processes may use."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import asyncpg
+
+from bus.clock import SystemClock
+from bus.contracts.placement import FeedHead
+from bus.persistence.database import Database
+from bus.persistence.identity import read_identity
+from placement_worker.offload import OffloadThread
+from placement_worker.store import feed, limits, members
+from placement_worker.store.names import NameTable, StaleNames
+from placement_worker.store.port import NewestHead, Taken, Unstorable
+from placement_worker.store.postgres_reads import PostgresReads
+from placement_worker.store.postgres_transaction import PostgresTransaction
+from placement_worker.store.rows import count_of
+
+MIGRATIONS = "placement_worker.store.migrations"
+REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
+# More than the transactions at once: a group of each kind, and a reshape on each other connection.
+MAX_WRITERS = 1000
+
+PURGE_FENCES = """
+DELETE FROM consumers WHERE uuid IN (
+    SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
+    ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
+"""
+# A source's row holds the version that later reports are compared with and the providers that the source may remove. So
+# a row is deleted only if its root no longer exists, or if a newer report of another source covers these providers.
+PURGE_SOURCES = """
+DELETE FROM sources WHERE ctid = ANY(ARRAY(
+    SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
+        NOT EXISTS (SELECT FROM providers p WHERE p.uuid = s.root)
+        OR EXISTS (SELECT FROM sources n WHERE n.root = s.root AND n.updated_at > s.updated_at
+            AND n.providers @> s.providers))
+    LIMIT $2 FOR UPDATE SKIP LOCKED))
+"""
+
+
+class PostgresRows:
+    """`BookRows` on one PostgreSQL schema."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.clock = SystemClock()
+        self.offload: OffloadThread | None = OffloadThread("write", max_waiting=MAX_WRITERS)
+        self.names = NameTable(self.transaction, self.clock)
+        self.reads = PostgresReads(self.transaction, self.snapshot, self.names)
+        self.deployment = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is open."""
+        return self.database.ready
+
+    async def open(self) -> None:
+        """Migrate. Waits while the database is unavailable."""
+        await self.database.open(MIGRATIONS)
+        self.deployment = await read_identity(self.database)
+
+    async def close(self) -> None:
+        """Close the pool."""
+        await self.database.close()
+
+    def on(self, connection: asyncpg.Connection) -> PostgresTransaction:
+        """The operations within a transaction that the caller has opened."""
+        return PostgresTransaction(connection, self.names, self.offload)
+
+    def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
+        """A transaction that commits at the end and rolls back on an exception."""
+        return self._transaction()
+
+    def snapshot(self) -> AbstractAsyncContextManager[PostgresTransaction]:
+        """A transaction whose reads are all of one moment."""
+        return self._transaction(REPEATABLE)
+
+    @asynccontextmanager
+    async def _transaction(self, first: str = "") -> AsyncIterator[PostgresTransaction]:
+        try:
+            async with self.database.raw() as connection:
+                if first:
+                    await connection.execute(first)
+                yield self.on(connection)
+        except asyncpg.ForeignKeyViolationError as error:
+            raise StaleNames(str(error)) from error
+        except asyncpg.DataError as error:
+            raise Unstorable(str(error)) from error
+
+    async def head(self) -> FeedHead:
+        """The number of the newest committed change, and the id of its history."""
+        async with self.database.single() as connection:
+            return await feed.head(connection)
+
+    async def newest(self, seen: FeedHead | None) -> NewestHead:
+        """Return the newest head, of a new history when the database was restored or promoted, or is behind `seen`."""
+        async with self.database.single() as connection:
+            return await feed.newest(connection, seen)
+
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+        """Take the next unpublished changes."""
+        async with self.database.single() as connection:
+            found = await connection.fetch(feed.TAKE, min(limit, feed.ROWS_AT_ONCE), lease_s, lease)
+            if not found:
+                return None
+            history, until = found[0]["history"], found[0]["until"]
+            if until is None:
+                return Taken((), True, history, None)
+            changes, more = await feed.read(connection, found[0]["number"], limit, found)
+            return Taken(changes, more, history, until)
+
+    async def move_position(self, number: int, lease: Any) -> None:
+        """Record that the changes up to this number are published, and end the lease."""
+        async with self.database.single() as connection:
+            await connection.fetchval(feed.MOVE, number, lease)
+
+    async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
+        """Delete rows that are no longer needed, with one bounded transaction for each kind."""
+        more = False
+        for statement, keep in (
+            (feed.TRIM, keep_changes),
+            (PURGE_FENCES, keep_fences_s),
+            (PURGE_SOURCES, keep_sources_s),
+            (limits.PURGE_EMPTY, 0.0),
+        ):
+            async with self.database.raw() as connection:
+                more |= count_of(await connection.execute(statement, keep, limit)) >= limit
+        async with self.database.raw() as connection:
+            more |= await members.purge(connection, limit) >= limit
+        return more

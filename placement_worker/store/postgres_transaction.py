@@ -1,0 +1,268 @@
+"""The operations on the rows of the book in PostgreSQL, within one transaction.
+
+This module has only statements and their rows; `placement_worker.book` decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import asyncpg
+import msgspec
+
+from bus.contracts.placement import Change, ClaimHolder, FeedHead
+from placement_worker.domain.claim_items import WantedMembers
+from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
+from placement_worker.domain.trees import WantedTrees
+from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
+from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
+from placement_worker.store import claims, feed, holders, members, trees
+from placement_worker.store.names import NameTable
+from placement_worker.store.port import (
+    NO_LIMITS,
+    NO_SOURCES,
+    Leaving,
+    Locked,
+    Named,
+    NameInUse,
+    NameKind,
+    NameTaken,
+)
+from placement_worker.store.rows import READ_PROVIDERS_AFTER, READ_PROVIDERS_BY_ID, count_of, read_providers
+
+READ_CLASSES = "SELECT name, id FROM resource_classes"
+READ_TRAITS = "SELECT name, id FROM traits"
+# Processes that start at the same time insert one after the other; otherwise they could deadlock on unique keys.
+ONE_WRITER_OF_NAMES = "SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.names', 0))"
+ADD_NAMES = "INSERT INTO {table} (name) SELECT unnest($1::text[]) ON CONFLICT (name) DO NOTHING"
+# The renamed class gets a new id, because other processes cache names by id and an id must always mean the same name.
+# They can no longer write the old id, and they look up the new one, which they have not cached.
+RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
+MOVE_INVENTORIES = """
+UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
+MOVE_ALLOCATIONS = """
+UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
+MOVE_PROJECT_USAGE = """
+UPDATE project_usage SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
+"""
+# A foreign key refuses the delete while a provider has the class or trait.
+DELETE_NAME = "DELETE FROM {table} WHERE name = $1"
+HAVING = """
+SELECT p.id FROM providers p JOIN inventories i ON i.provider_id = p.id JOIN resource_classes c ON c.id = i.class_id
+WHERE c.name = $1 ORDER BY p.id FOR NO KEY UPDATE OF p
+"""
+
+
+class PostgresTransaction:
+    """`BookTransaction` on one connection."""
+
+    def __init__(self, connection: asyncpg.Connection, names: NameTable, offload: OffloadThread | None = None) -> None:
+        self.connection = connection
+        self.offload = offload
+        self._names = names
+        self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
+        self._new_ids: list[int] = []
+
+    @property
+    def class_ids(self) -> Named:
+        """The classes that this process knows."""
+        return self._names.class_ids
+
+    @property
+    def trait_ids(self) -> Named:
+        """The traits that this process knows."""
+        return self._names.trait_ids
+
+    # --- claims
+
+    async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
+        """Lock server groups."""
+        await members.lock(self.connection, keys)
+
+    async def lock_claims(
+        self,
+        expected: Mapping[str, ConsumerState],
+        wanted: Collection[str] | None,
+        *,
+        limited: Sequence[str] = (),
+        alone: bool = False,
+    ) -> Locked:
+        """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
+        rows = await claims.lock(self.connection, expected, wanted, limited=limited, alone=alone, offload=self.offload)
+        size = len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected)
+        used = await run_sized(self.offload, size, lambda: claims.classes_used(rows))
+        class_names = await self._names.names_of(self, used)
+        self._ids.update((row[1], row[0]) for row in rows[2])
+        return await run_sized(self.offload, size, lambda: claims.as_locked(rows, expected, class_names))
+
+    async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
+        """The members that a decision needs."""
+        return await members.read(self.connection, wanted)
+
+    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
+        """For how long consumers have been on record."""
+        return dict(await self.connection.fetch(claims.AGES, consumers))
+
+    async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
+        """The newest consumers that hold what claims lacked."""
+        return await holders.newest(self.connection, lost, self.class_ids)
+
+    async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
+        """Insert the new members of server groups."""
+        await members.write(self.connection, joined)
+
+    async def write_claims(
+        self,
+        decision: Decision,
+        locked: Locked,
+        changes: Sequence[Change] = (),
+        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+    ) -> int:
+        """Write a decision about the locked rows."""
+        held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
+        await self.ids_of({provider for holding in held for provider in holding})
+        return await claims.write(
+            self.connection,
+            decision,
+            locked,
+            changes,
+            most,
+            ids=self._ids,
+            class_ids=self.class_ids,
+            offload=self.offload,
+        )
+
+    async def ids_of(self, uuids: Collection[str]) -> Mapping[str, int]:
+        """The row ids of providers, at least of those of these that exist."""
+        missing = [uuid for uuid in uuids if uuid not in self._ids]
+        if missing:
+            self._ids.update(await self.connection.fetch(trees.READ_IDS, missing))
+        return self._ids
+
+    # --- trees
+
+    async def lock_sources(self, roots: Collection[str]) -> tuple[Sources, Mapping[str, str | None]]:
+        """Become the only writer of trees, and read the last reports of the sources of these roots."""
+        rows = await self.connection.fetch(trees.LOCK_SOURCES, list(roots))
+        return {(row[0], row[1]): ReportSource(*row[3:]) for row in rows}, {row[0]: row[2] for row in rows}
+
+    async def retired_sources(self, limit: int) -> Sources:
+        """The sources that have removed a tree which was in use and is not any more."""
+        rows = await self.connection.fetch(trees.FIND_RETIRED_TREES, TAKEN_OUT, limit)
+        return {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
+
+    async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
+        """Record that another compute service may take over these roots of a source, those of the cell."""
+        await self.connection.execute(trees.RELEASE, source, roots, RELEASED, TAKEN_OUT, cell)
+
+    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+        """The consumers that hold allocations of these classes of these providers."""
+        known = [(uuid, self.class_ids[name]) for uuid, name in leaving if name in self.class_ids]
+        rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
+        return [row[0] for row in rows]
+
+    async def lock_free(self, consumers: Sequence[str]) -> bool:
+        """Lock consumers without waiting. Returns whether all are locked now."""
+        return len(await self.connection.fetch(trees.LOCK_WITHOUT_WAITING, consumers)) == len(consumers)
+
+    async def lock_trees(self, wanted: WantedTrees) -> tuple[int, dict[str, Provider]]:
+        """Become the only writer of trees, and lock and read providers."""
+        answer: str = await self.connection.fetchval(
+            trees.LOCK, list(wanted.uuids), list(wanted.names), list(wanted.whole), list(wanted.creating)
+        )
+        shape, new_ids, ids, before = await run_sized(
+            self.offload, len(answer) // ROW_BYTES, lambda: trees.loaded(answer)
+        )
+        self._ids.update(ids)
+        self._new_ids += new_ids
+        return shape, before
+
+    async def write_trees(
+        self,
+        before: Mapping[str, Provider],
+        after: Mapping[str, Provider],
+        changes: Sequence[Change] = (),
+        *,
+        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        disowned: Sequence[str] = (),
+    ) -> int:
+        """Write the differences between `before` and `after`, and the last reports of sources."""
+        new = [uuid for uuid in after if uuid not in before and uuid not in self._ids]
+        self._ids.update((uuid, self._new_ids.pop()) for uuid in new)
+        await self.ids_of(trees.named_above(before, after))
+        numbers = (self.class_ids, self.trait_ids)
+
+        def encoded() -> list[object]:
+            rows = trees.rows_of(self._ids, before, after, numbers)
+            rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
+            rows |= {"disowned": list(disowned)} if disowned else {}
+            numbered = feed.rows(changes) if changes else ([], [], [])
+            return [msgspec.json.encode(rows).decode(), *numbered] if rows else []
+
+        size = len(before) + len(after) + len(changes)
+        arguments = await run_sized(self.offload, size, encoded)
+        number: int = await self.connection.fetchval(trees.WRITE, *arguments) if arguments else 0
+        return number
+
+    async def append(self, changes: Sequence[Change]) -> int:
+        """Number the changes, as the last step of the transaction."""
+        return await feed.append(self.connection, changes, self.offload)
+
+    # --- names
+
+    async def read_names(self) -> tuple[Named, Named]:
+        """The numbers of (all classes, all traits)."""
+        classes = await self.connection.fetch(READ_CLASSES)
+        return dict(classes), dict(await self.connection.fetch(READ_TRAITS))
+
+    async def add_names(self, classes: Sequence[str], traits: Sequence[str]) -> int:
+        """Insert the names that are missing."""
+        await self.connection.execute(ONE_WRITER_OF_NAMES)
+        added = 0
+        for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
+            if names:
+                added += count_of(await self.connection.execute(ADD_NAMES.format(table=kind), sorted(names)))
+        return added
+
+    async def delete_name(self, kind: NameKind, name: str) -> bool:
+        """Remove a class or trait."""
+        try:
+            return bool(count_of(await self.connection.execute(DELETE_NAME.format(table=kind), name)))
+        except asyncpg.ForeignKeyViolationError as error:
+            raise NameInUse(name) from error
+
+    async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
+        """Give a class another name. Returns the providers that have it."""
+        having = [row[0] for row in await self.connection.fetch(HAVING, old)]
+        try:
+            number = await self.connection.fetchval(RENAME, old, new)
+        except asyncpg.UniqueViolationError as error:
+            raise NameTaken(new) from error
+        if number is None:
+            return None
+        for statement in (MOVE_INVENTORIES, MOVE_ALLOCATIONS, MOVE_PROJECT_USAGE):
+            await self.connection.execute(statement, old, number)
+        await self.delete_name(NameKind.CLASS, old)
+        return (await read_providers(self.connection, READ_PROVIDERS_BY_ID, having))[1]
+
+    # --- the feed
+
+    async def head(self) -> FeedHead:
+        """The number of the newest committed change, and the id of its history."""
+        return await feed.head(self.connection)
+
+    async def oldest(self) -> int | None:
+        """The number of the oldest change that is kept."""
+        number: int | None = await self.connection.fetchval(feed.OLDEST)
+        return number
+
+    async def changes(self, after: int, limit: int) -> list[Change]:
+        """The changes after a number, in order; fewer than the limit when they are large."""
+        return (await feed.read(self.connection, after, limit))[0]
+
+    async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
+        """Whole providers in the order of their uuids."""
+        return list((await read_providers(self.connection, READ_PROVIDERS_AFTER, after, limit))[1].values())

@@ -1,0 +1,221 @@
+"""The statements that lock and write trees and the last reports of their sources: a round trip each.
+
+An advisory lock serializes the writers of trees across all processes, so that two of them cannot create providers of
+one name or move the same provider at once. Claims run concurrently and wait only for row locks, which both sides take
+in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import asdict
+
+from placement_worker.domain.report_group import Sources
+from placement_worker.domain.values import Provider, StoredInventory
+
+# Take the lock and draw the shape for this transaction. The shape is drawn under the lock, so that a later writer has a
+# higher one.
+ONE_WRITER_OF_TREES = """
+WITH writer AS MATERIALIZED (SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0)))
+SELECT nextval('shapes') FROM writer
+"""
+
+# Functions of schema.sql.
+LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
+LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4::uuid[])"
+WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
+READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
+
+RELEASE = """
+UPDATE sources s SET digest = $3, settled = false FROM providers p
+WHERE s.source = $1 AND s.root = ANY($2::uuid[]) AND s.digest <> $4 AND p.uuid = s.root AND p.cell = $5
+"""
+
+# Trees that their source removed while they were in use, that are no longer in use, and that no source has reported
+# since.
+FIND_RETIRED_TREES = """
+SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
+FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
+WHERE NOT s.settled AND s.digest = $1
+    AND NOT EXISTS (SELECT FROM sources n
+        WHERE n.root = s.root AND n.digest <> $1 AND n.updated_at >= s.updated_at)
+    AND (SELECT bool_and(i.stranded AND i.used = 0) FROM providers p JOIN inventories i ON i.provider_id = p.id
+        WHERE p.root_id = r.id)
+ORDER BY s.root, s.source LIMIT $2
+"""
+
+HOLDERS = """
+SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)
+JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.id AND a.class_id = n.class_id
+"""
+# To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
+LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
+
+_InventoryRow = tuple[str, int, int, int, int, int, float, int, bool, int]
+_ProviderRow = tuple[
+    int,
+    str,
+    str,
+    int | None,
+    str | None,
+    int,
+    str,
+    int,
+    int,
+    str | None,
+    list[_InventoryRow] | None,
+    tuple[list[str] | None, list[str] | None],
+    list[str] | None,
+]
+_decode = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
+
+
+def rows_of(
+    ids: Mapping[str, int],
+    before: Mapping[str, Provider],
+    after: Mapping[str, Provider],
+    numbers: tuple[Mapping[str, int], Mapping[str, int]],
+) -> dict[str, object]:
+    """Return the rows for the SQL function `write_trees`, by kind. A kind without rows is left out.
+
+    ids: the row ids of all providers, and of parents and roots of those that are written. numbers: of (classes,
+    traits).
+    """
+    changed = [(before.get(uuid), new) for uuid, new in after.items() if before.get(uuid) is not new]
+    gone = [ids[uuid] for uuid in before if uuid not in after]
+    created = [_columns(ids, new) | {"uuid": new.uuid} for old, new in changed if old is None]
+    kept = [_columns(ids, new) for old, new in changed if old is not None]
+    renamed = any(old is not None and old.name != new.name for old, new in changed)
+    dropped, inventories = _inventories(
+        [(ids[n.uuid], o.inventories if o else _NO_INVENTORIES, n.inventories) for o, n in changed], numbers[0]
+    )
+    trait_ids = numbers[1]
+    lost, won = difference([(ids[n.uuid], o.traits if o else (), n.traits) for o, n in changed], trait_ids.__getitem__)
+    lasting = {(ids[new.uuid], trait_ids[trait]) for _, new in changed for trait in new.lasting}
+    won = [row | {"lasting": (row["provider_id"], row["member"]) in lasting} for row in won]
+    left, joined = difference([(ids[n.uuid], o.aggregates if o else (), n.aggregates) for o, n in changed], str)
+    roots = {new.root for _, new in changed} | {p.root for uuid, p in before.items() if after.get(uuid) is not p}
+    rows: dict[str, object] = {
+        "created": created,
+        "kept": kept,
+        "gone": gone,
+        "dropped": dropped,
+        "inventories": inventories,
+        "lost": lost,
+        "won": won,
+        "left": left,
+        "joined": joined,
+        "roots": sorted(roots),
+        "names_pass": renamed or bool(created),
+    }
+    return {kind: value for kind, value in rows.items() if value}
+
+
+_NO_INVENTORIES: Mapping[str, StoredInventory] = {}
+
+
+def _columns(ids: Mapping[str, int], provider: Provider) -> dict[str, object]:
+    parent = provider.parent
+    return {
+        "id": ids[provider.uuid],
+        "name": provider.name,
+        "parent_id": None if parent is None else ids[parent],
+        "root_id": ids[provider.root],
+        "generation": provider.generation,
+        "shape": provider.shape,
+        "cell": provider.cell,
+    }
+
+
+def _inventories(
+    rows: Iterable[tuple[int, Mapping[str, StoredInventory], Mapping[str, StoredInventory]]],
+    class_ids: Mapping[str, int],
+) -> tuple[list[object], list[object]]:
+    """Return (inventories to delete, inventories that are new or changed)."""
+    dropped: list[object] = []
+    stored: list[object] = []
+    for number, before, after in rows:
+        dropped += [{"provider_id": number, "class_id": class_ids[name]} for name in before if name not in after]
+        stored += [
+            {"provider_id": number, "class_id": class_ids[name], **asdict(inventory)}
+            for name, inventory in after.items()
+            if before.get(name) != inventory
+        ]
+    return dropped, stored
+
+
+def difference(
+    rows: Iterable[tuple[int, Sequence[str], Sequence[str]]], number: Callable[[str], object]
+) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Return (rows to delete, rows to insert) for the traits or aggregates of providers."""
+    gone: list[dict[str, object]] = []
+    come: list[dict[str, object]] = []
+    for provider_id, before, after in rows:
+        if before != after:
+            old, new = set(before), set(after)  # there may be 26,000: compared pair by pair they took 10 s
+            gone += [{"provider_id": provider_id, "member": number(member)} for member in before if member not in new]
+            come += [{"provider_id": provider_id, "member": number(member)} for member in after if member not in old]
+    return gone, come
+
+
+def rows_of_sources(sources: Sources) -> list[dict[str, object]]:
+    """Return the rows of sources for the SQL function `write_trees`."""
+    return [
+        {
+            "root": root,
+            "source": source,
+            "version": row.version,
+            "digest": row.digest.hex(),
+            "settled": row.settled,
+            "providers": list(row.providers),
+        }
+        for (root, source), row in sources.items()
+    ]
+
+
+def named_above(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> set[str]:
+    """The parents and roots of the providers that are written."""
+    return {
+        uuid
+        for provider in after.values()
+        if before.get(provider.uuid) is not provider
+        for uuid in (provider.parent, provider.root)
+        if uuid is not None
+    }
+
+
+def loaded(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provider]]:
+    """Return (the new shape, row ids for new providers, {uuid: row id} of providers, parents and roots, the providers).
+
+    All returned providers are locked.
+    """
+    shape, fresh_ids, rows = _decode(answer)
+    ids: dict[str, int] = {}
+    before: dict[str, Provider] = {}
+    for row in rows:
+        _take(row, ids, before)
+    return shape, fresh_ids, ids, before
+
+
+def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -> None:
+    number, uuid, name, parent_id, parent, root_id, root, generation, shape, cell, inventories, traits, aggregates = row
+    ids[uuid] = number
+    ids[root] = root_id
+    if parent is not None and parent_id is not None:
+        ids[parent] = parent_id
+    before[uuid] = Provider(
+        uuid,
+        name,
+        parent,
+        root,
+        generation,
+        shape,
+        {inventory[0]: StoredInventory(*inventory[1:9]) for inventory in inventories or ()},
+        {inventory[0]: inventory[9] for inventory in inventories or () if inventory[9]},
+        tuple(traits[0] or ()),
+        tuple(aggregates or ()),
+        cell,
+        tuple(traits[1] or ()),
+    )
