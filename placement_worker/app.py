@@ -31,7 +31,7 @@ from placement_worker.publisher import FeedPublisher
 from placement_worker.rest.application import Application
 from placement_worker.rest.in_process import InProcessRest
 from placement_worker.rest.server import RestServer
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 log = structlog.get_logger("placement")
 
@@ -95,7 +95,7 @@ def _store(
     database: Database | None = None
     if store is None:
         database = env.database(NAME, pool_size=config.pool_size)
-        store = ResourceBook(PostgresRows(database))
+        store = ResourceBook(PostgresBookRows(database))
         service.add_task("identity", partial(watch_identity, database, lambda: store.deployment, env.clock))
 
     def claim(bus: Bus) -> None:

@@ -77,8 +77,8 @@ from placement_worker.store.port import (
     BookTransaction,
     Leaving,
     Locked,
+    NameExists,
     NameKind,
-    NameTaken,
     NewestHead,
     PassedMeanwhile,
 )
@@ -284,7 +284,7 @@ class ResourceBook:
                 await transaction.lock_sources(())
                 after = await transaction.rename_class(old, new)
                 await transaction.append(changes_of({}, after or {}))
-        except NameTaken:
+        except NameExists:
             return None
         await self.names.refresh()
         return after is not None

@@ -179,7 +179,9 @@ class PlacementHandlers:
         operators.
         """
         outcomes: list[Outcome] = []
-        located = iter(await self._store.reads.locate([r.message for r in batch if isinstance(r.message, LocateRequest)]))
+        located = iter(
+            await self._store.reads.locate([r.message for r in batch if isinstance(r.message, LocateRequest)])
+        )
         for received in batch:
             requested = received.message
             if isinstance(requested, ChangesRequest):

@@ -501,9 +501,9 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "        order = np.lexsort((np.concatenate(turns), np.concatenate(anchors)))",
     ),
     "T-20": (
-        "placement_worker/store/inventory.py",
-        "    allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, stranded",
-        ("    used = 0, allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity, stranded"),
+        "placement_worker/store/migrations/versions/0001_initial.sql",
+        "            allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,",
+        "            used = 0, allocation_ratio = EXCLUDED.allocation_ratio, capacity = EXCLUDED.capacity,",
     ),
     "N-7": ("scheduler_worker/domain/gangs.py", "if len(open_) >= gang.min_count:", "if open_:"),
     "T-17": (
@@ -531,7 +531,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
 
 # {row: why no plant takes its feature away}
 JUDGED: dict[str, str] = {
-    "N-20": "room is guarded in the domain, in claim_new and by the database: no one edit takes it away",
+    "N-20": "room is guarded in the domain and by the database: no one edit takes it away",
 }
 
 

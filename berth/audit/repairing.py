@@ -20,7 +20,7 @@ from bus.contracts.objects import AuditRepair, ChangedObject, ObjectKind
 from bus.contracts.placement import Release, ReleaseResult
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store import objects
 
@@ -50,7 +50,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     Each is in the log of changes before it is released.
     """
     database = site.environment("audit").database("placement", pool_size=2)
-    store = ResourceBook(PostgresRows(database))
+    store = ResourceBook(PostgresBookRows(database))
     await store.open()
     try:
         async with database.raw() as connection:

@@ -28,7 +28,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
 from placement_worker.operations.occupied import claim_occupied
 from placement_worker.operations.overcommit import Holding, generations
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 log = structlog.get_logger(__name__)
 
@@ -163,7 +163,7 @@ async def claim_again(store: ResourceBook, found: Sequence[Unclaimed]) -> list[s
     generation.
     """
     rows = store.rows
-    assert isinstance(rows, PostgresRows)
+    assert isinstance(rows, PostgresBookRows)
     lines = []
     for each in found:
         swap = _swap(each)

@@ -39,7 +39,7 @@ from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
 from placement_worker.operations.overcommit import Doubled
 from placement_worker.operations.repair import repair
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 # A claim younger than this may still be on its way to being an instance.
 GRACE_S = 900.0
@@ -221,7 +221,7 @@ def move_host(
 @contextlib.asynccontextmanager
 async def _book(here: Site) -> AsyncIterator[tuple[ResourceBook, Database]]:
     database = here.environment("book").database("placement", pool_size=2)
-    store = ResourceBook(PostgresRows(database))
+    store = ResourceBook(PostgresBookRows(database))
     await open_database_in_time(store.open())
     try:
         yield store, database
@@ -261,7 +261,7 @@ async def _assign(store: ResourceBook, database: Database, what: BookExport) -> 
     traits = {name for provider in what.providers.values() for name in provider.traits}
     await store.names.ensure(what.classes | classes, what.traits | traits)
     rows = store.rows
-    assert isinstance(rows, PostgresRows)
+    assert isinstance(rows, PostgresBookRows)
     async with rows.transaction() as transaction:
         return await export_store.assign(transaction, what, store.names)
 

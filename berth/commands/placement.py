@@ -21,7 +21,7 @@ from bus.service.main import run_process
 from bus.service.settings import SettingsError
 from placement_worker.book import ResourceBook
 from placement_worker.rest.openapi import document
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
@@ -55,7 +55,7 @@ def serve(
         settings = settings_of(context)
         settings = with_rest_at(settings, api)
         if memory:
-            raise SystemExit(_run(settings, "", ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))))
+            raise SystemExit(_run(settings, "", ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))))
         with _database(settings, scratch=scratch) as url:
             raise SystemExit(_run(settings, url))
     except (SettingsError, Stop, ServerFailed, ServerMissing) as fault:

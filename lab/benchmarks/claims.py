@@ -38,7 +38,7 @@ from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations.repair import COUNT_USED
 from placement_worker.store.limits import COUNT_ANEW
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 RESOURCES = {"VCPU": 1, "MEMORY_MB": 512, "DISK_GB": 1}
 REPORT_BATCH = 128
@@ -113,7 +113,7 @@ async def claim_for(
 
 def database_of(store: ResourceBook) -> Database:
     """The database of a book."""
-    assert isinstance(store.rows, PostgresRows)
+    assert isinstance(store.rows, PostgresBookRows)
     return store.rows.database
 
 
@@ -203,7 +203,7 @@ async def release_all(store: ResourceBook, hosts: Sequence[str], group: int) -> 
 
 async def measure(url: str, arguments: argparse.Namespace) -> None:
     """Everything, printed."""
-    stores = [ResourceBook(PostgresRows(Database(url, "placement"))) for _ in range(arguments.workers)]
+    stores = [ResourceBook(PostgresBookRows(Database(url, "placement"))) for _ in range(arguments.workers)]
     for store in stores:
         await store.open()
     gc.freeze()

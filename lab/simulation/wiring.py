@@ -39,7 +39,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
 from placement_worker.rest.application import Application
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
@@ -199,7 +199,7 @@ class Wiring:
             env,
             placement(world.plan),
             cells,
-            store=ResourceBook(MemoryRows(context.session("placement"))),
+            store=ResourceBook(MemoryBookRows(context.session("placement"))),
             answer=answer,
         )
 

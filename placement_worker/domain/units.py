@@ -1,7 +1,6 @@
 """The amounts that an inventory allows for one allocation: Placement's rule of min_unit, max_unit and step_size.
 
-The rule stands here twice: for numbers and for columns of numbers, and as SQL. `store/schema.sql` contains the same SQL
-text, and a test compares the two.
+The rule stands here twice: for numbers and for columns of numbers, and as SQL; a test compares the two.
 """
 
 from __future__ import annotations

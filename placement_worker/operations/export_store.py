@@ -19,7 +19,7 @@ from placement_worker.operations.export import BookExport, checked
 from placement_worker.operations.repair import COUNT_USED
 from placement_worker.store import feed, limits
 from placement_worker.store.names import NameTable
-from placement_worker.store.postgres_transaction import PostgresTransaction
+from placement_worker.store.postgres_transaction import PostgresBookTransaction
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
 CHUNK = 2000  # rows in one statement
@@ -87,12 +87,12 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
     return BookExport(classes, traits, providers, consumers, await _read_members(connection))
 
 
-async def assign(transaction: PostgresTransaction, wanted: BookExport, names: NameTable) -> int:
+async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names: NameTable) -> int:
     """Replace the book by this one, inside the caller's transaction. Returns how many providers and consumers have
     changed.
 
-    names: knows every class and trait of the book, and is the transaction's. Shapes only increase, whatever the export contains. Raises
-    InvalidExport.
+    names: the transaction's; it knows every class and trait of the book. Shapes only increase, whatever the export
+    contains. Raises InvalidExport.
     """
     wanted = checked(wanted)
     connection = transaction.connection

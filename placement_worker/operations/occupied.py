@@ -13,7 +13,7 @@ from placement_worker.book import claim
 from placement_worker.domain.claim_items import ClaimReply
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.operations.repair import HOLD_CONSUMERS
-from placement_worker.store.postgres_transaction import PostgresTransaction
+from placement_worker.store.postgres_transaction import PostgresBookTransaction
 from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
 LOCK = "SELECT id FROM providers WHERE uuid = ANY($1::uuid[]) ORDER BY id FOR NO KEY UPDATE"
@@ -30,7 +30,7 @@ WHERE i.provider_id = n.provider_id AND i.class_id = n.class_id
 """
 
 
-async def claim_occupied(transaction: PostgresTransaction, swap: Swap) -> ClaimReply:
+async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> ClaimReply:
     """Apply a swap as if the named nodes were not reserved, inside the caller's transaction.
 
     They are reserved again at the commit, so neither a claim nor a replica ever sees them free. The caller has verified

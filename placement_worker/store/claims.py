@@ -135,7 +135,7 @@ async def write(
     offload: OffloadThread | None = None,
 ) -> int:
     """Write a decision and append the changes; see `BookTransaction.write_claims`. ids: the row ids of its providers.
-    offload: where many rows are encoded.
+    offload: where many rows are encoded. Raises PassedMeanwhile and BrokenInvariant.
     """
     size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
     columns = await run_sized(offload, size, lambda: _columns(decision, locked, ids, class_ids))

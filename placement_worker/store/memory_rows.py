@@ -41,20 +41,20 @@ from placement_worker.store.port import (
     Leaving,
     Locked,
     Named,
+    NameExists,
     NameInUse,
     NameKind,
-    NameTaken,
     NewestHead,
     PassedMeanwhile,
     Taken,
 )
 
-__all__ = ["MemoryBookTable", "MemoryRows"]
+__all__ = ["MemoryBookRows", "MemoryBookTable"]
 
 HEAD, POSITION = ("feed head",), ("feed position",)
 
 
-class MemoryRows:
+class MemoryBookRows:
     """`BookRows` over a MemoryBookTable: one process's view of it."""
 
     offload: OffloadThread | None = None
@@ -82,16 +82,16 @@ class MemoryRows:
         self.ready = False
         self.session.cut()
 
-    def transaction(self) -> AbstractAsyncContextManager[MemoryTransaction]:
+    def transaction(self) -> AbstractAsyncContextManager[MemoryBookTransaction]:
         """A transaction that commits at the end and rolls back on an exception."""
         return self._transaction()
 
     snapshot = transaction  # reads without an await between them are of one moment
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[MemoryTransaction]:
+    async def _transaction(self) -> AsyncIterator[MemoryBookTransaction]:
         async with self.session.transaction() as transaction:
-            yield MemoryTransaction(self.table, transaction, self.names)
+            yield MemoryBookTransaction(self.table, transaction, self.names)
 
     async def head(self) -> FeedHead:
         """The number of the newest committed change, and the id of its history."""
@@ -154,7 +154,7 @@ class MemoryRows:
         return max(len(old), len(sources), len(changes), len(gone)) >= limit
 
 
-class MemoryTransaction:
+class MemoryBookTransaction:
     """`BookTransaction` over the table. Rows that it writes are in the table from the commit on."""
 
     offload: OffloadThread | None = None
@@ -266,20 +266,12 @@ class MemoryTransaction:
         changes: Sequence[Change] = (),
         most: Mapping[tuple[str, str], int] = NO_LIMITS,
     ) -> int:
-        """Write a decision about the locked rows."""
+        """Write a decision about the locked rows. Raises PassedMeanwhile."""
         if not decision.consumers and not decision.generations and not changes:
             return 0
         table = self._table
         await self._rows.statement()
-        for uuid, used in decision.used.items():
-            known = table.providers.get(uuid)
-            inventories = (self._written.get(uuid) or table.providers[uuid]).inventories
-            for name, amount in used.items():
-                inventory = inventories.get(name)
-                before = 0 if known is None else known.used.get(name, 0)
-                # The database's own check: usage neither rises above the capacity nor falls below zero.
-                if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
-                    raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
+        self._guard_capacity(decision)
         more = usage_changes(locked.found, decision.consumers)
         await self._lock_usage(project for project, _ in more)
         for key, amount in more.items():
@@ -289,6 +281,17 @@ class MemoryTransaction:
         self._rows.will(lambda: table.keep(decision.consumers))
         self._rows.will(lambda: table.put_usage(decision.generations, decision.used))
         return await self.append(changes)
+
+    def _guard_capacity(self, decision: Decision) -> None:
+        """The database's own check: usage neither rises above the capacity nor falls below zero."""
+        for uuid, used in decision.used.items():
+            known = self._table.providers.get(uuid)
+            inventories = (self._written.get(uuid) or self._table.providers[uuid]).inventories
+            for name, amount in used.items():
+                inventory = inventories.get(name)
+                before = 0 if known is None else known.used.get(name, 0)
+                if inventory is None or amount < 0 or (amount > inventory.capacity and amount > before):
+                    raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {uuid} {name} {amount}")
 
     # --- trees
 
@@ -344,7 +347,7 @@ class MemoryTransaction:
         sources: Mapping[Key, ReportSource] = NO_SOURCES,
         disowned: Sequence[str] = (),
     ) -> int:
-        """Write the differences between `before` and `after`, and the last reports of sources."""
+        """Write the differences between `before` and `after`, and the last reports of sources. Raises StaleNames."""
         table = self._table
         if before == after and not sources and not changes:
             return 0
@@ -395,7 +398,7 @@ class MemoryTransaction:
         return new
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
-        """Remove a class or trait."""
+        """Remove a class or trait. Raises NameInUse."""
         table = self._table
         await self._rows.lock([TREES, ("name", name)])
         if name not in table.names(kind):
@@ -406,14 +409,14 @@ class MemoryTransaction:
         return True
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
-        """Give a class another name. Returns the providers that have it."""
+        """Give a class another name. Returns the providers that have it. Raises NameExists."""
         table = self._table
         await self._rows.lock([("name", name) for name in sorted({old, new})])
         before = await self._lock_providers([p.uuid for p in table.providers.values() if old in p.inventories])
         if old not in table.classes:
             return None
         if new in table.classes:
-            raise NameTaken(new)
+            raise NameExists(new)
         after = {uuid: _renamed(provider, old, new) for uuid, provider in before.items()}
         self._rows.will(lambda: table.rename_class(old, new, after))
         return after

@@ -55,7 +55,7 @@ class NameInUse(Exception):
     """A class or trait cannot be removed while a provider has it."""
 
 
-class NameTaken(Exception):
+class NameExists(Exception):
     """There is a class of this name."""
 
 
@@ -296,7 +296,7 @@ class BookTransaction(NameRows, Protocol):
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
         """Give a class another name. Returns the providers that have it; None when it does not exist. Raises
-        NameTaken. The caller is the only writer of trees.
+        NameExists. The caller is the only writer of trees.
         """
 
     # --- the feed

@@ -36,10 +36,10 @@ from placement_worker.store.port import (
     NameRow,
     UsageRow,
 )
-from placement_worker.store.postgres_transaction import PostgresTransaction
+from placement_worker.store.postgres_transaction import PostgresBookTransaction
 from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
 
-Opens = Callable[[], AbstractAsyncContextManager[PostgresTransaction]]
+Opens = Callable[[], AbstractAsyncContextManager[PostgresBookTransaction]]
 
 _NAME = "name, extract(epoch FROM updated_at)::float8"
 ASSOCIATED = "EXISTS (SELECT FROM provider_traits pt WHERE pt.trait_id = traits.id)"

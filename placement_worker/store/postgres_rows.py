@@ -17,7 +17,7 @@ from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.port import NewestHead, Taken, Unstorable
 from placement_worker.store.postgres_reads import PostgresReads
-from placement_worker.store.postgres_transaction import PostgresTransaction
+from placement_worker.store.postgres_transaction import PostgresBookTransaction
 from placement_worker.store.rows import count_of
 
 MIGRATIONS = "placement_worker.store.migrations"
@@ -42,7 +42,7 @@ DELETE FROM sources WHERE ctid = ANY(ARRAY(
 """
 
 
-class PostgresRows:
+class PostgresBookRows:
     """`BookRows` on one PostgreSQL schema."""
 
     def __init__(self, database: Database) -> None:
@@ -67,20 +67,20 @@ class PostgresRows:
         """Close the pool."""
         await self.database.close()
 
-    def on(self, connection: asyncpg.Connection) -> PostgresTransaction:
+    def on(self, connection: asyncpg.Connection) -> PostgresBookTransaction:
         """The operations within a transaction that the caller has opened."""
-        return PostgresTransaction(connection, self.names, self.offload)
+        return PostgresBookTransaction(connection, self.names, self.offload)
 
-    def transaction(self) -> AbstractAsyncContextManager[PostgresTransaction]:
+    def transaction(self) -> AbstractAsyncContextManager[PostgresBookTransaction]:
         """A transaction that commits at the end and rolls back on an exception."""
         return self._transaction()
 
-    def snapshot(self) -> AbstractAsyncContextManager[PostgresTransaction]:
+    def snapshot(self) -> AbstractAsyncContextManager[PostgresBookTransaction]:
         """A transaction whose reads are all of one moment."""
         return self._transaction(REPEATABLE)
 
     @asynccontextmanager
-    async def _transaction(self, first: str = "") -> AsyncIterator[PostgresTransaction]:
+    async def _transaction(self, first: str = "") -> AsyncIterator[PostgresBookTransaction]:
         try:
             async with self.database.raw() as connection:
                 if first:

@@ -25,9 +25,9 @@ from placement_worker.store.port import (
     Leaving,
     Locked,
     Named,
+    NameExists,
     NameInUse,
     NameKind,
-    NameTaken,
 )
 from placement_worker.store.rows import READ_PROVIDERS_AFTER, READ_PROVIDERS_BY_ID, count_of, read_providers
 
@@ -56,7 +56,7 @@ WHERE c.name = $1 ORDER BY p.id FOR NO KEY UPDATE OF p
 """
 
 
-class PostgresTransaction:
+class PostgresBookTransaction:
     """`BookTransaction` on one connection."""
 
     def __init__(self, connection: asyncpg.Connection, names: NameTable, offload: OffloadThread | None = None) -> None:
@@ -191,7 +191,8 @@ class PostgresTransaction:
     ) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources."""
         new = [uuid for uuid in after if uuid not in before and uuid not in self._ids]
-        self._ids.update((uuid, self._new_ids.pop()) for uuid in new)
+        self._ids.update(zip(new, self._new_ids, strict=False))
+        del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
         numbers = (self.class_ids, self.trait_ids)
 
@@ -228,19 +229,19 @@ class PostgresTransaction:
         return added
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
-        """Remove a class or trait."""
+        """Remove a class or trait. Raises NameInUse."""
         try:
             return bool(count_of(await self.connection.execute(DELETE_NAME.format(table=kind), name)))
         except asyncpg.ForeignKeyViolationError as error:
             raise NameInUse(name) from error
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
-        """Give a class another name. Returns the providers that have it."""
+        """Give a class another name. Returns the providers that have it. Raises NameExists."""
         having = [row[0] for row in await self.connection.fetch(HAVING, old)]
         try:
             number = await self.connection.fetchval(RENAME, old, new)
         except asyncpg.UniqueViolationError as error:
-            raise NameTaken(new) from error
+            raise NameExists(new) from error
         if number is None:
             return None
         for statement in (MOVE_INVENTORIES, MOVE_ALLOCATIONS, MOVE_PROJECT_USAGE):

@@ -11,9 +11,9 @@ from bus.clock import Clock, SystemClock
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 KINDS = ["memory", pytest.param("postgres", marks=pytest.mark.postgres)]
 HOSTS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 6)]
@@ -31,7 +31,9 @@ class Books:
     def __call__(self) -> ResourceBook:
         url, table = self._url, self._table
         self.made.append(
-            ResourceBook(PostgresRows(Database(url, "placement"))) if url else ResourceBook(MemoryRows(table.session()))
+            ResourceBook(PostgresBookRows(Database(url, "placement")))
+            if url
+            else ResourceBook(MemoryBookRows(table.session()))
         )
         return self.made[-1]
 

@@ -20,7 +20,7 @@ from bus.contracts.placement import (
 from bus.faults import Transient
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import KINDS, Books, books
 from tests.contract.rig import PATIENCE_S
 
@@ -34,7 +34,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     async with books(request) as made:
         yield made
         for store in made.made:
-            if isinstance(store.rows, PostgresRows):
+            if isinstance(store.rows, PostgresBookRows):
                 async with store.rows.database.raw() as connection:
                     assert await audit.findings(connection) == []
 

@@ -31,9 +31,9 @@ from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.store import publishing
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from placement_worker.store.publishing import Published
 from tests.contract.books import Books
 
@@ -329,8 +329,8 @@ def _any_item(rng: random.Random) -> ClaimItem:
 @pytest.mark.parametrize("seed", range(4))
 async def test_both_books_answer_alike(postgres_url: str, seed: int) -> None:
     stores: list[ResourceBook] = [
-        ResourceBook(PostgresRows(Database(postgres_url, "placement"))),
-        ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session(turn))),
+        ResourceBook(PostgresBookRows(Database(postgres_url, "placement"))),
+        ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session(turn))),
     ]
     for store in stores:
         await store.open()

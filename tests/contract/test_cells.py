@@ -32,7 +32,7 @@ from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.operations.host_cells import move_host
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import KINDS, books
 
 MINE, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in range(1, 3))
@@ -51,7 +51,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[ResourceBook]:
 
 @pytest.fixture
 async def postgres(postgres_url: str) -> AsyncIterator[ResourceBook]:
-    made = ResourceBook(PostgresRows(Database(postgres_url, "placement")))
+    made = ResourceBook(PostgresBookRows(Database(postgres_url, "placement")))
     await made.open()
     yield made
     await made.close()

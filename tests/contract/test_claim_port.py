@@ -26,7 +26,7 @@ from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.book import ResourceBook
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, VMS, roomy_host
@@ -87,7 +87,7 @@ class BusRig(Rig):
 
 @pytest.fixture(params=["fake", "bus"])
 async def rig(request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    book = ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))
+    book = ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
     await book.report([roomy_host(HOST)])
     if request.param == "fake":
         yield Rig(BookClaims(book))

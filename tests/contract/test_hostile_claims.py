@@ -28,7 +28,7 @@ from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import total_of
 from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.domain.values import Holding
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 from tests.contract.books import HOSTS, VMS
 
@@ -47,7 +47,7 @@ class Walk:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.table = MemoryBookTable(SystemClock())
-        self.store = ResourceBook(MemoryRows(self.table.session()))
+        self.store = ResourceBook(MemoryBookRows(self.table.session()))
         self.version = 0
 
     def amounts(self) -> Amounts:

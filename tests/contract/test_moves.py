@@ -29,7 +29,7 @@ from bus.contracts.placement import (
 from placement_worker.book import ResourceBook
 from placement_worker.domain.moves import kept_beside, source_held, total_of, whole_source
 from placement_worker.operations import audit
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, KINDS, VMS, Books, books
 
 POOL = "90000000-0000-4000-8000-000000000000"
@@ -49,7 +49,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
     async with books(request) as made:
         yield made
         for store in made.made:
-            if isinstance(store.rows, PostgresRows):
+            if isinstance(store.rows, PostgresBookRows):
                 async with store.rows.database.raw() as connection:
                     assert await audit.findings(connection) == []
 

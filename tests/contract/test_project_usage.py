@@ -32,8 +32,8 @@ from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.values import StoredInventory
 from placement_worker.operations import audit
-from placement_worker.store.memory_rows import MemoryRows
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.memory_rows import MemoryBookRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS, Books, roomy_host
 
 PROJECTS = ("p", "q", "r")
@@ -53,11 +53,11 @@ JOIN allocations a ON a.consumer = c.uuid WHERE c.consumer_type <> 'MIGRATION' G
 
 async def kept_and_held(store: ResourceBook) -> tuple[Amounts, Amounts]:
     """The total of each project and class, and its consumers' allocations."""
-    if isinstance(store.rows, PostgresRows):
+    if isinstance(store.rows, PostgresBookRows):
         async with store.rows.database.raw() as connection:
             kept, held = await connection.fetch(KEPT), await connection.fetch(HELD)
         return {(row[0], row[1]): row[2] for row in kept}, {(row[0], row[1]): row[2] for row in held}
-    assert isinstance(store.rows, MemoryRows)
+    assert isinstance(store.rows, MemoryBookRows)
     table = store.rows.table
     sums: Counter[tuple[str, str]] = Counter()
     for row in table.consumers.values():
@@ -162,7 +162,7 @@ async def test_processes_that_move_between_projects_at_once_keep_the_sums(make: 
     await asyncio.gather(*(work(number) for number in range(4)))
     kept, held = await kept_and_held(store)
     assert kept == held != {}
-    if isinstance(store.rows, PostgresRows):
+    if isinstance(store.rows, PostgresBookRows):
         assert await deadlocks(store) == 0
         async with store.rows.database.raw() as connection:
             assert await audit.findings(connection) == []
@@ -188,7 +188,7 @@ async def test_processes_with_the_same_projects_in_other_orders_do_not_deadlock(
     kept, held = await kept_and_held(store)
     assert kept == held
     assert kept[projects[0], "VCPU"] == 22
-    if isinstance(store.rows, PostgresRows):
+    if isinstance(store.rows, PostgresBookRows):
         assert await deadlocks(store) == 0
 
 
@@ -207,12 +207,12 @@ async def test_a_project_that_holds_nothing_any_more_leaves_no_row(store: Resour
     await store.apply([Claim(consumer=VMS[1], options=(option,), project_id="q", attempt=1)])
     await store.apply([Release(consumer=VMS[0])])
     await store.trim(keep_changes=100, keep_fences_s=1e6, keep_sources_s=1e6, limit=10)
-    if isinstance(store.rows, PostgresRows):
+    if isinstance(store.rows, PostgresBookRows):
         async with store.rows.database.raw() as connection:
             rows = await connection.fetch("SELECT project_id FROM project_usage")
             assert "p" not in {row[0] for row in rows}
     else:
-        assert isinstance(store.rows, MemoryRows)
+        assert isinstance(store.rows, MemoryBookRows)
         assert "p" not in store.rows.table.project_usage
 
 

@@ -23,9 +23,9 @@ from bus.contracts.placement import (
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.replica.book import Book
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS
 from tests.unit.replica.dumps import dump
 
@@ -194,13 +194,13 @@ def versions() -> Iterator[int]:
 @given(steps=STEPS)
 @settings(max_examples=100, deadline=None)
 def test_the_feed_agrees_with_the_snapshot_in_memory(steps: Steps, versions: Iterator[int]) -> None:
-    asyncio.run(check(ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session())), steps, versions))
+    asyncio.run(check(ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session())), steps, versions))
 
 
 @pytest.mark.postgres
 def test_the_feed_agrees_with_the_snapshot_in_postgresql(postgres_url: str, versions: Iterator[int]) -> None:
     with asyncio.Runner() as runner:
-        store = ResourceBook(PostgresRows(Database(postgres_url, "placement")))
+        store = ResourceBook(PostgresBookRows(Database(postgres_url, "placement")))
         runner.run(store.open())
         try:
             replay(runner.run, store, versions)

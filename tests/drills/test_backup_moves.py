@@ -10,8 +10,6 @@ from pathlib import Path
 
 import asyncpg
 import pytest
-from placement_worker.book import ResourceBook
-from placement_worker.store.postgres_rows import PostgresRows
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts
@@ -25,6 +23,8 @@ from bus.contracts.drains import DrainStart
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsPage, ObjectsQuery
 from bus.contracts.placement import Release
+from placement_worker.book import ResourceBook
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.drills.test_backup_drill import (
     PATIENCE_S,
     PLAN,
@@ -207,7 +207,7 @@ async def test_a_book_that_is_ahead_of_records_is_put_right_where_the_machines_a
         await connection.execute("UPDATE placement.consumers SET attempt = 7 WHERE uuid = ANY($1::uuid[])", uuids)
         await connection.close()
         book = it.site.environment("drill").database("placement", pool_size=1)
-        store = ResourceBook(PostgresRows(book))
+        store = ResourceBook(PostgresBookRows(book))
         await store.open()
         await store.apply([Release(consumer=uuid, attempt=7) for uuid in uuids])
         await store.close()

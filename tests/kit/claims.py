@@ -19,7 +19,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 
 Answer = Callable[[Claim], ClaimResult | Refusal | None]
@@ -32,7 +32,7 @@ class BookClaims:
     """
 
     def __init__(self, book: ResourceBook | None = None) -> None:
-        self.book = book or ResourceBook(MemoryRows(MemoryBookTable(SystemClock()).session()))
+        self.book = book or ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
         self.submitted: list[Claim] = []
         self.located: list[LocateRequest] = []
         self.answer: Answer | None = None

@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import placement_worker.store.memory as book_store
 from msgspec.structs import replace
 
+import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.contracts.cell import Destroy
-from bus.contracts.placement import Claim, ClaimOutcome, Release
+from bus.contracts.placement import Claim, ClaimOutcome, InventoryResult, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
 from bus.persistence.relay import Relay
 from cell_conductor.domain import rules, steps, table
@@ -23,8 +23,6 @@ from cell_conductor.engine import Engine
 from cell_conductor.placement_requests import PlacementRequests
 from compute_sim.domain.attempts import Entry, Phase, SpawnVerdict
 from compute_sim.drivers.hypervisor import Hypervisors
-from placement_worker.book import ResourceBook
-from placement_worker.store.memory_rows import MemoryRows
 from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
@@ -122,7 +120,7 @@ def stale_inventory_applied() -> AbstractContextManager[Any]:
         newest = {key: number for number, key in enumerate(self.keys)}
         for number, key in enumerate(self.keys):
             if number not in self.results and newest[key] != number:
-                self.results[number] = book_store.InventoryResult(outcome="stale")
+                self.results[number] = InventoryResult(outcome="stale")
 
     return patch.object(ReportGroup, "sort_out_stale", sort_out_stale)
 
@@ -258,10 +256,10 @@ def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
 def feed_published_out_of_order() -> AbstractContextManager[Any]:
     """A change's number is drawn before its transaction is the last to lock the counter."""
 
-    async def append(self: Any, transaction: MemoryDatabaseTransaction, changes: Sequence[Any]) -> int:
+    async def append(self: Any, changes: Sequence[Any]) -> int:
         if not changes:
             return 0
-        table_ = self.table
+        table_, transaction = self._table, self._rows
         numbered = [replace(change, sequence=table_.head + at) for at, change in enumerate(changes, 1)]
         await transaction.statement()
 
@@ -272,7 +270,7 @@ def feed_published_out_of_order() -> AbstractContextManager[Any]:
         transaction.will(write)
         return int(numbered[-1].sequence)
 
-    return patch.object(book_store.ResourceBook, "append", append)
+    return patch.object(book_store.MemoryBookTransaction, "append", append)
 
 
 def silence_not_noticed() -> AbstractContextManager[Any]:

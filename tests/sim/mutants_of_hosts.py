@@ -8,20 +8,18 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import placement_worker.store.memory as book_store
 from msgspec.structs import replace
 
 import cell_conductor.app
+import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
-from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import rules, steps
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.host_changes import HostChanges
 from ironic_sync.domain import position
 from ironic_sync.domain import rules as ironic_rules
-from placement_worker.book import ResourceBook
 from placement_worker.domain.allocation_migration import _Migration
 from scheduler_worker.domain.hosts import HostTable
 
@@ -123,7 +121,7 @@ def half_built_is_kept() -> AbstractContextManager[Any]:
 
 def capacity_unguarded() -> AbstractContextManager[Any]:
     """Three units more than there are may be claimed, and the store has no guard of its own."""
-    claimed, write = book_store.claimed_provider, book_store.ResourceBook.write
+    claimed = book_store.claimed_provider
 
     def with_more(provider: Any) -> Any:
         found = claimed(provider)
@@ -135,26 +133,14 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
         }
         return replace(found, inventories=inventories)
 
-    def unguarded(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
-        providers = self.table.providers
-        roomy = {
-            uuid: replace(
-                one,
-                inventories={name: replace(held, capacity=10**9) for name, held in one.inventories.items()},
-            )
-            for uuid, one in providers.items()
-        }
-        self.table.providers = roomy
-        try:
-            write(self, transaction, decision)
-        finally:
-            self.table.providers = providers
+    def unguarded(_self: Any, _decision: Any) -> None:
+        pass
 
     @contextmanager
     def both() -> Any:
         with (
             patch.object(book_store, "claimed_provider", with_more),
-            patch.object(book_store.ResourceBook, "write", unguarded),
+            patch.object(book_store.MemoryBookTransaction, "_guard_capacity", unguarded),
         ):
             yield
 
@@ -163,17 +149,17 @@ def capacity_unguarded() -> AbstractContextManager[Any]:
 
 def usage_not_lowered() -> AbstractContextManager[Any]:
     """A release forgets what its consumer held, and leaves what is used as it was."""
-    write = book_store.ResourceBook.write
+    write = book_store.MemoryBookTransaction.write_claims
 
-    def forgetful(self: Any, transaction: MemoryDatabaseTransaction, decision: Any) -> None:
-        providers = self.table.providers
+    async def forgetful(self: Any, decision: Any, *rest: Any) -> int:
+        providers = self._table.providers
         used = {
             uuid: {name: max(amount, providers[uuid].used.get(name, 0)) for name, amount in amounts.items()}
             for uuid, amounts in decision.used.items()
         }
-        write(self, transaction, replace(decision, used=used))
+        return await write(self, replace(decision, used=used), *rest)
 
-    return patch.object(book_store.ResourceBook, "write", forgetful)
+    return patch.object(book_store.MemoryBookTransaction, "write_claims", forgetful)
 
 
 def cell_requests_above() -> AbstractContextManager[Any]:

@@ -8,14 +8,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-import placement_worker.store.memory as book_store
 from msgspec.structs import replace
-from placement_worker.store.memory_table import MemoryBookTable
 
 from bus.contracts.placement import Claim, ClaimOutcome, LocatePage
 from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain import table
 from placement_worker.domain import claims
+from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker import placing
 from scheduler_worker.domain import step
 from scheduler_worker.domain.placement import PlacementRefused
@@ -70,7 +69,7 @@ def living_members_forgotten() -> AbstractContextManager[Any]:
     def purge(table_: MemoryBookTable, gone: Sequence[Any]) -> None:
         table_.members.clear()
 
-    return patch.object(book_store, "_purge_members", purge)
+    return patch.object(MemoryBookTable, "purge_members", purge)
 
 
 def hints_not_looked_up() -> AbstractContextManager[Any]:

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
-from placement_worker.store.rest_memory import MemoryRest
 
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
@@ -17,6 +16,7 @@ from lab.simulation.run import run
 from lab.simulation.widening import Widening
 from placement_worker.domain import allocations
 from placement_worker.rest import groups, members
+from placement_worker.store.memory_reads import MemoryReads
 from tests.sim.mutants import Mutant
 
 ACTS = (
@@ -89,7 +89,7 @@ def read_fails() -> AbstractContextManager[Any]:
     async def failing(_self: Any, _uuid: str) -> Any:
         raise KeyError(_uuid)
 
-    return patch.object(MemoryRest, "allocations_of_consumer", failing)
+    return patch.object(MemoryReads, "allocations_of_consumer", failing)
 
 
 def test_every_act_is_carried_out_and_every_invariant_holds() -> None:

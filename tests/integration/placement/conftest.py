@@ -11,7 +11,7 @@ from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpda
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 Hold = Mapping[str, Mapping[str, int]]
 
@@ -22,7 +22,8 @@ class Book:
     def __init__(self, url: str) -> None:
         self.url = url
         self.database = Database(url, "placement")
-        self.store = ResourceBook(PostgresRows(self.database))
+        self.rows = PostgresBookRows(self.database)
+        self.store = ResourceBook(self.rows)
         self.versions = 0
 
     async def open(self) -> None:

@@ -26,8 +26,8 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.store import claims, fast_path, holders
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store import claims
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 from .conftest import Book
 
@@ -40,7 +40,7 @@ WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_databas
 
 
 async def another(book: Book) -> ResourceBook:
-    store = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    store = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await store.open()
     return store
 
@@ -285,7 +285,6 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
 
     with monkeypatch.context() as patched:
         patched.setattr(claims, "write", write_and_die)
-        patched.setattr(fast_path, "MAX_ITEMS", 0)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert (await book.store.head()).sequence == head
@@ -307,20 +306,11 @@ async def test_a_class_created_by_another_process_is_known(
 
 
 async def test_small_groups_of_two_stores_at_once_lose_nothing(
-    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
+    book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     """Each takes from what the other has left: none overwrites what another has taken."""
     hosts = await book.hosts(2, rng, VCPU=30)
     second = await another(book)
-    ways: Counter[bool] = Counter()
-    apply = fast_path.apply
-
-    async def counted(*arguments: object) -> object:
-        replies = await apply(*arguments)  # type: ignore[arg-type]
-        ways[replies is not None] += 1
-        return replies
-
-    monkeypatch.setattr(fast_path, "apply", counted)
 
     async def work(store: ResourceBook) -> list[ClaimResult]:
         options = [{host: {"VCPU": 1}} for host in hosts]
@@ -328,53 +318,7 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
 
     replies = [reply for some in await asyncio.gather(work(book.store), work(second)) for reply in some]
     assert Counter(reply.outcome for reply in replies) == {ClaimOutcome.CLAIMED: 60, ClaimOutcome.FULL: 20}
-    assert ways[True] and ways[False]
     numbers = [reply.sequence for reply in replies if reply.outcome is ClaimOutcome.CLAIMED]
     assert len(set(numbers)) == 60
     assert await book.over_capacity() == [] and await book.findings() == []
     await second.close()
-
-
-async def test_a_lost_claim_costs_two_statements_that_do_not_fail_and_write_nothing(
-    book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It cost a transaction that undid itself, which is an error in PostgreSQL's log, and a second one with locks.
-
-    The second statement finds who holds what was lost.
-    """
-    (host,) = await book.hosts(1, rng, VCPU=1)
-    first = make_claim(new_uuid(rng), {host: {"VCPU": 1}})
-    assert (await one(book.store, first)).outcome is ClaimOutcome.CLAIMED
-    apply, sent = fast_path.apply, []
-
-    async def watched(connection: Any, *rest: Any) -> object:
-        raw = connection._con if hasattr(connection, "_con") else connection  # of a pool
-        raw.add_query_logger(sent.append)
-        return await apply(connection, *rest)
-
-    async def rows() -> list[asyncpg.Record]:
-        async with book.database.raw() as connection:
-            return [
-                row
-                for table in (
-                    "providers",
-                    "inventories",
-                    "consumers",
-                    "allocations",
-                    "project_usage",
-                    "changes",
-                    "feed_head",
-                )
-                for row in await connection.fetch(f"SELECT ctid::text, xmin::text FROM {table}")
-            ]
-
-    before = await rows()
-    monkeypatch.setattr(fast_path, "apply", watched)
-    lost = await one(book.store, make_claim(new_uuid(rng), {host: {"VCPU": 1}}))
-    monkeypatch.undo()
-    await asyncio.sleep(0)  # what was sent is noted by the loop
-    assert lost.outcome is ClaimOutcome.FULL
-    assert [one.exception for one in sent] == [None, None]
-    assert "claim_new" in sent[0].query and sent[1].query == holders.NEWEST
-    assert [one.consumer for one in lost.holders] == [first.consumer]
-    assert await rows() == before

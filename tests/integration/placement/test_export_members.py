@@ -13,11 +13,11 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, Release
-from placement_worker.domain.claim_items import expected_consumers
+from placement_worker.domain.claim_items import expected_consumers, groups_of, wanted_members
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
-from placement_worker.store import claims, limits, members
+from placement_worker.store import claims, members
 from tests.kit.servers import fresh_database
 
 from .conftest import Book
@@ -67,8 +67,8 @@ async def exported(book: Book) -> BookExport:
 
 
 async def imported(book: Book, what: BookExport) -> int:
-    async with book.database.raw() as connection:
-        return await export_store.assign(connection, what, book.store.names)
+    async with book.rows.transaction() as transaction:
+        return await export_store.assign(transaction, what, book.store.names)
 
 
 async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_did(
@@ -156,15 +156,14 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
     file = await exported(book)
     for requested in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
         async with book.database.raw() as reading:
-            await members.lock(reading, [requested])
-            await members.read(reading, [requested])
+            await members.lock(reading, groups_of([requested]))
+            await members.read(reading, wanted_members([requested]))
             if requested.limits:
-                await claims.lock(reading, expected_consumers([requested]), None, book.store.names)
-            await limits.lock(reading, [requested])
+                await claims.lock(reading, expected_consumers([requested]), None, limited=["p"], alone=True)
             importing = asyncio.create_task(imported(book, file))
             async with asyncio.timeout(PATIENCE_S):
                 while not await reading.fetchval(WAITING):
                     pass
             assert not importing.done()
-            await reading.execute(claims.DELETE_CONSUMERS, [requested.consumer])
+            await reading.execute("DELETE FROM consumers WHERE uuid = $1", requested.consumer)
         assert await importing == 0

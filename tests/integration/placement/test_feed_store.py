@@ -13,9 +13,10 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Change, Claim, FeedChanges, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
+from placement_worker import book as resource_book
 from placement_worker.book import ResourceBook
-from placement_worker.store import feed, publishing, snapshot
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store import feed, publishing
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 from .conftest import Book
 
@@ -77,7 +78,7 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     book: Book, rng: random.Random, make_claim: MakeClaim
 ) -> None:
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()
     seen: list[int] = []
     writing = True
@@ -110,7 +111,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
     hosts = await book.hosts(5, rng, VCPU=1000)
-    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()
     published: list[int] = []
 
@@ -135,7 +136,7 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
 ) -> None:
     monkeypatch.setattr(publishing, "LEASE_S", 0.01)
     await book.hosts(3, rng, VCPU=1)
-    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()
     sent: list[int] = []
 
@@ -201,7 +202,7 @@ async def test_the_next_changes_are_found_by_key(book: Book) -> None:
     async with book.database.single() as connection:
         await connection.execute("INSERT INTO changes SELECT n, n, '[]' FROM generate_series(1, 50000) n")
         await connection.execute("UPDATE feed_position SET number = 40000; ANALYZE changes")
-        await connection.execute(f"PREPARE take(bigint, float8, timestamptz) AS {publishing.TAKE}")
+        await connection.execute(f"PREPARE take(bigint, float8, timestamptz) AS {feed.TAKE}")
         found = await connection.fetch("EXPLAIN EXECUTE take(16, 2.0, NULL)")
         await connection.execute("DEALLOCATE take")
     plan = "\n".join(row[0] for row in found)
@@ -260,7 +261,7 @@ async def test_a_snapshot_comes_in_pages(book: Book, rng: random.Random, monkeyp
     first = await book.store.snapshot(None, 3)
     assert [state.uuid for state in first.providers] == hosts[:3]
     assert first.more
-    monkeypatch.setattr(snapshot, "MAX_PAGE_BYTES", 1)
+    monkeypatch.setattr(resource_book, "MAX_PAGE_BYTES", 1)
     assert [state.uuid for state in (await book.store.snapshot(None, 3)).providers] == hosts[:1]
     monkeypatch.undo()
     second = await book.store.snapshot(first.providers[-1].uuid, 3)

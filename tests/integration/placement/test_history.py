@@ -15,7 +15,7 @@ from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database
 
 from .conftest import Book
@@ -51,7 +51,7 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
         await admin.fetch(END_SESSIONS, make_url(book.url).database)
         await admin.execute(f'CREATE DATABASE "{target}" TEMPLATE "{make_url(book.url).database}"')
         await admin.close()
-        restored = ResourceBook(PostgresRows(Database(url, "placement")))
+        restored = ResourceBook(PostgresBookRows(Database(url, "placement")))
         await restored.open()
         second = await restored.head()
         assert second.sequence == first.sequence
@@ -65,7 +65,7 @@ async def test_a_database_that_was_restored_elsewhere_begins_another_history(
 async def test_a_book_that_opens_again_goes_on_in_its_history(book: Book, rng: random.Random) -> None:
     await book.hosts(1, rng, VCPU=4)
     first = await book.store.head()
-    again = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    again = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await again.open()
     assert await again.head() == first
     assert not (await again.newest()).renewed
@@ -83,7 +83,7 @@ async def test_another_timeline_is_another_history_found_by_one_of_many(book: Bo
     before = "/".join((cluster, f"{int(timeline, 16) - 1:08X}", *rest))
     await connection.execute("UPDATE feed_head SET origin = $1", before)
     await connection.close()
-    others = [ResourceBook(PostgresRows(Database(book.url, "placement"))) for _ in range(3)]
+    others = [ResourceBook(PostgresBookRows(Database(book.url, "placement"))) for _ in range(3)]
     renewed = await asyncio.gather(*(store.newest() for store in (book.store, *others)))
     assert sorted(one.renewed for one in renewed) == [False, False, False, True]
     assert (await book.store.head()).history != first.history
@@ -106,13 +106,13 @@ async def test_an_import_is_another_history_and_the_feed_carries_it(book: Book, 
     first = await book.store.head()
     async with book.database.raw() as connection:
         found = await export_store.read(connection, book.store.names)
-    async with book.database.raw() as connection:
-        assert await export_store.assign(connection, found, book.store.names) == 0
+    async with book.rows.transaction() as transaction:
+        assert await export_store.assign(transaction, found, book.store.names) == 0
     assert await book.store.head() == first, "nothing has changed"
-    async with book.database.raw() as connection:
+    async with book.rows.transaction() as transaction:
         providers = dict(list(found.providers.items())[:1])
         await export_store.assign(
-            connection, export.BookExport(found.classes, found.traits, providers, {}), book.store.names
+            transaction, export.BookExport(found.classes, found.traits, providers, {}), book.store.names
         )
     second = await book.store.head()
     assert second.history != first.history
@@ -157,7 +157,7 @@ async def test_a_recovery_from_the_archive_begins_another_history() -> None:
                 with (data / "postgresql.conf").open("a") as settings:
                     settings.write("restore_command = 'false'\n")
             server.start()
-            store = ResourceBook(PostgresRows(Database(server.url(), "placement")))
+            store = ResourceBook(PostgresBookRows(Database(server.url(), "placement")))
             await store.open()
             histories.append((await store.head()).history)
             await store.close()

@@ -15,7 +15,7 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 
 from .conftest import Book
 
@@ -160,7 +160,7 @@ async def test_a_provider_moves_to_another_root(book: Book, rng: random.Random) 
 
 
 async def test_two_processes_create_the_same_names_at_once_and_one_is_refused(book: Book, rng: random.Random) -> None:
-    second = ResourceBook(PostgresRows(Database(book.url, "placement")))
+    second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()
 
     def named(name: str) -> InventoryUpdate:

@@ -12,9 +12,9 @@ from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, Release
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
+from placement_worker.book import claim as apply
 from placement_worker.domain.values import ABOVE_CELLS
-from placement_worker.store import claims
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement.conftest import Book
 
 pytestmark = pytest.mark.postgres
@@ -24,20 +24,20 @@ WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_databas
 MANY = 3
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["short way", "long way"])
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a release"])
 async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_limit(
-    book: Book, rng: random.Random, *, fast: bool
+    book: Book, rng: random.Random, *, alone: bool
 ) -> None:
     """Each on a host of its own, each decided while the project held nothing: what is added is compared once more."""
     hosts = await book.hosts(1 + MANY, rng, VCPU=4)
-    stores = [ResourceBook(PostgresRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)]
+    stores = [ResourceBook(PostgresBookRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)]
 
     def claim(host: str) -> Claim:
         option = ClaimOption(allocations={host: {"VCPU": 1}})
         return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", limits={"VCPU": 1})
 
     async def work(store: ResourceBook, host: str) -> str:
-        beside = [] if fast else [Release(consumer=new_uuid(rng))]  # a release is applied the long way alone
+        beside = [] if alone else [Release(consumer=new_uuid(rng))]
         *_, reply = await store.apply([*beside, claim(host)])
         return str(reply.outcome)
 
@@ -46,7 +46,7 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
         for store in stores:
             await store.open()
         async with book.database.raw() as first:
-            (reply,) = await claims.apply(first, [claim(hosts[0])], book.store.names, ABOVE_CELLS)
+            (reply,) = await apply(book.rows.on(first), [claim(hosts[0])], ABOVE_CELLS)
             assert reply.outcome == "claimed"
             others = [asyncio.create_task(work(store, host)) for store, host in zip(stores, hosts[1:], strict=True)]
             async with asyncio.timeout(PATIENCE_S):

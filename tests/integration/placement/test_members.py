@@ -23,9 +23,11 @@ from bus.contracts.placement import (
     Revert,
     Swap,
 )
+from placement_worker.book import write_allocations
+from placement_worker.domain import claim_items
 from placement_worker.domain.allocations import ConsumerWrite, Replace
-from placement_worker.domain.claim_items import groups_of
-from placement_worker.store import members, rest_allocations
+from placement_worker.domain.claim_items import wanted_members
+from placement_worker.store import members
 
 from .conftest import Book
 
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.postgres
 
 PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-MANY = members.MAX_GROUP_MEMBERS_READ + 20
+MANY = claim_items.MAX_GROUP_MEMBERS_READ + 20
 BATCH, SMALL, LARGE = 100, 50, 900  # claims of one transaction; members of a group; hosts
 MOST_BLOCKS = 30  # for each claim
 
@@ -51,7 +53,7 @@ def member(rng: random.Random, host: str, policy: GroupPolicy) -> Claim:
     ("policy", "most"),
     [
         (GroupPolicy.ANTI_AFFINITY, 1),
-        (GroupPolicy.AFFINITY, members.MAX_GROUP_MEMBERS_READ + 1),
+        (GroupPolicy.AFFINITY, claim_items.MAX_GROUP_MEMBERS_READ + 1),
         (GroupPolicy.SOFT_ANTI_AFFINITY, 0),
         (GroupPolicy.SOFT_AFFINITY, 0),
     ],
@@ -64,7 +66,7 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     assert {str(reply.outcome) for reply in replies} == {"claimed"}
     requested = member(rng, hosts[7], policy)
     async with book.database.raw() as connection:
-        (found,) = (await members.read(connection, [requested])).values()
+        (found,) = (await members.read(connection, wanted_members([requested]))).values() or [{}]
     assert len(found) <= most
     assert not most or ((hosts[7],) in map(tuple, found.values()))
     (reply,) = await book.store.apply([requested])
@@ -134,7 +136,7 @@ async def test_members_that_the_transaction_names_are_read_beside_those_that_sta
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one member that was read was released: the group was found empty, and split."""
-    monkeypatch.setattr(members, "MAX_GROUP_MEMBERS_READ", 1)
+    monkeypatch.setattr(claim_items, "MAX_GROUP_MEMBERS_READ", 1)
     here, there = await book.hosts(2, rng, VCPU=4)
     both = sorted((member(rng, here, GroupPolicy.AFFINITY) for _ in range(2)), key=lambda one: one.consumer)
     await book.store.apply(both)
@@ -145,9 +147,8 @@ async def test_members_that_the_transaction_names_are_read_beside_those_that_sta
 
 async def blocks_read(book: Book, claims: Sequence[Claim], holders: Sequence[str] = ()) -> int:
     """How many blocks the claims' read of their groups touches."""
-    keys = groups_of(claims)
     async with book.database.raw() as connection:
-        columns = members._columns(claims, keys, holders)
+        columns = members.columns(wanted_members(claims, holders))
         (plan,) = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
     blocks: int = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
     return blocks
@@ -163,7 +164,7 @@ async def test_a_member_that_put_moves_to_a_host_while_a_claim_waits_for_it_is_s
     watcher = await asyncpg.connect(book.url)
     write = ConsumerWrite(first.consumer, {there: {"VCPU": 1}}, "p", "u", None, 1)
     async with book.database.raw() as moving:
-        assert await rest_allocations.apply(moving, [Replace((write,))], book.store.names) == [None]
+        assert await write_allocations(book.rows.on(moving), [Replace((write,))]) == [None]
         claiming = asyncio.create_task(book.store.apply([member(rng, there, GroupPolicy.ANTI_AFFINITY)]))
         async with asyncio.timeout(PATIENCE_S):
             while not await watcher.fetchval(WAITING):

@@ -34,7 +34,7 @@ class Slow:
 
 @pytest.fixture
 async def names(book: Book) -> NameTable:
-    made = NameTable(book.database)
+    made = NameTable(book.rows.transaction, book.rows.clock)
     await made.open()
     return made
 
@@ -46,7 +46,7 @@ async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_
     arrive = asyncio.Event()
     async with book.database.raw() as connection, asyncio.timeout(PATIENCE_S):
         slow = Slow(connection, arrive)
-        late = asyncio.create_task(names._read(slow))  # type: ignore[arg-type]
+        late = asyncio.create_task(names._read(book.rows.on(slow)))  # type: ignore[arg-type]
         await slow.requested.wait()
         await names.ensure(["CUSTOM_GOLD"], ["CUSTOM_BLUE"])
         arrive.set()
@@ -62,15 +62,15 @@ async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Boo
         await names.ensure(["CUSTOM_GOLD"], [])
         number = names.class_ids["CUSTOM_GOLD"]
         unknown = max(names.class_names) + 1
-        assert unknown not in await names.names_of(connection, {unknown})
+        assert unknown not in await names.names_of(book.rows.on(connection), {unknown})
     assert (names.class_ids["CUSTOM_GOLD"], names.class_names[number]) == (number, "CUSTOM_GOLD")
 
 
 async def test_what_another_process_made_is_learnt_by_its_number(book: Book, names: NameTable) -> None:
-    other = NameTable(book.database)
+    other = NameTable(book.rows.transaction, book.rows.clock)
     await other.open()
     await other.ensure(["CUSTOM_GOLD"], [])
     number = other.class_ids["CUSTOM_GOLD"]
     async with book.database.raw() as connection:
-        assert (await names.names_of(connection, {number}))[number] == "CUSTOM_GOLD"
+        assert (await names.names_of(book.rows.on(connection), {number}))[number] == "CUSTOM_GOLD"
     assert names.class_ids["CUSTOM_GOLD"] == number

@@ -46,7 +46,7 @@ async def moved_by_another(book: Book) -> AsyncIterator[Callable[[], Awaitable[N
 async def test_a_group_of_rest_writes_finds_a_provider_that_it_had_to_wait_for(book: Book, rng: random.Random) -> None:
     """It answered 404: the locking statement's UNION ALL was false for a row that had changed while it waited."""
     hosts = await book.hosts(4, rng, VCPU=8)
-    rest = book.store.rest
+    rest = book.store
     async with moved_by_another(book) as let_go:
         writing = asyncio.create_task(rest.write_trees([SetTraits(host, ("COMPUTE_NODE",)) for host in hosts]))
         await let_go()

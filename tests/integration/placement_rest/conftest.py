@@ -22,9 +22,9 @@ from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
 from placement_worker.replica.local import LocalReplica
 from placement_worker.rest.config import RestConfig
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import KINDS
 
 START_TIMEOUT_S = 60.0
@@ -51,9 +51,9 @@ class Placement:
             rng=self.rng,
         )
         self.store: ResourceBook = (
-            ResourceBook(PostgresRows(env.database("placement")))
+            ResourceBook(PostgresBookRows(env.database("placement")))
             if isinstance(book, str)
-            else ResourceBook(MemoryRows(book.session()))
+            else ResourceBook(MemoryBookRows(book.session()))
         )
         self.service = build(env, PlacementConfig(rest=config), (), store=self.store, health_with_rest=health_with_rest)
         self._stop = asyncio.Event()
@@ -120,7 +120,7 @@ class Placement:
     @property
     def postgres(self) -> ResourceBook:
         """The store, of a book in PostgreSQL."""
-        assert isinstance(self.store.rows, PostgresRows)
+        assert isinstance(self.store.rows, PostgresBookRows)
         return self.store
 
     async def findings(self) -> list[str]:

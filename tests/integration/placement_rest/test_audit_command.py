@@ -163,7 +163,7 @@ async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placem
 async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:
     one, other = await placement.host(VCPU=8, DISK_GB=9), await placement.host(VCPU=8, DISK_GB=9)
     [consumer, moved] = [await twice_held(placement, one, other) for _ in range(2)]
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         twice = await found_twice(connection, {consumer: one, moved: one}, other)
         # It has moved while the audit read whose host is whose: what it holds now has not been audited.
         entry = ConsumerAllocations(

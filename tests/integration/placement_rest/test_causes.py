@@ -128,12 +128,12 @@ async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placeme
 
 @on_postgres
 async def test_the_log_carries_it_too(placement: Placement) -> None:
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         await connection.execute("ALTER TABLE traits RENAME TO gone")  # something to log
     with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
         await placement.call("GET", "/traits", status=500, **HEADER)
         await placement.call("GET", "/traits", status=500)
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         await connection.execute("ALTER TABLE gone RENAME TO traits")
     lines = [line for line in logs if line["event"] == "rest.failed"]
     assert [line.get("global_request_id") for line in lines] == [OURS, None]

@@ -14,7 +14,7 @@ from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.operations.repair import repair
 from placement_worker.replica.local import LocalReplica
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
@@ -29,8 +29,10 @@ async def read(store: ResourceBook) -> BookExport:
 
 async def assign(store: ResourceBook, what: BookExport) -> int:
     await store.names.ensure(what.classes, what.traits)
-    async with store.rows.database.raw() as connection:
-        return await export_store.assign(connection, what, store.names)
+    rows = store.rows
+    assert isinstance(rows, PostgresBookRows)
+    async with rows.transaction() as transaction:
+        return await export_store.assign(transaction, what, store.names)
 
 
 async def findings(store: ResourceBook) -> list[str]:
@@ -60,7 +62,7 @@ async def test_a_book_goes_out_and_in_again(placement: Placement, postgres_serve
     text = list(export.lines(before))
     assert export.parse(text) == before
     with fresh_database(postgres_server) as url:
-        other = ResourceBook(PostgresRows(Database(url, "placement")))
+        other = ResourceBook(PostgresBookRows(Database(url, "placement")))
         await other.open()
         replica = LocalReplica(other)
         await replica.fresh()
@@ -99,7 +101,7 @@ def test_half_a_file_is_no_book() -> None:
 async def test_a_live_placement_is_copied_until_equal(placement: Placement, postgres_server: str) -> None:
     hosts, consumers = await fill(placement)
     with fresh_database(postgres_server) as url:
-        copy = ResourceBook(PostgresRows(Database(url, "placement")))
+        copy = ResourceBook(PostgresBookRows(Database(url, "placement")))
         await copy.open()
         source = CopySource(placement.base_url, "admin")
         assert await assign(copy, await source.read()) == 7
@@ -122,12 +124,12 @@ async def test_a_live_placement_is_copied_until_equal(placement: Placement, post
 async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(placement: Placement) -> None:
     hosts, consumers = await fill(placement)
     replica = await placement.replica()
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         await connection.execute("UPDATE inventories SET used = used + 1")
         await connection.execute("DELETE FROM consumers WHERE uuid = $1", consumers[1])
         await connection.execute("DELETE FROM allocations WHERE consumer = $1", consumers[2])
     assert len(await placement.findings()) == 11
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         done = await repair(connection)
     assert len(done) == 6
     assert done[-1].startswith("project ")
@@ -135,7 +137,7 @@ async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(pla
     book = await replica.fresh()
     rows = [book.row_of(host) for host in hosts]
     assert [book.inventory_of(row)["VCPU"][1] for row in rows if row is not None] == [5, 0, 0]
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         assert await repair(connection) == []
     await asyncio.gather(*(placement.claim(new_uuid(placement.rng), host, VCPU=1) for host in hosts))
     assert await placement.findings() == []

@@ -12,7 +12,7 @@ import pytest
 from bus.clock import SystemClock, new_uuid
 from placement_worker import offload
 from placement_worker.rest import api, groups
-from placement_worker.store import claims, rest_allocations
+from placement_worker.store import claims
 from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
@@ -29,7 +29,6 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "MAX_ENTRIES", 2)
     monkeypatch.setattr(claims, "MAX_ROWS", 3)
     monkeypatch.setattr(claims, "MAX_CONSUMERS", 2)
-    monkeypatch.setattr(rest_allocations, "RESHAPED_AT_ONCE", 1)
 
 
 class Caller:

@@ -9,7 +9,7 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
-from placement_worker.store.postgres_rows import PostgresRows
+from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.servers import fresh_database
 
@@ -71,16 +71,17 @@ async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placem
     await placement.call("PUT", "/traits/CUSTOM_RACK", status=201)
     await give(placement, root, VMX, "CUSTOM_RACK")
     await placement.postgres.names.refresh()
-    async with placement.postgres.database.raw() as connection:
+    async with placement.postgres.rows.database.raw() as connection:
         lines = list(export.lines(await export_store.read(connection, placement.postgres.names)))
     with fresh_database(postgres_server) as url:
-        other = ResourceBook(PostgresRows(Database(url, "placement")))
+        rows = PostgresBookRows(Database(url, "placement"))
+        other = ResourceBook(rows)
         await other.open()
         what = export.parse(lines)
         await other.names.ensure(what.classes, what.traits)
         for changed in (1, 0):
-            async with other.database.raw() as connection:
-                assert await export_store.assign(connection, what, other.names) == changed
-        async with other.database.raw() as connection:
+            async with rows.transaction() as transaction:
+                assert await export_store.assign(transaction, what, other.names) == changed
+        async with rows.database.raw() as connection:
             assert list(export.lines(await export_store.read(connection, other.names))) == lines
         await other.close()

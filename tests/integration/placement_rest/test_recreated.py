@@ -12,7 +12,7 @@ from tests.unit.replica.dumps import dump
 
 async def test_delete_and_post_in_one_transaction_are_followed_by_replicas(placement: Placement) -> None:
     store = placement.store
-    rest = store.rest
+    rest = store
     uuid = new_uuid(placement.rng)
     traits = [["HW_CPU_X86_AVX"], ["HW_CPU_X86_SGX"], ["HW_CPU_X86_AVX2"]]
     await rest.write_trees([CreateProvider(uuid, "one")])

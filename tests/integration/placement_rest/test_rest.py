@@ -247,7 +247,7 @@ async def test_what_projects_hold_follows_every_write_of_allocations(placement: 
     consumers = [new_uuid(placement.rng) for _ in range(2)]
 
     async def held() -> dict[str, dict[int, int]]:
-        async with placement.postgres.database.raw() as connection:
+        async with placement.postgres.rows.database.raw() as connection:
             rows = await connection.fetch("SELECT project_id, class_id, amount FROM project_usage WHERE amount <> 0")
         assert await placement.findings() == []
         found: dict[str, dict[int, int]] = {}

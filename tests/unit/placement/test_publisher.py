@@ -19,7 +19,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
-from placement_worker.store.memory_rows import MemoryRows
+from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 from tests.unit.front.world import HandClock
 
@@ -31,7 +31,7 @@ USER = "c0000000-0000-4000-8000-000000000000"
 async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
-    store = ResourceBook(MemoryRows(table.session()))
+    store = ResourceBook(MemoryBookRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(trim_batch=100, fence_retention_s=3600.0, trim_interval_s=7200.0)
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=1000)})
@@ -53,7 +53,7 @@ async def test_a_full_batch_is_followed_by_the_next_at_once() -> None:
 async def test_trimming_removes_retired_trees_that_are_unused() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
-    store = ResourceBook(MemoryRows(table.session()))
+    store = ResourceBook(MemoryBookRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     report = ProviderReport(uuid=HOST, name="h", inventories={"VCPU": Inventory(total=4)})
     await store.report([InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=(report,))])
@@ -72,7 +72,7 @@ async def test_trimming_removes_retired_trees_that_are_unused() -> None:
 async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -> None:
     clock = HandClock()
     table = MemoryBookTable(clock)
-    other, store = ResourceBook(MemoryRows(table.session())), ResourceBook(MemoryRows(table.session()))
+    other, store = ResourceBook(MemoryBookRows(table.session())), ResourceBook(MemoryBookRows(table.session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     publisher = FeedPublisher(store, bus, clock=clock, config=PlacementConfig())
     sending, confirmed = asyncio.Event(), asyncio.Event()
@@ -114,7 +114,7 @@ async def test_who_finds_another_publishing_looks_again_for_what_it_has_left() -
 
 async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_events_for_nothing() -> None:
     clock = HandClock()
-    store = ResourceBook(MemoryRows(MemoryBookTable(clock).session()))
+    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     config = PlacementConfig(feed_linger_s=0.5, feed_gap_s=0.0)
     publisher = FeedPublisher(store, bus, clock=clock, config=config)
