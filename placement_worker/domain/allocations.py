@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from placement_worker.domain.causes import Caused
+from placement_worker.domain.claim_ledger import ClaimLedger
 from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.units import is_allowed_amount
@@ -112,54 +113,6 @@ def providers_held(consumers: Mapping[str, ConsumerState]) -> set[str]:
     return {provider for consumer in consumers.values() for provider in consumer.holding}
 
 
-class AllocationLedger:
-    """The state of one group while it is decided: the loaded rows, overlaid by the decisions so far."""
-
-    def __init__(
-        self,
-        consumers: Mapping[str, ConsumerState],
-        providers: Mapping[str, ClaimedProvider],
-        known_classes: Mapping[str, int],
-    ) -> None:
-        self._consumers = consumers
-        self.providers = providers
-        self.known_classes = known_classes
-        self.changed: dict[str, ConsumerState | None] = {}
-        self.used: dict[str, dict[str, int]] = {}
-        self.generations: dict[str, int] = {}
-
-    def decision(self) -> Decision:
-        """The rows to write."""
-        return Decision([], self.changed, self.used, self.generations)
-
-    def consumer(self, uuid: str) -> ConsumerState | None:
-        """The consumer after the decisions so far. A consumer that holds nothing is only a fence against old
-        attempts.
-        """
-        return self.changed[uuid] if uuid in self.changed else self._consumers.get(uuid)
-
-    def used_of(self, uuid: str, name: str) -> int:
-        """The usage of one class of a provider after the decisions so far."""
-        touched = self.used.get(uuid)
-        if touched is not None and name in touched:
-            return touched[name]
-        return self.providers[uuid].inventories[name].used
-
-    def move(self, before: Holding, after: Holding) -> None:
-        """Change the usage by the difference between two holdings, and leave the generations as they are."""
-        for sign, holding in ((-1, before), (1, after)):
-            for uuid, resources in holding.items():
-                touched = self.used.setdefault(uuid, {})
-                for name, amount in resources.items():
-                    touched[name] = self.used_of(uuid, name) + sign * amount
-                self.generations.setdefault(uuid, self.providers[uuid].generation)
-
-    def bump(self, uuids: Iterable[str]) -> None:
-        """Increment the generation of each of these providers."""
-        for uuid in uuids:
-            self.generations[uuid] = self.generations.get(uuid, self.providers[uuid].generation) + 1
-
-
 def decide(
     items: Sequence[AllocationWrite],
     consumers: Mapping[str, ConsumerState],
@@ -167,22 +120,22 @@ def decide(
     known_classes: Mapping[str, int],
 ) -> tuple[list[AllocationOutcome], Decision]:
     """Decide a group in order. Each item sees the effects of earlier ones, and is applied as a whole or not at all."""
-    ledger = AllocationLedger(consumers, providers, known_classes)
+    ledger = ClaimLedger(consumers, providers, known_classes)
     outcomes = [remove(ledger, item) if isinstance(item, Remove) else replace(ledger, item.writes) for item in items]
-    return outcomes, ledger.decision()
+    return outcomes, ledger.decision([])
 
 
-def remove(ledger: AllocationLedger, item: Remove) -> AllocationOutcome:
+def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
     """Remove all allocations of one consumer."""
     known = ledger.consumer(item.consumer)
     if known is None or not known.holding:
         return WriteRefusal(Why.NO_ALLOCATIONS, f"No allocations for consumer '{item.consumer}'", item.consumer)
-    ledger.move(known.holding, NOTHING)
-    ledger.changed[item.consumer] = None
+    ledger.shift(known.holding, NOTHING)
+    ledger.write(item.consumer, None)
     return None
 
 
-def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+def replace(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     """Give each consumer exactly the allocations of its write, or return the refusal and change nothing."""
     known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
     for write in writes:
@@ -196,38 +149,20 @@ def replace(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> Alloca
     for write in writes:
         consumer = known[write.consumer]
         held = consumer.holding if consumer is not None else NOTHING
-        ledger.move(held, write.holding)
+        ledger.shift(held, write.holding)
         written.update(dict.fromkeys(write.holding or held))
-        if write.holding:
-            ledger.changed[write.consumer] = _written(ledger, write)
-        elif consumer is not None:
-            # A late claim of an attempt that is over must not bring the consumer back.
-            fence = ConsumerState(
-                consumer.generation, consumer.attempt, consumer.project_id, consumer.user_id, consumer.consumer_type
-            )
-            ledger.changed[write.consumer] = fence if consumer.attempt else None
+        kind = write.consumer_type
+        if kind is None:
+            kind = consumer.consumer_type if consumer is not None else ""
+        wanted = ConsumerState(0, 0, write.project_id, write.user_id, kind, write.holding)
+        ledger.replace(write.consumer, wanted)
     ledger.bump(written)
     return None
 
 
-def _holder(ledger: AllocationLedger, uuid: str) -> ConsumerState | None:
+def _holder(ledger: ClaimLedger, uuid: str) -> ConsumerState | None:
     known = ledger.consumer(uuid)
     return known if known is not None and known.holding else None
-
-
-def _written(ledger: AllocationLedger, write: ConsumerWrite) -> ConsumerState:
-    known = ledger.consumer(write.consumer)
-    consumer_type = write.consumer_type
-    if consumer_type is None:
-        consumer_type = known.consumer_type if known is not None and known.holding else ""
-    return ConsumerState(
-        generation=1 if known is None else known.generation + 1,
-        attempt=0 if known is None else known.attempt,
-        project_id=write.project_id,
-        user_id=write.user_id,
-        consumer_type=consumer_type,
-        holding=write.holding,
-    )
 
 
 def _check_generation(write: ConsumerWrite, known: ConsumerState | None) -> AllocationOutcome:
@@ -245,7 +180,7 @@ def _check_generation(write: ConsumerWrite, known: ConsumerState | None) -> Allo
     return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
 
 
-def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     for write in writes:
         for uuid in write.holding:
             if uuid not in ledger.providers:
@@ -261,7 +196,7 @@ def _check_names(ledger: AllocationLedger, writes: Sequence[ConsumerWrite]) -> A
 
 
 def _check_capacity(
-    ledger: AllocationLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
+    ledger: ClaimLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
 ) -> AllocationOutcome:
     """Compare the total that all these consumers hold before and after with the capacities and unit constraints."""
     more: dict[tuple[str, str], int] = {}

@@ -1,10 +1,15 @@
-"""The state of a group of claims while it is decided: the loaded rows, overlaid by the decisions so far."""
+"""The state of a group of claims, or of writes of the REST API, while it is decided: the loaded rows, overlaid by the
+decisions so far.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
 
 from bus.contracts.placement import Claim, ClaimOption, Migration
+from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
 from placement_worker.domain.moves import source_held
 from placement_worker.domain.server_groups import (
     GroupCount,
@@ -14,6 +19,8 @@ from placement_worker.domain.server_groups import (
     hosts_that_matter,
 )
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
+
+NO_GROUPS: Mapping[GroupKey, Members] = {}
 
 
 class ClaimLedger:
@@ -29,8 +36,8 @@ class ClaimLedger:
         consumers: Mapping[str, ConsumerState],
         providers: Mapping[str, ClaimedProvider],
         known_classes: Mapping[str, int],
-        foreign: Collection[str],
-        groups: Mapping[GroupKey, Members],
+        foreign: Collection[str] = frozenset(),
+        groups: Mapping[GroupKey, Members] = NO_GROUPS,
     ) -> None:
         self.foreign = foreign
         self._groups = groups
@@ -45,6 +52,10 @@ class ClaimLedger:
         self.used: dict[str, dict[str, int]] = {}
         self.generations: dict[str, int] = {}
         self.gang: Collection[str] = ()
+
+    def decision(self, verdicts: list[ClaimVerdict]) -> Decision:
+        """The verdicts, and the rows to write."""
+        return Decision(verdicts, self.changed_consumers, self.used, self.generations, self.joined)
 
     def trial(self, gang: Collection[str]) -> ClaimLedger:
         """Return a copy on which the claims of a gang are tried, so that the original stays as it is. gang: the
@@ -180,21 +191,39 @@ class ClaimLedger:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider
         once.
         """
-        for uuid, resources in after.items():
-            self._touch(uuid, resources, 1)
-        for uuid, resources in before.items():
-            self._touch(uuid, resources, -1, again=uuid in after)
+        self.shift(before, after)
+        self.bump(after)
+        self.bump(uuid for uuid in before if uuid not in after)
 
-    def _touch(self, uuid: str, resources: Mapping[str, int], sign: int, *, again: bool = False) -> None:
-        provider = self.providers[uuid]
-        touched = self.used.get(uuid)
-        if touched is None:
-            touched = self.used[uuid] = {}
-        for name, amount in resources.items():
-            used = touched[name] if name in touched else provider.inventories[name].used
-            touched[name] = used + sign * amount
-        if not again:
-            self.generations[uuid] = self.generations.get(uuid, provider.generation) + 1
+    def shift(self, before: Holding, after: Holding) -> None:
+        """Change the usage from one holding of a consumer to another, and leave the generations as they are."""
+        for holding, sign in ((after, 1), (before, -1)):
+            for uuid, resources in holding.items():
+                provider = self.providers[uuid]
+                touched = self.used.get(uuid)
+                if touched is None:
+                    touched = self.used[uuid] = {}
+                    self.generations.setdefault(uuid, provider.generation)
+                for name, amount in resources.items():
+                    used = touched[name] if name in touched else provider.inventories[name].used
+                    touched[name] = used + sign * amount
+
+    def bump(self, uuids: Iterable[str]) -> None:
+        """Increment the generation of each of these providers, whose usage was changed."""
+        for uuid in uuids:
+            self.generations[uuid] += 1
+
+    def replace(self, uuid: str, wanted: ConsumerState) -> None:
+        """Record that a consumer holds `wanted.holding` from now on, under its next generation. A consumer that is left
+        with nothing stays as a fence of its attempts, so that a late claim of an old one cannot create it again.
+        """
+        known = self.consumer(uuid)
+        if wanted.holding:
+            generation = 1 if known is None else known.generation + 1
+            attempt = max(wanted.attempt, 0 if known is None else known.attempt)
+            self.write(uuid, replace(wanted, generation=generation, attempt=attempt))
+        elif known is not None and known.holding:
+            self.write(uuid, replace(known, holding=NOTHING) if known.attempt else None)
 
     def generations_of(self, holding: Holding) -> dict[str, int]:
         """Return {provider: generation} of the providers in a holding, after the decisions so far."""

@@ -18,7 +18,6 @@ from bus.contracts.placement import (
     ClaimAll,
     ClaimOption,
     ClaimOutcome,
-    ConsumerAllocations,
     Release,
     Revert,
     Swap,
@@ -96,7 +95,7 @@ def decide(
         else:
             assert isinstance(item, Swap)
             verdicts.append(_swap(ledger, item))
-    return Decision(verdicts, ledger.changed_consumers, ledger.used, ledger.generations, ledger.joined)
+    return ledger.decision(verdicts)
 
 
 def changes_of(decision: Decision) -> list[Change]:
@@ -512,7 +511,9 @@ def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
         if outcome is not _CLAIMED:
             return ClaimVerdict(outcome=outcome, consumer=entry.consumer)
     for entry in entries:
-        _replace(ledger, entry, known[entry.consumer])
+        ledger.move(holding_of(known[entry.consumer]), entry.allocations)
+        owner = (entry.project_id, entry.user_id, entry.consumer_type)
+        ledger.replace(entry.consumer, ConsumerState(0, entry.attempt or 0, *owner, entry.allocations))
     return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
 
 
@@ -535,16 +536,3 @@ def _fits_swap(ledger: ClaimLedger, wanted: Holding, before: Holding, after: Hol
             if not is_allowed_amount(amount, inventory):
                 return ClaimOutcome.INVALID
     return _CLAIMED
-
-
-def _replace(ledger: ClaimLedger, entry: ConsumerAllocations, known: ConsumerState | None) -> None:
-    before, wanted = holding_of(known), entry.allocations
-    ledger.move(before, wanted)
-    if wanted:
-        generation = 1 if known is None else known.generation + 1
-        attempt = max(entry.attempt or 0, 0 if known is None else known.attempt)
-        after = ConsumerState(generation, attempt, entry.project_id, entry.user_id, entry.consumer_type, wanted)
-        ledger.write(entry.consumer, after)
-    elif before and known is not None:
-        # The fence stays, so that a late claim of an old attempt cannot create the consumer again.
-        ledger.write(entry.consumer, _fence(known, known.attempt) if known.attempt else None)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
-from placement_worker.domain.allocations import AllocationLedger, ConsumerWrite, replace
+from placement_worker.domain.allocations import ConsumerWrite, replace
 from placement_worker.domain.causes import Caused
+from placement_worker.domain.claim_ledger import ClaimLedger
 from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
@@ -56,7 +57,7 @@ def reshape(
     for uuid, (_, inventories) in item.inventories.items():
         before = providers[uuid]
         interim[uuid] = changed(before, inventories={**before.inventories, **inventories}, shape=shape)
-    ledger = AllocationLedger(consumers, {uuid: claimed_provider(p) for uuid, p in interim.items()}, known_classes)
+    ledger = ClaimLedger(consumers, {uuid: claimed_provider(p) for uuid, p in interim.items()}, known_classes)
     refusal = replace(ledger, item.writes)
     if refusal is not None:
         return refusal
@@ -71,7 +72,7 @@ def reshape(
         generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(inventories) + 1
         kept = {name: amount for name, amount in used.items() if amount}
         final[uuid] = changed(interim[uuid], inventories=dict(inventories), used=kept, generation=generation)
-    return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision(), final)
+    return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision([]), final)
 
 
 def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapping[str, int]) -> WriteRefusal | None:
