@@ -1,4 +1,4 @@
-"""docs/reference/codes.md, derived from the `codes.toml` of each package: `scripts/docs` writes it, a test compares it."""
+"""docs/reference/codes.md, derived from the `codes.toml` of each package: `scripts/docs` writes it."""
 
 from __future__ import annotations
 
