@@ -10,6 +10,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from bus.contracts.catalogue import MESSAGES, QUEUES
@@ -104,10 +105,11 @@ def logged_in(path: Path) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def literals(package: str) -> set[str]:
+@cache
+def literals(package: str) -> frozenset[str]:
     """All texts that the sources of a package hold."""
     found = (node.value for path in sources(package) for node in nodes(path) if isinstance(node, ast.Constant))
-    return {text for text in found if isinstance(text, str)}
+    return frozenset(text for text in found if isinstance(text, str))
 
 
 _ROUTING: set[str] = set()
@@ -189,6 +191,7 @@ def _is_other(node: ast.AST, parents: Mapping[ast.AST, ast.AST]) -> bool:
     return False
 
 
+@cache
 def of_package(package: str) -> dict[str, str]:
     """The codes of a package, each with the first place where it stands."""
     found: dict[str, str] = {}
