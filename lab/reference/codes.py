@@ -21,7 +21,7 @@ Derived from the `codes.toml` of each package by `scripts/docs`; do not edit by 
 
 A code is stable, and the text beside it is not: programs compare codes. `berth list --code CODE` lists the builds that
 ended with one. A `*` stands for the part of a code that is not known before. A row is of the package that defines the
-code; others may pass it on.
+code; others may pass it on. An operator's own drivers, filters and plug-ins may have further codes.
 
 | kind | a code of this kind is |
 | --- | --- |

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bus.contracts.placement import ClaimOutcome
 from lab.reference.codes import PACKAGES, Code, table
 from tests.kit import sources
 from tests.kit.codes import FILES, FORMED, NO_CODES, codes_of, literals, logged_in, of_package
@@ -53,6 +54,11 @@ def test_every_log_line_from_warning_up_has_a_row_of_its_kind() -> None:
 def test_every_row_is_used_by_its_package(package: str) -> None:
     used = of_package(package).keys() | literals(package)
     assert sorted(table(package).keys() - used) == []
+
+
+def test_outcomes_of_claims_have_rows() -> None:
+    """An attempt that was not claimed has the outcome as its code."""
+    assert sorted(set(ClaimOutcome) - {ClaimOutcome.CLAIMED} - rows().keys()) == []
 
 
 def test_a_code_has_one_row() -> None:
