@@ -19,9 +19,9 @@ class _Held(Struct, frozen=True):
 class Holds:
     """The choices in order of time. A claim is the cell's, so this process learns of it by the feed alone.
 
-    A hold ends when the usage of its providers has risen by its amounts: that claim, or another one of the size, is counted
-    now, and a hold beside it would count the room twice. It ends at its time as well, and before a decision that no
-    host is left.
+    A hold ends when the usage of its providers has risen by its amounts: that claim, or another one of the size, is
+    counted now, and a hold beside it would count the room twice. It ends at its time as well, and before a decision
+    that no host is left.
     """
 
     def __init__(self, book: Book) -> None:
