@@ -1,5 +1,4 @@
-"""The rate that more machines would carry, by the measured cost of a boot in each part: docs/lab/performance.md's cost
-model.
+"""The rate that more machines would carry, by the measured cost of a boot in each part.
 
     scripts/street --json street.json
     python -m lab.benchmarks.scale --json scale.json

@@ -8,7 +8,7 @@ import pytest
 
 from lab.simulation.widening import WIDENED, Widening
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "reliability.md"
 BY_NAME = "The last five kinds of the table come by their name alone."
 
 
