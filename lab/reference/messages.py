@@ -109,8 +109,8 @@ bound the values of one message (below); a batch has at most {MAX_BATCH_ITEMS:,}
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
 ([Permissions](../operate/permissions.md)). Messages that `operator` alone publishes are not for a project's user.
-Fields that only an operator may use are refused under a project's key (`{FORBIDDEN}`), in a batch as alone; a message with one
-is sent to its queue itself, by the default exchange, where a project's user may not write.
+Fields that only an operator may use are refused under a project's key (`{FORBIDDEN}`), in a batch as alone; a message
+with one is sent to its queue itself, by the default exchange, where a project's user may not write.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
 workers of two versions understand each other. An `inventory.update` and a `host.metrics` are refused as well, by the
