@@ -96,7 +96,7 @@ def _versions(root: Path, version: str) -> Iterator[Finding]:
 
 def _changelog(root: Path, version: str) -> Iterator[Finding]:
     left = [path.name for path in sorted((root / "changelog.d").glob("*.*.md"))]
-    to_do = f"{len(left)} fragments: scripts/changelog {version} takes them into CHANGELOG.md; commit that"
+    to_do = f"{len(left)} fragments: run towncrier build --version {version}, and commit"
     yield Finding("no fragment of the changelog is left", not left, to_do if left else "")
     newest = SECTION.search((root / "CHANGELOG.md").read_text())
     name, day = (newest[1], newest[2]) if newest else ("nothing", "")

@@ -50,7 +50,7 @@ def clone(tmp_path: Path) -> Path:
     packages = '[tool.setuptools.packages.find]\ninclude = ["placement_worker*"]\n'
     write(root, "pyproject.toml", f'[project]\nname = "berth"\nversion = "0.1.0"\n{packages}')
     write(root, "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026-01-01)\n\nOld.\n")
-    write(root, "changelog.d/README.md", "How to write one.\n")
+    write(root, "changelog.d/.gitignore", "!.gitignore\n")
     write(root, SCHEMA, "one")
     write(root, f"{MIGRATIONS}/0001_initial.py", "one")
     write(root, ANCHOR, f"{commit(root)}\n")
