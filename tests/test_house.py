@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 
 import msgspec
@@ -17,7 +16,7 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, MESSAGES, QUEUES, REPLIES, QueueKind, Where
-from tests.kit.sources import OURS, ROOT, TESTING, WORKERS, forget, imports, nodes, parsed, sources, where, within
+from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, parsed, sources, where, within
 from tests.kit.syntax import (
     is_broad,
     is_own,
@@ -148,40 +147,7 @@ def test_a_public_class_name_exists_once() -> None:
     assert doubled == {}
 
 
-# --- words
-
-# Rows of docs/reference/features.md are named there alone; elsewhere the rule stands in words.
-ROW_ID = re.compile(r"\b(?:[ACDEFINRUW]-\d{1,2}|P-(?:\d{1,2}|gen)|F-[a-z]+|[Tt]rap \d+|FEATURES)\b")
-ROW_ID_ALLOWED = (
-    "tests/feature_plants.py",
-    "docs/reference/features.md",
-    "tests/unit/front/test_features.py",
-    "tests/data/",
-    "tests/test_house.py",
-)
-
-
-def prose_files() -> list[Path]:
-    """Our sources, tests and pages; not the changelog, which describes what was."""
-    return [
-        *sources(*OURS, *TESTING),
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *(path for package in OURS for path in sorted((ROOT / package).rglob("*.md"))),
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-    ]
-
-
-def test_no_row_id_of_the_feature_map_outside_its_page() -> None:
-    wrong = [
-        f"{where(path, number)}: {found.group()}"
-        for path in prose_files()
-        if not str(path.relative_to(ROOT)).startswith(ROW_ID_ALLOWED)
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if (found := ROW_ID.search(line)) and "UTF-" not in line
-    ]
-    assert wrong == []
-
+# --- schemas
 
 STORES = tuple(worker for worker in WORKERS if (ROOT / worker / "store" / "migrations").is_dir())
 
