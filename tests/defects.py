@@ -1,6 +1,6 @@
 """docs/reference/defects.md: the deliberate defects and what finds each, from where they are defined.
 
-python -m tests.defects        writes the page anew (scripts/docs does)
+python -m tests.defects        writes the page anew (scripts/nightly docs does)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PAGE = ROOT / "docs" / "reference" / "defects.md"
 
 HEAD = """# Deliberate defects
 
-Derived by `python -m tests.defects` (`scripts/docs`); a test compares. The simulation's checks are in
+Derived by `python -m tests.defects` (`scripts/nightly docs`); a test compares. The simulation's checks are in
 [Reliability](../explanation/reliability.md).
 
 ## Found by the simulation

@@ -1,4 +1,4 @@
-"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (scripts/release).
+"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (a nightly step).
 
 Nothing is changed but the directory that the wheel goes into, and nothing is tagged or pushed.
 """
@@ -96,7 +96,7 @@ def _versions(root: Path, version: str) -> Iterator[Finding]:
 
 def _changelog(root: Path, version: str) -> Iterator[Finding]:
     left = [path.name for path in sorted((root / "changelog.d").glob("*.*.md"))]
-    to_do = f"{len(left)} fragments: scripts/changelog {version} takes them into CHANGELOG.md; commit that"
+    to_do = f"{len(left)} fragments: scripts/nightly changelog {version} takes them into CHANGELOG.md; commit that"
     yield Finding("no fragment of the changelog is left", not left, to_do if left else "")
     newest = SECTION.search((root / "CHANGELOG.md").read_text())
     name, day = (newest[1], newest[2]) if newest else ("nothing", "")

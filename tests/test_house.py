@@ -280,7 +280,7 @@ def test_prose_names_the_role() -> None:
 
 def scripts() -> list[Path]:
     """The commands of every day."""
-    return sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
+    return sorted(path for folder in ("scripts", ".ci") for path in (ROOT / folder).rglob("*") if path.is_file())
 
 
 def test_prose_has_no_conversation() -> None:

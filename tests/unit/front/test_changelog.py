@@ -1,4 +1,4 @@
-"""Fragments of the changelog are named alike, and scripts/changelog makes the changelog of them."""
+"""Fragments of the changelog are named alike, and scripts/nightly changelog makes the changelog of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FRAGMENTS = sorted((ROOT / "changelog.d").glob("*.*.md"))
 
 
 def changelog(root: Path, *arguments: str) -> str:
-    command = [str(root / "scripts" / "changelog"), *arguments]
+    command = [str(root / "scripts" / "steps" / "changelog"), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
 
 
@@ -32,8 +32,8 @@ def test_every_fragment_is_in_the_changelog() -> None:
 
 
 def test_a_release_takes_the_fragments_into_the_file_above_what_was_there(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "changelog", tmp_path / "scripts")
+    (tmp_path / "scripts" / "steps").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "steps" / "changelog", tmp_path / "scripts" / "steps")
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\nIntroduction.\n")
     (tmp_path / "changelog.d").mkdir()
     (tmp_path / "changelog.d" / "README.md").write_text("How to write one.\n")
@@ -50,8 +50,8 @@ def test_a_release_takes_the_fragments_into_the_file_above_what_was_there(tmp_pa
 
 
 def test_a_section_that_is_not_released_yet_gets_its_day_and_the_fragments(tmp_path: Path) -> None:
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "changelog", tmp_path / "scripts")
+    (tmp_path / "scripts" / "steps").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "steps" / "changelog", tmp_path / "scripts" / "steps")
     first = "## 1.0.0 (not released yet)\n\nThe first.\n\n### Bus\n\n- Words.\n"
     page = f"# Changelog\n\nIntroduction.\n\n{first}\n## 0.9.0 (day)\n\nOld.\n"
     (tmp_path / "CHANGELOG.md").write_text(page)

@@ -56,7 +56,7 @@ PLANTED: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "command: a conversation": (
         test_house.test_prose_has_no_conversation,
-        "scripts/one",
+        "scripts/steps/one",
         "# it tells the broker",
         "# it notifies the broker",
     ),
@@ -126,8 +126,8 @@ PLANTED: dict[str, tuple[Callable[[], None], str, str, str]] = {
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_rule_finds_what_breaks_it(plant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, name, wrong, right = PLANTED[plant]
-    for folder in ("scripts", "docs", "bus", "tests"):
-        (tmp_path / folder).mkdir()
+    for folder in ("scripts/steps", "docs", "bus", "tests"):
+        (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "README.md").write_text("# A project\n")
     (tmp_path / "CONTRIBUTING.md").write_text("# Tasks\n")
 

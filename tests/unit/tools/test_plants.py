@@ -37,4 +37,4 @@ def test_a_deliberate_defect_replaces_what_there_is(mutant: Mutant) -> None:
 
 
 def test_the_page_of_defects_is_up_to_date() -> None:
-    assert defects.PAGE.read_text() == defects.render(), "run scripts/docs"
+    assert defects.PAGE.read_text() == defects.render(), "run scripts/nightly docs"
