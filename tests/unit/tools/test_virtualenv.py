@@ -44,8 +44,7 @@ class Clone:
         path.chmod(0o755)
 
     def run(self, command: str, **env: str) -> subprocess.CompletedProcess[str]:
-        stubs = f'root={self.root}; report() {{ echo "$*"; }}; give_up() {{ echo "$*"; exit 2; }}; apt_install() {{ return 1; }}'
-        script = f"{stubs}; . {ROOT}/scripts/virtualenv; {command}"
+        script = f"root={self.root}; {STUBS}; . {ROOT}/scripts/virtualenv; {command}"
         base = str(self.root / "bin" / "base")
         return subprocess.run(
             [BASH, "-euo", "pipefail", "-c", script],
