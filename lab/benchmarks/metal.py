@@ -35,11 +35,13 @@ from berth.trial.servers import RealServers, SystemPlan, real_servers, running_p
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
+from bus.service.environment import Environment
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, IronicConfig
 from lab.benchmarks import probe
-from lab.benchmarks.ironic_latency import Watch
 from lab.benchmarks.street_measure import progress
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
 
 CELL, SERVICE = "cell1", "cell1-metal"
 COMPUTE, SYNC = f"compute-{SERVICE}", "ironic-sync"
@@ -48,6 +50,45 @@ TIMEOUT_S = 600.0
 POLL_S = 0.05
 WORKERS = 100  # of Ironic's conductor, as its default; more nodes under way are answered 503
 LOCKED = 0.1  # of changes answered 409
+
+
+class Watch:
+    """A scheduler's replica, watched."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.book = Book()
+        self._bus = environment.bus()
+        self._follower = Follower(self._bus, self.book, process=environment.process, clock=environment.clock)
+        self._changed = asyncio.Event()
+        self._follower.on_change(self._changed.set)
+
+    async def open(self) -> None:
+        """Follow the feed."""
+        await self._bus.open()
+        await self._follower.start()
+        self._running = asyncio.create_task(self._follower.run())
+        await self._follower.ready.wait()
+
+    async def close(self) -> None:
+        """Stop following."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._follower.close()
+        await self._bus.close()
+
+    async def until(self, uuid: str, held: bool) -> None:
+        """Wait until the replica has the node held back (or on offer)."""
+        async with asyncio.timeout(60.0):
+            while self._held(uuid) is not held:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _held(self, uuid: str) -> bool | None:
+        row = self.book.row_of(uuid)
+        if row is None:
+            return None
+        inventories = self.book.inventory_of(row)
+        return None if not inventories else all(numbers.capacity == 0 for numbers, _, _ in inventories.values())
 
 
 class MetalFigures(Struct, kw_only=True):

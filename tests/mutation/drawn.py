@@ -119,7 +119,7 @@ class File:
         self._lines = wrapper.resolve(PositionProvider)
         self.mutations: list[Mutation] = [one for one in visitor.mutations if not of_a_type(one)]
 
-    def mutant(self, mutation: Mutation) -> Mutant:
+    def rendered(self, mutation: Mutation) -> Mutant:
         """As it is planted and printed."""
         changed: Any = deep_replace(self._module, mutation.original_node, mutation.mutated_node)
         old, new = self._module.code.splitlines(), changed.code.splitlines()
@@ -143,7 +143,7 @@ def drawn(paths: Sequence[Path], seed: int, count: int) -> tuple[int, list[Mutan
     files = [File(path) for path in sorted(paths)]
     everything = [(file, mutation) for file in files for mutation in file.mutations]
     chosen = random.Random(seed).sample(everything, min(count, len(everything)))
-    return len(everything), [file.mutant(mutation) for file, mutation in chosen]
+    return len(everything), [file.rendered(mutation) for file, mutation in chosen]
 
 
 def main() -> int:
