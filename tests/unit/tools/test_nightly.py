@@ -28,9 +28,19 @@ def nightly(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def clone(tmp_path: Path) -> Path:
     """The script with three commands of its own: one that works, one that fails, and one that prints its arguments."""
     (tmp_path / "scripts" / "steps").mkdir(parents=True)
-    rows = ['    "works|scripts/steps/works now"', '    "fails|scripts/steps/fails"', '    "demo|scripts/steps/works"']
+    rows = [
+        '    "works|scripts/steps/works now"',
+        '    "fails|scripts/steps/fails"',
+        '    "demo|scripts/steps/works"',
+        '    "late|rests FILE|demo.json"',
+    ]
     table = re.sub(r"^steps=\(\n.*?^\)$", "\n".join(["steps=(", *rows, ")"]), NIGHTLY, flags=re.MULTILINE | re.DOTALL)
-    texts = {"nightly": table, "steps/works": '#!/bin/sh\necho "$@" "${0##*/}"\n', "steps/fails": "#!/bin/sh\nexit 3\n"}
+    texts = {
+        "nightly": table,
+        "late": '#!/bin/sh\necho "$@" "${0##*/}"\n',
+        "steps/works": '#!/bin/sh\necho "$@" "${0##*/}"\n',
+        "steps/fails": "#!/bin/sh\nexit 3\n",
+    }
     for name, text in {**texts, "steps/acts": texts["steps/works"]}.items():
         path = tmp_path / "scripts" / name
         path.write_text(text)
@@ -76,8 +86,8 @@ def test_what_continuous_integration_does_not_run_whole_is_a_step() -> None:
 def test_every_step_runs_and_one_that_fails_ends_no_other(clone: Path) -> None:
     done = nightly(clone)
     assert (done.returncode, done.stdout.split("\n")) == (1, ["now works", "works", ""])
-    assert re.findall(r"^==== (\w+) took \d+ s$", done.stderr, re.MULTILINE) == ["works", "fails", "demo"]
-    assert re.findall(r"^ +\d+ s  (\w+)$", done.stderr, re.MULTILINE) == ["works", "fails", "demo"]
+    assert re.findall(r"^==== (\w+) took \d+ s$", done.stderr, re.MULTILINE) == ["works", "fails", "demo", "late"]
+    assert re.findall(r"^ +\d+ s  (\w+)$", done.stderr, re.MULTILINE) == ["works", "fails", "demo", "late"]
     assert done.stderr.endswith("==== failed: fails\n")
 
 
@@ -91,6 +101,10 @@ def test_a_step_with_arguments_has_these_alone_and_its_own_exit_status(clone: Pa
     done = nightly(clone, "works", "--seed", "2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "--seed 2 works\n", "")
     assert nightly(clone, "fails", "once").returncode == 3
+
+
+def test_a_step_that_rests_is_run_when_it_is_given_arguments(clone: Path) -> None:
+    assert nightly(clone, "late", "--short").stdout == "--short late\n"
 
 
 def test_a_command_without_a_step_runs_by_its_name(clone: Path) -> None:
