@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -10,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from berth.audit.invariants import InvariantVerdict
 from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps, durations
 
 if TYPE_CHECKING:  # what a load needs is imported by who loads
+    from berth.audit.invariants import InvariantVerdict
     from berth.load import Failure, LoadReport
 
 FAILURES_SHOWN = 12
@@ -23,6 +24,11 @@ FAILURES_SHOWN = 12
 def counted(number: int, what: str) -> str:
     """A number with its noun (which takes an s): "1 host", "2 hosts"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def utc(at: float | None) -> str:
+    """A time as day and time of day; of none nothing."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
 def printable(text: str) -> str:

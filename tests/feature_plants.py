@@ -445,7 +445,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "            self.exhausted = self.exhausted",
     ),
     "O-11": (
-        "berth/commands/boot.py",
+        "berth/commands/instances.py",
         "        for number in range(1, options.count + 1)\n",
         "        for number in range(1, 2)\n",
     ),

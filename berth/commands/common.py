@@ -10,9 +10,9 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import asyncpg
 import msgspec
@@ -23,10 +23,11 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.in_process import WorkerEnded
-from berth.render import printable_lines
+from berth.render import printable, printable_lines, render_rows
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
+from bus.contracts.base import MAX_REASON
 from bus.contracts.cells import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
@@ -53,10 +54,24 @@ EXIT_TIME = 4  # time ran out
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
 
+
+def parse_uuid(text: str) -> str:
+    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
+    try:
+        return str(uuid.UUID(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a UUID") from None
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
+Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
+
+T = TypeVar("T")
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -92,14 +107,6 @@ def make_directory(state: Path) -> None:
         raise Stop(EXIT_USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
 
 
-def parse_uuid(text: str) -> str:
-    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
-    try:
-        return str(uuid.UUID(text))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a UUID") from None
-
-
 def decided_by(by: str | None) -> str:
     """The person on record for a decision: the one named, else the user and host of this command."""
     return by or f"{getpass.getuser()}@{socket.gethostname()}"
@@ -115,6 +122,36 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
     known = sorted({*settings.cells, *(one.name for one in page.cells)})
     if name not in known:
         raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+
+
+def check_reason(reason: str, *, least: int = 0) -> None:
+    """Raises BadParameter for a reason that no message may carry."""
+    if not least <= len(reason) <= MAX_REASON:
+        bounds = f"{least} to {MAX_REASON}" if least else f"at most {MAX_REASON}"
+        raise typer.BadParameter(f"{bounds} characters", param_hint="--reason")
+
+
+def print_line(text: str) -> None:
+    """Print one line for a person, with whatever a name in it holds."""
+    out.print(Text(printable(text)), soft_wrap=True)
+
+
+def print_result(data: object, as_json: bool, line: str) -> None:
+    """Print a result as JSON, or as one line."""
+    if as_json:
+        print_json(data)
+    else:
+        print_line(line)
+
+
+def print_rows(
+    items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
+) -> None:
+    """Print items as JSON, or as a table with a row for each."""
+    if as_json:
+        print_json(items)
+    else:
+        render_rows(out, columns, [row(one) for one in items])
 
 
 def print_json(data: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import asyncpg
 import pytest
 
-from berth.commands.book import uuids_of
+from berth.commands.placement import uuids_of
 from berth.commands.common import Stop
 from bus.clock import new_uuid
 from bus.contracts.placement import (

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.client import Track
-from berth.commands.builds import show_tracks
+from berth.commands.instances import show_tracks
 from berth.load import Failure
 from berth.render import counted, printable, render_failures, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
