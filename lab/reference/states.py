@@ -1,17 +1,16 @@
-"""Draw the state machine from its table: docs/reference/states.md is this module's output, and a test compares them."""
+"""docs/reference/states.md: the conductor's state machine, drawn from its table."""
 
 from __future__ import annotations
 
 from inspect import cleandoc
 
-from .events import EVENTS
-from .instance import State
-from .table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
+from cell_conductor.domain.events import EVENTS
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 
-Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew with
-`python -m cell_conductor.domain.render > docs/reference/states.md`.
+Derived from `cell_conductor/domain/table.py`; a test compares. `scripts/docs` writes it.
 
 The state determines the allocation: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask
@@ -81,9 +80,3 @@ def _placement_requests() -> list[str]:
         "- `reverting`: `placement.revert.v1`, under the next attempt's number.",
         "- `releasing_source`, `releasing_kept`: `placement.release.v1` of the migration.",
     ]
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(render())
