@@ -9,7 +9,6 @@ import msgspec
 from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from berth.client import drains as client_drains
 from berth.web.access import WebRole
@@ -17,14 +16,14 @@ from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
     MAX_PAGE,
+    Handlers,
     caller_of,
     converted,
     json_response,
-    need,
     number_of,
     object_of,
-    only,
     parsed,
+    route,
     uuid_of,
 )
 from berth.web.problems import Problem
@@ -126,97 +125,76 @@ class Drains:
         return await client_drains.command(self._bus, command)
 
 
-class WebDrains:
+class WebDrains(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, drains: Drains) -> None:
         self._drains = drains
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [
-            Route("/hosts/{host}/drain-plan", self.plan_drain, methods=["GET"]),
-            Route("/hosts/{host}/drain", self.start_drain, methods=["POST"]),
-            Route("/drain-plan", self.plan_target, methods=["GET"]),
-            Route("/drains", self.list_drains, methods=["GET"]),
-            Route("/drains", self.drain_target, methods=["POST"]),
-            Route("/drains/{uuid}", self.show_drain, methods=["GET"]),
-            Route("/drains/{uuid}", self.stop_drain, methods=["DELETE"]),
-            Route("/drains/{uuid}/pause", self.pause_drain, methods=["POST"]),
-            Route("/drains/{uuid}/resume", self.resume_drain, methods=["POST"]),
-            Route("/drains/{uuid}/undo", self.undo_drain, methods=["POST"]),
-        ]
-
-    async def plan_drain(self, request: Request) -> Response:
+    @route("GET", "/hosts/{host}/drain-plan", "kind", "cell", role=WebRole.READER)
+    async def plan_drain(self, request: Request) -> object:
         """Where each instance of a host would go now: ?kind=live-migrate|migrate&cell=. Not for role project."""
-        only(request, "kind", "cell")
         return await self._plan(request, request.path_params["host"], DrainTarget.HOST)
 
-    async def plan_target(self, request: Request) -> Response:
+    @route("GET", "/drain-plan", "kind", "cell", "name", "target", role=WebRole.READER)
+    async def plan_target(self, request: Request) -> object:
         """The same of ?name=&target=host|service|cell|aggregate. Not for role project."""
-        only(request, "kind", "cell", "name", "target")
         return await self._plan(request, request.query_params.get("name", ""), request.query_params.get("target"))
 
-    async def start_drain(self, request: Request) -> Response:
+    @route("POST", "/hosts/{host}/drain", role=WebRole.OPERATOR)
+    async def start_drain(self, request: Request) -> object:
         """Disable a host and move every instance away from it, a few at a time. For operators."""
-        need(caller_of(request), WebRole.OPERATOR)
-        only(request)
         body = converted(await object_of(request), DrainBody)
         host = parsed(lambda: msgspec.convert(request.path_params["host"], Label))
         return await self._start(request, host, DrainTarget.HOST, body)
 
-    async def drain_target(self, request: Request) -> Response:
+    @route("POST", "/drains", role=WebRole.OPERATOR)
+    async def drain_target(self, request: Request) -> object:
         """The same of every host of a compute service, a cell or an aggregate. For operators."""
-        need(caller_of(request), WebRole.OPERATOR)
-        only(request)
         body = converted(await object_of(request), TargetBody)
         return await self._start(request, body.name, body.target, body)
 
-    async def list_drains(self, request: Request) -> Response:
+    @route("GET", "/drains", "limit", role=WebRole.READER)
+    async def list_drains(self, request: Request) -> object:
         """The drains there are, newest first: ?limit=. Not for role project."""
-        only(request, "limit")
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._drains.list_all(number_of(request, "limit", 100, most=MAX_PAGE)))
+        return await self._drains.list_all(number_of(request, "limit", 100, most=MAX_PAGE))
 
-    async def show_drain(self, request: Request) -> Response:
+    @route("GET", "/drains/{uuid}", role=WebRole.READER)
+    async def show_drain(self, request: Request) -> object:
         """The progress of a drain, and the state of each instance. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._drains.get(uuid_of(request)))
+        return await self._drains.get(uuid_of(request))
 
-    async def stop_drain(self, request: Request) -> Response:
+    @route("DELETE", "/drains/{uuid}", role=WebRole.OPERATOR)
+    async def stop_drain(self, request: Request) -> object:
         """Begin nothing more of a drain; what is under way ends by itself. For operators."""
-        only(request)
-        need(caller_of(request), WebRole.OPERATOR)
-        caller = caller_of(request)
-        stopped = await self._drains.command(uuid_of(request), DrainAction.STOP, DrainCommandBody(), caller.name)
-        return json_response(stopped)
+        by = caller_of(request).name
+        return await self._drains.command(uuid_of(request), DrainAction.STOP, DrainCommandBody(), by)
 
-    async def pause_drain(self, request: Request) -> Response:
+    @route("POST", "/drains/{uuid}/pause", role=WebRole.OPERATOR)
+    async def pause_drain(self, request: Request) -> object:
         """Begin no further move until it is resumed. For operators."""
         return await self._command(request, DrainAction.PAUSE)
 
-    async def resume_drain(self, request: Request) -> Response:
+    @route("POST", "/drains/{uuid}/resume", role=WebRole.OPERATOR)
+    async def resume_drain(self, request: Request) -> object:
         """Go on, also with one that has ended: what has failed is tried again. For operators."""
         return await self._command(request, DrainAction.RESUME)
 
-    async def undo_drain(self, request: Request) -> Response:
+    @route("POST", "/drains/{uuid}/undo", role=WebRole.OPERATOR)
+    async def undo_drain(self, request: Request) -> object:
         """Move back what it has moved; its hosts are at once what they were before. For operators."""
         return await self._command(request, DrainAction.UNDO)
 
-    async def _plan(self, request: Request, name: str, target: str | None) -> Response:
-        need(caller_of(request), WebRole.READER)
+    async def _plan(self, request: Request, name: str, target: str | None) -> DrainPlan:
         kind = request.query_params.get("kind", "live-migrate")
         parsed(lambda: msgspec.convert(kind, Kind))
         requested = {"host": name, "kind": kind, "cell": request.query_params.get("cell"), "target": target}
-        return json_response(await self._drains.plan(parsed(lambda: msgspec.convert(requested, DrainQuery))))
+        return await self._drains.plan(parsed(lambda: msgspec.convert(requested, DrainQuery)))
 
     async def _start(self, request: Request, name: str, target: DrainTarget | None, body: DrainBody) -> Response:
         begun = await self._drains.start(name, target, body, caller_of(request).name)
         return json_response(begun, 202, {"location": f"{API_ROOT}/drains/{begun.id}"})
 
-    async def _command(self, request: Request, action: DrainAction) -> Response:
-        need(caller_of(request), WebRole.OPERATOR)
-        only(request)
+    async def _command(self, request: Request, action: DrainAction) -> DrainProgress:
         body = converted(await object_of(request), DrainCommandBody)
-        return json_response(await self._drains.command(uuid_of(request), action, body, caller_of(request).name))
+        return await self._drains.command(uuid_of(request), action, body, caller_of(request).name)

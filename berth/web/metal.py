@@ -9,14 +9,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
 from berth.settings import Settings
 from berth.site import read_runtime
 from berth.web.access import WebRole
-from berth.web.api import caller_of, json_response, need, only
+from berth.web.api import Handlers, route
 from berth.web.objects import ObjectApi
 from berth.web.problems import Problem, problem_of
 from bus.clock import Clock
@@ -91,18 +89,13 @@ class MetalReader:
         return MetalView(url=config.url, states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes))
 
 
-class WebMetal:
+class WebMetal(Handlers):
     """The handler."""
 
     def __init__(self, metal: MetalReader) -> None:
         self._metal = metal
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [Route("/metal", self.show_metal, methods=["GET"])]
-
-    async def show_metal(self, request: Request) -> Response:
+    @route("GET", "/metal", role=WebRole.READER)
+    async def show_metal(self, request: Request) -> object:
         """Ironic's nodes by provision state, with what is wrong with each. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._metal.view())
+        return await self._metal.view()

@@ -7,13 +7,12 @@ import random
 import msgspec
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from berth.web.api import (
     API_ROOT,
     ASK_TIMEOUT_S,
     MAX_PAGE,
+    Handlers,
     WebApi,
     caller_of,
     json_response,
@@ -21,8 +20,8 @@ from berth.web.api import (
     message_of,
     number_of,
     object_of,
-    only,
     parsed,
+    route,
     truth_of,
     uuid_of,
 )
@@ -41,7 +40,7 @@ class MoveTaken(Struct, frozen=True):
     links: dict[str, str]
 
 
-class WebMoves:
+class WebMoves(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, bus: Bus, api: WebApi, rng: random.Random) -> None:
@@ -49,15 +48,8 @@ class WebMoves:
         self._api = api
         self._rng = rng
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [
-            Route("/builds/{uuid}/moves", self.create_move, methods=["POST"]),
-            Route("/moves", self.list_moves, methods=["GET"]),
-            Route("/moves/{uuid}", self.show_move, methods=["GET"]),
-        ]
-
-    async def create_move(self, request: Request) -> Response:
+    @route("POST", "/builds/{uuid}/moves")
+    async def create_move(self, request: Request) -> object:
         """Ask for one thing with one instance. Idempotent by request_id; without one, a new one is made up."""
         caller = caller_of(request)
         uuid = uuid_of(request)
@@ -74,10 +66,10 @@ class WebMoves:
         body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
         return json_response(body, 202, {"location": here})
 
-    async def list_moves(self, request: Request) -> Response:
+    @route("GET", "/moves", "instance", "project", "under_way", "limit")
+    async def list_moves(self, request: Request) -> object:
         """Requests about instances, newest first: ?instance=&project=&under_way=true|false&limit=."""
         query, caller = request.query_params, caller_of(request)
-        only(request, "instance", "project", "under_way", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
@@ -88,16 +80,17 @@ class WebMoves:
             "limit": number_of(request, "limit", 100, most=MAX_PAGE),
         }
         page = await self.moves(parsed(lambda: msgspec.convert(requested, MoveQuery)))
-        return json_response(page.moves)
+        return page.moves
 
-    async def show_move(self, request: Request) -> Response:
+    @route("GET", "/moves/{uuid}")
+    async def show_move(self, request: Request) -> object:
         """One request about an instance, and how it has ended."""
         uuid, caller = uuid_of(request), caller_of(request)
         page = await self.moves(MoveQuery(request_id=uuid))
         found = next((one for one in page.moves if caller.sees in (None, one.project_id)), None)
         if found is None:
             raise Problem(404, "move.unknown", f"no request {uuid} is on record")
-        return json_response(found)
+        return found
 
     async def moves(self, query: MoveQuery) -> MovePage:
         """Ask a scheduler for requests about instances."""

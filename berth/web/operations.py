@@ -8,20 +8,17 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from berth.web.access import WebRole
 from berth.web.api import (
     ASK_TIMEOUT_S,
+    Handlers,
     caller_of,
     converted,
-    json_response,
-    need,
     number_of,
     object_of,
-    only,
     parsed,
+    route,
     truth_of,
 )
 from berth.web.fleet import MAX_SERVICES, FleetReader
@@ -63,36 +60,22 @@ class ForgetRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cell: Word | None = None
 
 
-class WebOperations:
+class WebOperations(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, bus: Bus, fleet: FleetReader) -> None:
         self._bus = bus
         self._fleet = fleet
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [
-            Route("/hosts/{host}", self.show_host, methods=["GET"]),
-            Route("/hosts/{host}/admin-state", self.decide_about_host, methods=["PUT"]),
-            Route("/hosts/{host}/forget", self.forget_host, methods=["POST"]),
-            Route("/services", self.list_services, methods=["GET"]),
-            Route("/services/{service}/forget", self.forget_service, methods=["POST"]),
-            Route("/workers", self.list_workers, methods=["GET"]),
-            Route("/cells", self.list_cells, methods=["GET"]),
-        ]
-
-    async def show_host(self, request: Request) -> Response:
+    @route("GET", "/hosts/{host}", role=WebRole.READER)
+    async def show_host(self, request: Request) -> object:
         """One host by uuid or name, with its tree, inventories and allocations. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._fleet.detail(request.path_params["host"], fresh=True))
+        return await self._fleet.detail(request.path_params["host"], fresh=True)
 
-    async def decide_about_host(self, request: Request) -> Response:
+    @route("PUT", "/hosts/{host}/admin-state", role=WebRole.OPERATOR)
+    async def decide_about_host(self, request: Request) -> object:
         """Disable a host, put it under maintenance, fence it, or enable it. For operators."""
         caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
         decision = converted(await object_of(request), AdminStateRequest)
         command = parsed(
             lambda: msgspec.convert(
@@ -101,53 +84,49 @@ class WebOperations:
             )
         )
         answer = await self._bus.request(command, AdminStateSet, timeout_s=ASK_TIMEOUT_S)
-        return json_response(answer.host)
+        return answer.host
 
-    async def forget_host(self, request: Request) -> Response:
+    @route("POST", "/hosts/{host}/forget", role=WebRole.OPERATOR)
+    async def forget_host(self, request: Request) -> object:
         """Forget a host that is gone for good: its providers leave the book, its decision the record. For operators."""
         return await self._forget(request, ForgetHost, HostForgotten)
 
-    async def list_services(self, request: Request) -> Response:
+    @route("GET", "/services", "cell", "up", "limit", role=WebRole.READER)
+    async def list_services(self, request: Request) -> object:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""
-        only(request, "cell", "up", "limit")
-        need(caller_of(request), WebRole.READER)
         requested = {
             "cell": request.query_params.get("cell"),
             "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_SERVICES),
         }
         query = parsed(lambda: msgspec.convert(requested, ServicesQuery))
-        return json_response(await self._fleet.services(query))
+        return await self._fleet.services(query)
 
-    async def forget_service(self, request: Request) -> Response:
+    @route("POST", "/services/{service}/forget", role=WebRole.OPERATOR)
+    async def forget_service(self, request: Request) -> object:
         """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
         return await self._forget(request, ForgetService, ServiceForgotten)
 
-    async def list_workers(self, request: Request) -> Response:
+    @route("GET", "/workers", "role", "limit", role=WebRole.READER)
+    async def list_workers(self, request: Request) -> object:
         """Workers by their heartbeats: ?role=&limit=. Not for role project."""
-        only(request, "role", "limit")
-        need(caller_of(request), WebRole.READER)
         limit = number_of(request, "limit", 1000, most=MAX_WORKERS)
         requested = {"role": request.query_params.get("role"), "limit": limit}
         page = await self._fleet.workers(parsed(lambda: msgspec.convert(requested, WorkersQuery)))
-        return json_response(page.workers)
+        return page.workers
 
-    async def list_cells(self, request: Request) -> Response:
+    @route("GET", "/cells", role=WebRole.READER)
+    async def list_cells(self, request: Request) -> object:
         """Cells with their services and hosts. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._fleet.cells())
+        return await self._fleet.cells()
 
     async def _forget(
         self,
         request: Request,
         command: type[ForgetHost | ForgetService],
         answer: type[HostForgotten] | type[ServiceForgotten],
-    ) -> Response:
-        caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
+    ) -> object:
         body = converted(await object_of(request), ForgetRequest)
-        fields = {**request.path_params, "by": caller.name, **msgspec.to_builtins(body)}
+        fields = {**request.path_params, "by": caller_of(request).name, **msgspec.to_builtins(body)}
         parsed_command = parsed(lambda: msgspec.convert(fields, command))
-        return json_response(await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S))
+        return await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S)
