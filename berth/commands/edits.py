@@ -11,8 +11,7 @@ import msgspec
 import typer
 from rich.text import Text
 
-from berth.client.object_edits import Body, ObjectEdit, merged
-from berth.client.quota_use import QuotaUse, project_usage, quota_uses
+from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses
 from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
 from berth.commands.common import (
     EXIT_NO,

@@ -36,9 +36,8 @@ from berth.commands.common import (
 )
 from berth.commands.options import CommandGroup
 from berth.commands.safety import show_unexplained, unexplained
-from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import MAX_HOSTS, Fencer
-from berth.fencing.plugin import load
+from berth.fencing.plugin import FencingFailed, load
 from berth.render import printable, render_rows, utc
 from berth.settings import Settings
 from bus.clock import SystemClock

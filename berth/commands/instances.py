@@ -16,7 +16,6 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
-from berth.added_cells import with_added_cells
 from berth.audit.invariants import ENDED
 from berth.client import BuildClient, Track
 from berth.commands.common import (
@@ -39,7 +38,7 @@ from berth.commands.common import (
 )
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages, utc
 from berth.settings import Settings
-from berth.site import Site, process_name
+from berth.site import Site, process_name, with_added_cells
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete

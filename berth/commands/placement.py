@@ -13,7 +13,6 @@ import asyncpg
 import typer
 
 import placement_worker.app
-from berth.added_cells import with_added_cells
 from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
     EXIT_NO,
@@ -34,7 +33,7 @@ from berth.commands.options import CommandGroup
 from berth.render import printable
 from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.settings import EMBEDDED, Settings
-from berth.site import Brokers, Site, process_name, read_runtime
+from berth.site import Brokers, Site, process_name, read_runtime, with_added_cells
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import ServerFailed, ServerMissing
 from bus.clock import SystemClock

@@ -28,11 +28,16 @@ from berth.in_process import WorkerEnded
 from berth.rest_address import AtUp, for_up
 from berth.settings import MEMORY, Settings
 from berth.site import Site, read_runtime
-from berth.trial.metal import ironic_of
-from berth.trial.supervisor import Supervisor, supervised
-from berth.trial.up import LocalSystem, serve, site
-from berth.trial.up_processes import ProcessCounts, RunningProcesses, computes_on_record, numbers, running
-from berth.trial.usable_hosts import sentence, unusable_hosts
+from berth.trial.up import LocalSystem, ironic_of, sentence, serve, site, unusable_hosts
+from berth.trial.up_processes import (
+    ProcessCounts,
+    RunningProcesses,
+    Supervisor,
+    computes_on_record,
+    numbers,
+    running,
+    supervised,
+)
 from berth.web.server import pages_of_up
 from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS

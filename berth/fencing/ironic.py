@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from berth.fencing.faults import FencingFailed
+from berth.fencing.plugin import FencingFailed
 from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.build import HostRecord

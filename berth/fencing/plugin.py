@@ -1,6 +1,4 @@
-"""The interface of a fencing plug-in, and how one is loaded: by its name among the entry points of group
-`berth.fencing`.
-"""
+"""The interface of a fencing plug-in, and how one is loaded: by its name among the entry points of group"""
 
 from __future__ import annotations
 
@@ -11,7 +9,15 @@ from berth.fencing.ironic import IronicPower
 from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
+from bus.faults import Fault
 from bus.service.settings import SettingsError
+
+
+class FencingFailed(Fault):
+    """The host could not be switched off, or it is not certain that it is off. It must not be fenced."""
+
+    code = "fencing.failed"
+
 
 GROUP = "berth.fencing"
 

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.routing import Route
 
-from berth.client.object_edits import ObjectEdit, Send, change_object, merged
-from berth.client.quota_use import QuotaUse, project_usage, quota_uses
+from berth.client.object_edits import ObjectEdit, QuotaUse, Send, change_object, merged, project_usage, quota_uses
 from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
     ASK_TIMEOUT_S,

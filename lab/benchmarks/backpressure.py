@@ -37,9 +37,9 @@ from berth.load import LoadPlan, LoadRun, draw_requests, run_load
 from berth.load.live import LiveView
 from berth.load.plan import phase_boots
 from berth.load.record import LoadRecord, Operations
+from berth.load.run import looking_on, recorded
 from berth.load.sampler import Sample
-from berth.load.session import looking_on, recorded
-from berth.load.summary import percentiles
+from berth.load.totals import percentiles
 from berth.site import Site
 from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses

@@ -36,7 +36,7 @@ from berth.load.fleet import GPU_CLASS, GPU_TRAIT, demand, mean_in, read_hosts, 
 from berth.load.plan import Arrival
 from berth.load.record import LoadRecord
 from berth.load.report import render
-from berth.load.session import recorded
+from berth.load.run import recorded
 from berth.load.trace import WHOLE_GPU, TraceRequest, TraceRow, arrivals_of, read_requests, skipped
 from berth.settings import Settings
 from berth.site import Site

@@ -29,15 +29,14 @@ from berth.audit.invariants import InvariantVerdict, check_invariants
 from berth.client import BuildClient, Track
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.load.plan import draw_requests, is_metal
-from berth.load.summary import Failure
+from berth.load.totals import Failure
 from berth.render import failures_in_words, render_load, render_verdicts
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.embedded.__main__ import EXIT_NO_SERVER
 from berth.trial.embedded.process import ServerFailed, ServerMissing
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, replay
-from berth.trial.metal import announcer, simulated_ironic
-from berth.trial.up import LocalSystem, site
+from berth.trial.up import LocalSystem, announcer, simulated_ironic, site
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
