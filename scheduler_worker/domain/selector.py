@@ -313,7 +313,7 @@ class Selector:
             cells = self.table.cells
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
             view = view.subset(view.cell == at)
-            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)} if before else {}))
+            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)}))
         elif self.table.disabled_cells and (disabled := view.in_cells(self.table.disabled_cells)).any():
             before = len(view)
             view = view.subset(~disabled)
