@@ -16,6 +16,7 @@ from berth.audit.findings import REPAIRABLE, AuditFinding
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.audit.repairing import chosen, release_ended
+from berth.commands.book import GRACE_S, audited
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,
@@ -28,7 +29,6 @@ from berth.commands.common import (
     print_json,
     print_json_line,
 )
-from berth.commands.placement import GRACE_S, audited
 from berth.render import printable, render_verdicts
 from berth.settings import Settings
 from berth.site import Site

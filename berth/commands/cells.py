@@ -8,16 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from berth.client.object_edits import ObjectEdit
-from berth.commands.common import (
-    EXIT_NO,
-    QUERY_TIMEOUT_S,
-    AsJson,
-    Stop,
-    client,
-    out,
-    print_json,
-    print_rows,
-)
+from berth.commands.common import EXIT_NO, QUERY_TIMEOUT_S, AsJson, Stop, client, out, print_json, print_rows
 from berth.commands.drain import DrainOptions, drain
 from berth.commands.objects import ChangeOptions, Name, Why, change_objects, object_commands
 from berth.render import render_rows, utc

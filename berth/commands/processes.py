@@ -14,15 +14,7 @@ import msgspec
 import typer
 
 from berth.commands.as_toml import as_toml
-from berth.commands.common import (
-    EXIT_USAGE,
-    AsJson,
-    Stop,
-    err,
-    make_directory,
-    out,
-    print_json,
-)
+from berth.commands.common import EXIT_USAGE, AsJson, Stop, err, make_directory, out, print_json
 from berth.commands.objects import read_file, valid_changes
 from berth.in_process import WorkerEnded
 from berth.rest_address import AtUp, for_up

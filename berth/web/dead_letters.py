@@ -15,14 +15,7 @@ from starlette.requests import Request
 from berth.commands.expired import send_back
 from berth.settings import Settings
 from berth.web.access import WebRole
-from berth.web.api import (
-    Handlers,
-    converted,
-    number_of,
-    object_of,
-    parsed,
-    route,
-)
+from berth.web.api import Handlers, converted, number_of, object_of, parsed, route
 from berth.web.problems import Problem
 from bus.bus import API
 from bus.consuming import dead_letters as letters

@@ -35,14 +35,7 @@ from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.drains import (
-    DrainAction,
-    DrainCommand,
-    DrainProgress,
-    DrainQuery,
-    DrainStart,
-    DrainTarget,
-)
+from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart, DrainTarget
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize

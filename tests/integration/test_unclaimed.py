@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from berth.audit.invariants import RunningFact
 from berth.audit.unclaimed import HostReports, catch_up, claim_again, find_unclaimed
-from berth.commands.placement import audited
+from berth.commands.book import audited
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
 from bus.bus import Bus

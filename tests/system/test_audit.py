@@ -19,7 +19,7 @@ from berth.audit.invariants import check_invariants
 from berth.audit.repairing import chosen, release_ended
 from berth.client import BuildClient
 from berth.client.moves import MoveClient
-from berth.commands.placement import audited
+from berth.commands.book import audited
 from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.up import LocalSystem, site

@@ -15,8 +15,8 @@ import compute_sim.app
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
+from berth.commands.book import audited
 from berth.commands.common import check_cell
-from berth.commands.placement import audited
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.up import LocalSystem

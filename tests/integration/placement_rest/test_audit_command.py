@@ -12,8 +12,8 @@ from typing import Any
 import asyncpg
 import pytest
 
+from berth.commands.book import uuids_of
 from berth.commands.common import Stop
-from berth.commands.placement import uuids_of
 from bus.clock import new_uuid
 from bus.contracts.placement import (
     Claim,

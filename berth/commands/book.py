@@ -1,0 +1,366 @@
+"""`berth placement audit`, `export` and `import`: an operator's work on a whole book."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+from uuid import UUID
+
+import asyncpg
+import typer
+
+from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
+from berth.commands.common import (
+    EXIT_NO,
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    AsJson,
+    Stop,
+    database_of,
+    open_database_in_time,
+    out,
+    print_json,
+)
+from berth.render import printable
+from berth.settings import Settings
+from berth.site import Site, with_added_cells
+from bus.contracts.placement import Release
+from bus.faults import DatabaseUnprepared
+from bus.persistence.database import Database
+from placement_worker.operations import audit as questions
+from placement_worker.operations import export_store, host_cells, overcommit
+from placement_worker.operations.copying import CopySource
+from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
+from placement_worker.operations.overcommit import Doubled
+from placement_worker.operations.repair import repair
+from placement_worker.store.postgres import PostgresStore
+
+# A claim younger than this may still be on its way to being an instance.
+GRACE_S = 900.0
+RELEASES_AT_ONCE = 200
+MAX_PASSES = 50
+
+# Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
+# any cell.
+HOLDERS = """
+SELECT uuid::text FROM consumers
+WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
+"""
+OVER = {"deleted", "tombstone", "failed"}
+# An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
+INSTANCES = """
+SELECT uuid::text, state, host_uuid::text,
+       state = 'active' AND source_host_uuid IS NULL AND since < extract(epoch FROM now()) - $2 AS settled
+FROM instances WHERE uuid = ANY($1::uuid[])
+"""
+# Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
+MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
+# A claim in doubt (`berth audit`) may be that of a running instance whose record is lost: no age shows that it is not.
+# until: workers (a claim names its run).
+UNDER_WAY = """
+SELECT instance_uuid::text FROM build_requests
+WHERE instance_uuid = ANY($1::uuid[]) AND (NOT terminal OR (claim_in_doubt AND state <> 'deleted'))
+"""
+
+
+async def audit(
+    settings: Settings,
+    repair: Annotated[bool, typer.Option("--repair", help="Repair the findings that can be repaired.")] = False,
+    consumers: Annotated[
+        Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
+    ] = None,
+    evict: Annotated[
+        bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
+    ] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Find the flaws of the book.
+
+    Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
+
+    Orphaned: held by the bus's consumers that no cell and no scheduler knows as alive, for 15 minutes; with
+    --consumers, held by consumers that are not named there. Doubled: of an instance, on another host than its own; with
+    --consumers, one class of two trees that do not share it (a move under way looks so too). Unclaimed: active by its
+    cell's record for 15 minutes and holding nothing of its host, as after a restore. Repairing releases orphaned
+    allocations, claims for unclaimed instances if they fit (where the book has a later attempt of one than its cell,
+    only if the host reports its machine on the bus), gives back allocations that an instance holds twice on hosts that
+    are not its own, removes rows that no client can release and counts usage anew. With --consumers nothing shows
+    which host is whose own: doubled ones are only reported. Exceeded capacity is reported, with the newest consumers
+    without whom it would fit: they run, and an operator has to move them; --evict releases them all the same: for
+    machines that are known to be gone. Exit status 1 while anything is wrong.
+    """
+    if evict and not repair:
+        raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
+    here = database_of(settings)
+    found = await audited(here, repair=repair, evict=evict, consumers=consumers)
+    _print_found(found, as_json)
+    return EXIT_NO if any(found[kind] for kind in found if kind != "repaired") else 0
+
+
+async def audited(
+    here: Site, *, repair: bool, evict: bool = False, consumers: Path | None = None, grace_s: float = GRACE_S
+) -> dict[str, list[str]]:
+    """The flaws of the book by kind, a line each, and the repairs. Raises Stop.
+
+    grace_s: a younger one may still be on its way, and is left alone.
+    """
+
+    async def lost(database: Database) -> tuple[list[str], list[str | Doubled]]:
+        return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
+
+    if consumers is None:
+        here = await with_added_cells(here)  # allocations of a cell that is not read would count as orphaned
+    async with _book(here) as (store, database):
+        orphans, doubled = await lost(database)
+        bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
+        done = await _repair(store, database, orphans, doubled, evict) if repair else []
+        if repair:
+            known, left = await catch_up(here, bare, await reported_of(here, bare))
+            done += left + await claim_again(store, known)
+            bare = await find_unclaimed(here, database, grace_s) if consumers is None else []
+            orphans, doubled = await lost(database)
+        async with database.raw() as connection:
+            wrong = await questions.findings(connection)
+            over = await overcommit.beyond_capacity(connection)
+    return {
+        "orphaned": orphans,
+        "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
+        "unclaimed": [each.line() for each in bare],
+        "unsound": wrong,
+        "over_capacity": [each.line() for each in over],
+        "repaired": done,
+    }
+
+
+async def export(
+    settings: Settings, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
+) -> None:
+    """Write the whole book, as it is at one moment, as JSON lines."""
+    with _explained():
+        async with _book(database_of(settings)) as (store, database), database.raw() as connection:
+            found = await export_store.read(connection, store.names)
+        with file.open("wb") if file is not None else contextlib.nullcontext(sys.stdout.buffer) as target:
+            target.writelines(lines(found))
+
+
+async def import_(
+    settings: Settings,
+    file: Annotated[Path | None, typer.Argument(help="A file that export wrote; else standard input.")] = None,
+    from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
+    token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
+    replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
+) -> None:
+    """Make the book equal to a file or to a Placement.
+
+    A live Placement is copied; the feed carries the changes to every replica.
+
+    With --from-url it copies while both run, pass after pass, until a pass over everything finds nothing
+    new: then the copy is equal, and the command prints that.
+    """
+    with _explained():
+        async with _book(database_of(settings)) as (store, database):
+            if not replace:
+                await _refuse_unless_empty(database)
+            if from_url is not None:
+                await _copy(store, database, from_url, token)
+                return
+            with file.open("rb") if file is not None else contextlib.nullcontext(sys.stdin.buffer) as source:
+                changed = await _assign(store, database, parse(_bounded(source)))
+            out.print(f"imported: {changed} providers and consumers changed")
+
+
+async def move_host(
+    settings: Settings,
+    host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree moves.")],
+    cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
+) -> int:
+    """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
+
+    Exit status 1 while a consumer holds something there.
+    """
+    here = database_of(settings)
+    async with _book(here) as (_, database), database.raw() as connection:
+        moved = await host_cells.move_host(connection, host, here.check_cell(cell))
+    was = moved.before or "no cell"
+    if moved.outcome == "unknown":
+        raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
+    if moved.outcome == "in_use":
+        raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+    text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
+    out.print(f"{moved.root}: {text}", soft_wrap=True, markup=False)
+    return 0
+
+
+# --- parts
+
+
+@contextlib.asynccontextmanager
+async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
+    database = here.environment("book").database("placement", pool_size=2)
+    store = PostgresStore(database)
+    await open_database_in_time(store.open())
+    try:
+        yield store, database
+    finally:
+        await store.close()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raises Stop for a file that cannot be used."""
+    try:
+        yield
+    except InvalidExport as error:
+        raise Stop(EXIT_USAGE, "book.export", str(error)) from error
+    except OSError as error:
+        reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
+        raise Stop(EXIT_USAGE, "book.file", reason) from error
+
+
+def _bounded(source: Any) -> Iterable[bytes]:
+    while line := source.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise InvalidExport(f"a line of more than {MAX_LINE_BYTES} bytes")
+        yield line
+
+
+async def _refuse_unless_empty(database: Database) -> None:
+    async with database.raw() as connection:
+        if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
+            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+
+
+async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
+    classes = {name for provider in what.providers.values() for name in provider.inventories}
+    traits = {name for provider in what.providers.values() for name in provider.traits}
+    await store.names.ensure(what.classes | classes, what.traits | traits)
+    async with database.raw() as connection:
+        return await export_store.assign(connection, what, store.names)
+
+
+async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
+    source = CopySource(url, token)
+    whole = True
+    try:
+        for number in range(1, MAX_PASSES + 1):
+            found = await source.read(whole=whole)
+            try:
+                changed = await _assign(store, database, found)
+            except InvalidExport as error:  # it moved while it was read
+                out.print(printable(f"pass {number}: {error}; again"), soft_wrap=True, markup=False)
+                continue
+            held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
+            if not changed and whole:
+                out.print(f"pass {number}: equal: {held}")
+                return
+            whole = not changed  # a whole pass verifies that a quick pass without differences is right
+            out.print(f"pass {number}: {held}; {changed} changed")
+    finally:
+        await source.close()
+    raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+
+
+async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
+    """(consumers that no worker knows as alive, those that also hold something of another host than their own)."""
+    async with database.raw() as connection:
+        holders = [row[0] for row in await connection.fetch(HOLDERS, grace_s)]
+        generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
+        held = await questions.allocations(connection)
+        roots = dict(
+            await connection.fetch(
+                "SELECT p.uuid::text, r.uuid::text FROM providers p JOIN providers r ON r.id = p.root_id"
+            )
+        )
+        sharing = await overcommit.sharers(connection)
+    if not holders:
+        return [], []
+    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
+    doubled: list[str | Doubled] = []
+    for cell in here.cells:
+        alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
+        for uuid, state, host, settled in await _rows(here, f"cell_{cell}", INSTANCES, holders, grace_s):
+            if state not in OVER:
+                alive.add(uuid)
+            if settled and host is not None:
+                known = generations.get(uuid, 0)
+                doubled += overcommit.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
+    return [uuid for uuid in holders if uuid not in alive], doubled
+
+
+async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str | Doubled]]:
+    """The same, by a list of all that may hold something."""
+    # Before the list is read: a consumer that holds something was known by then.
+    async with database.raw() as connection:
+        held = await questions.allocations(connection)
+        doubled: list[str | Doubled] = [*await questions.doubled(connection)]
+    alive = uuids_of(path)
+    return [uuid for uuid in held if uuid not in alive], doubled
+
+
+def uuids_of(path: Path) -> frozenset[str]:
+    """The UUIDs that a file names, one a line. Raises Stop."""
+    found: set[str] = set()
+    try:
+        with path.open() as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    try:
+                        found.add(str(UUID(line.strip())))
+                    except ValueError:
+                        raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
+    if not found:  # an empty list would make an orphan of every consumer
+        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names no consumer")
+    return frozenset(found)
+
+
+async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> Sequence[Any]:
+    database = here.environment("audit").database(schema, pool_size=1)
+    await open_database_in_time(database.open())
+    try:
+        async with database.raw() as connection:
+            rows: Sequence[Any] = await connection.fetch(statement, *arguments)
+            return rows
+    except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
+        # Without knowing every cell's instances any of theirs would look orphaned.
+        raise Stop(
+            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
+        ) from error
+    finally:
+        await database.close()
+
+
+async def _column(here: Site, schema: str, statement: str, *arguments: object) -> list[str]:
+    return [row[0] for row in await _rows(here, schema, statement, *arguments)]
+
+
+async def _repair(
+    store: PostgresStore, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
+) -> list[str]:
+    for start in range(0, len(orphans), RELEASES_AT_ONCE):
+        await store.apply([Release(consumer=uuid) for uuid in orphans[start : start + RELEASES_AT_ONCE]])
+    async with database.raw() as connection:
+        mended = await repair(connection)
+    async with database.raw() as connection:
+        mended += await overcommit.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        over = [each for each in await overcommit.beyond_capacity(connection) if not each.stranded] if evict else []
+    evicted = sorted({uuid for each in over for uuid, _ in each.newest})
+    for start in range(0, len(evicted), RELEASES_AT_ONCE):
+        await store.apply([Release(consumer=uuid) for uuid in evicted[start : start + RELEASES_AT_ONCE]])
+    return [f"{uuid}: released" for uuid in [*orphans, *evicted]] + mended
+
+
+def _print_found(found: dict[str, list[str]], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    for kind, findings in found.items():
+        for line in findings:
+            out.print(printable(f"{kind.replace('_', ' ')}: {line}"), soft_wrap=True, markup=False)
+    if not any(found.values()):
+        out.print("the book is sound")
