@@ -1,4 +1,9 @@
-"""A change of one object relative to its record: what is not named stays as it is."""
+"""A change of one object relative to its record: what is not named stays as it is.
+
+Read, edit, write unless the object is changed meanwhile, and then once more from the new record: of two operators who
+set different fields at once both win. The commands and the HTTP API change objects so; a file for `berth apply`, a
+PUT and the page's form are whole objects.
+"""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ from berth.load.live import LiveView, render_record
 from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
-from berth.load.run import looking_on, recorded
 from berth.load.sampler import Sample
+from berth.load.session import looking_on, recorded
 from berth.load.trace import Shape, read_requests, read_trace
 from berth.settings import Settings
 from berth.site import Site, process_name

@@ -23,6 +23,11 @@ TOO_MANY = "fencing.too_many"
 CELL_SILENT = "fencing.cell_silent"
 
 
+# Which silent hosts may be switched off without a person. A host counts when its compute service is silent (not
+# stopped on purpose) and manages this host alone, when instances use it, and when no operator has taken it out of
+# service. One that is seen silent is a suspect; it is switched off only when each look for `after_s` has found it
+# silent. With more than `max_hosts` suspects, or no service of the same cell up, the cause is rather what lies
+# between: then none is.
 class FencingPlan(Struct, frozen=True, kw_only=True):
     """The actions that one look leads to. suspects: {host uuid: when it was first seen silent, by the monotonic clock}.
     due: to be switched off now. held: {host name: code of why it is not, though it has been silent for long enough}.

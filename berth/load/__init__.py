@@ -2,7 +2,7 @@
 
 from berth.load.plan import LoadPlan, PlanError, draw_requests
 from berth.load.run import LoadRun, run_load
-from berth.load.totals import Failure, LoadReport, percentiles, sum_up
+from berth.load.summary import Failure, LoadReport, percentiles, sum_up
 
 __all__ = [
     "Failure",

@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -16,15 +16,12 @@ from berth.client import BuildClient, Track
 from berth.load.figures import stages_ms, summary
 from berth.load.ledger import LoadLedger
 from berth.load.plan import Arrival, LoadPlan, draw
-from berth.load.record import LoadRecord
-from berth.load.sampler import Sample, Sampler
-from berth.load.totals import LoadReport, conflicts_of, machine, settings_of, stages_of, sum_up, totals
-from berth.site import Site
-from bus.bus import API
+from berth.load.stages import conflicts_of, stages_of
+from berth.load.summary import LoadReport, sum_up
 from bus.clock import Clock
 from bus.contracts.build import BuildEvent, BuildRequest, DeleteRequest
 from bus.faults import Transient
-from bus.port import BusError, BusUnavailable, PublishRefused, Transport
+from bus.port import BusError, BusUnavailable, PublishRefused
 
 # With a rate, what fell due while the publisher was busy leaves together, at most so many ...
 MAX_BURST = 500
@@ -416,66 +413,3 @@ async def _tick(run: LoadRun, clock: Clock, progress: Callable[[int, int], None]
     while True:
         progress(_done(run), run.plan.boots)
         await clock.sleep(PROGRESS_EVERY_S)
-
-
-# A cell's bus that does not answer within this is not looked at: a load needs none of them.
-LOOK_TIMEOUT_S = 3.0
-
-
-async def recorded(
-    client: BuildClient,
-    plan: LoadPlan,
-    *,
-    clock: Clock,
-    rng: random.Random,
-    chance: random.Random | None = None,
-    transports: Mapping[str, Transport] | None = None,
-    started: Callable[[LoadRun], None] = lambda run: None,
-    show: Callable[[Sample], None] = lambda sample: None,
-    **settings: object,
-) -> LoadRecord:
-    """Fire the plan and return its record. `started`: is handed the run before it begins (to interrupt it)."""
-    run = LoadRun(client, plan, clock=clock, rng=rng, chance=chance, keep_tracks=False)
-    started(run)
-    sampler = Sampler(run, client, clock=clock, transports=transports, on_sample=show)
-    watching = asyncio.create_task(sampler.watch())
-    try:
-        await run.go()
-    finally:
-        sampler.stopping = True
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-    await sampler.take_sample()
-    await sampler.sample_hosts()
-    boots, deletes = run.boots.operations(), run.deletes.operations()
-    return LoadRecord(
-        settings=settings_of(run, **settings),
-        totals=totals(run, boots, deletes),
-        started_at=run.started_at,
-        seconds=round(run.last_end - run.started, 6),
-        machine=machine(),
-        boots=boots,
-        deletes=deletes,
-        samples=sampler.samples(),
-        utilisation=sampler.utilisation(),
-    )
-
-
-@contextlib.asynccontextmanager
-async def looking_on(site: Site, process: str) -> AsyncIterator[dict[str, Transport]]:
-    """Connections to every bus of a site that answers, for looking at queues only."""
-    opened: dict[str, Transport] = {}
-    try:
-        for name in (API, *site.cells):
-            transport = site.transport(name, process=process)
-            try:
-                async with asyncio.timeout(LOOK_TIMEOUT_S):
-                    await transport.open()
-            except (BusError, TimeoutError):  # not ours to enter, or away
-                await transport.close()
-                continue
-            opened[name] = transport
-        yield opened
-    finally:
-        for transport in opened.values():
-            await transport.close()

@@ -11,7 +11,7 @@ from berth.client import BuildClient
 from berth.client.host_pages import HOSTS_PER_PAGE
 from berth.load.record import MAX_HEAT_HOSTS, MAX_HEAT_SNAPSHOTS, MAX_SAMPLES, Samples, Utilisation
 from berth.load.run import LoadRun
-from berth.load.totals import percentiles
+from berth.load.summary import percentiles
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
 from bus.contracts.catalogue import DEAD_LETTERS, QUEUES, QueueKind, Where

@@ -38,6 +38,7 @@ LONGEST_PAUSE_S = 8.0
 ABORT_S = 5.0
 
 
+# A worker that died is started again, a bounded number of times. One whose event loop stands still is ended first.
 class Supervisor:
     """Watches worker processes. notify: called with a sentence for each death and restart."""
 

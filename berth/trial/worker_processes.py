@@ -29,6 +29,7 @@ MAX_BYTES = 4096
 CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: put there by the kernel
 
 
+# As systemd does for its services; `bus.service.watchdog` sends them.
 class WatchdogPings:
     """A socket at which workers report that their event loops run.
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from berth.client import Track
 from berth.load import LoadPlan
-from berth.load.totals import Failure, sum_up
+from berth.load.summary import Failure, sum_up
 from berth.render import failures_in_words, render_load
 from lab.demo.run import Undisturbed, failed_as_planned, planned, short, undisturbed
 

@@ -14,7 +14,7 @@ from berth.client import Track
 from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sampler, sum_up
 from berth.load.plan import draw
 from berth.load.record import decode, encode
-from berth.load.run import recorded
+from berth.load.session import recorded
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, Stamps
 from tests.unit.front.world import ClientWorld

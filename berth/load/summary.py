@@ -1,0 +1,121 @@
+"""The result of a load: counted, each build once, and its latencies ranked."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from berth.client import Track
+from bus.contracts.build import BuildEvent, FunnelStep
+
+# Failures listed one by one in a report; all are counted.
+MAX_FAILURES_SHOWN = 50
+
+
+class Failure(Struct, frozen=True, kw_only=True):
+    """One build that did not become active, with everything its client received."""
+
+    instance_uuid: str
+    flavor: str
+    state: str
+    code: str
+    reason: str
+    attempts: int
+    funnel: tuple[FunnelStep, ...] = ()
+
+
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """The result of a load. Times in seconds, latencies in milliseconds; percentiles over active builds.
+
+    stages_ms: until the client received each state. spent_ms: in each stage of `record.STAGES`.
+    """
+
+    requests: int
+    active: int
+    failed: int
+    refused: int
+    unfinished: int
+    seconds: float
+    boots_per_s: float
+    latency_ms: dict[str, float]
+    stages_ms: dict[str, dict[str, float]]
+    alternates_used: int
+    attempts: dict[str, int]
+    failures_by_code: dict[str, int]
+    failures: tuple[Failure, ...]
+    more_than_one_terminal: int
+    spent_ms: dict[str, dict[str, float]] = {}
+
+
+def sum_up(tracks: Sequence[Track], *, started: float, now: float) -> LoadReport:
+    """Sum up what a client saw of its builds."""
+    ended = [t.ended_at for t in tracks if t.ended_at is not None]
+    seconds = max((max(ended) if ended else now) - started, 1e-9)
+    states = Counter(track.state for track in tracks)
+    active = [t for t in tracks if t.state == "active"]
+    failures = [_failure(t) for t in tracks if t.state in {"failed", "refused"}]
+    return LoadReport(
+        requests=len(tracks),
+        active=states["active"],
+        failed=states["failed"],
+        refused=states["refused"],
+        unfinished=sum(t.ended_at is None for t in tracks),
+        seconds=seconds,
+        boots_per_s=states["active"] / seconds,
+        latency_ms=percentiles([1000 * t.latency_s for t in active if t.latency_s is not None]),
+        stages_ms=_stages(active),
+        alternates_used=sum(max(_attempt(t) - 1, 0) for t in tracks),
+        attempts={str(n): c for n, c in sorted(Counter(_attempt(t) for t in active).items())},
+        failures_by_code=dict(Counter(f.code for f in failures).most_common()),
+        failures=tuple(failures[:MAX_FAILURES_SHOWN]),
+        more_than_one_terminal=sum(t.terminals > 1 for t in tracks),
+    )
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90, p95, p99, max and mean (nearest rank); empty when there is nothing."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+
+    def rank(share: float) -> float:
+        return round(ordered[math.ceil(share * len(ordered)) - 1], 3)
+
+    return {
+        "p50": rank(0.50),
+        "p90": rank(0.90),
+        "p95": rank(0.95),
+        "p99": rank(0.99),
+        "max": round(ordered[-1], 3),
+        "mean": round(sum(ordered) / len(ordered), 3),
+    }
+
+
+def _stages(tracks: Sequence[Track]) -> dict[str, dict[str, float]]:
+    """Milliseconds from the intended time until the client received each state."""
+    names = ("accepted", "scheduled", "building", "active")
+    return {
+        name: percentiles([1000 * (t.stages[name] - t.intended_at) for t in tracks if name in t.stages])
+        for name in names
+    }
+
+
+def _attempt(track: Track) -> int:
+    event: BuildEvent | None = track.last
+    return event.attempt if event is not None else 0
+
+
+def _failure(track: Track) -> Failure:
+    event = track.last
+    return Failure(
+        instance_uuid=track.instance_uuid,
+        flavor=track.flavor,
+        state=track.state,
+        code=event.code if event else "",
+        reason=event.reason if event else "its end was learned by a query; see `berth show`",
+        attempts=event.attempt if event else 0,
+        funnel=event.funnel if event else (),
+    )
