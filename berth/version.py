@@ -26,7 +26,7 @@ def commit() -> str:
     if not (HERE / ".git").exists():  # a directory above is another repository
         return ""
     try:
-        asked = ["git", "-C", str(HERE), "rev-parse", f"--short={SHORT}", "HEAD"]
-        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+        command = ["git", "-C", str(HERE), "rev-parse", f"--short={SHORT}", "HEAD"]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git here
         return ""

@@ -201,7 +201,6 @@ def main() -> int:
     parser.add_argument("--parts", type=parse_parts, default=PARTS, help="%(default)s")
     parser.add_argument("--boots", type=positive, default=BOOTS)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no part is begun or goes on past this")
-    parser.add_argument("--json", type=Path, help="kept up to date: parts of earlier runs stay")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
     parts = [] if options.show else options.parts

@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rates", action=yes_no, default=True, help="latency at 50 %% and 80 %% of the highest rate")
     found.add_argument("--statements", action=yes_no, default=True, help="count SQL statements, where it can be done")
     found.add_argument("--profiles", type=Path, help="py-spy's profile of each process under load, in this directory")
-    found.add_argument("--json", type=Path, help="write the figures here; of `both`, memory's under `memory`")
     return found
 
 

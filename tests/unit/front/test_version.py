@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
-    """What pip wrote when it installed berth."""
+    """The file that pip wrote when it installed berth."""
     found: dict[str, str | None] = {"direct_url.json": None}
 
     class Installed:
