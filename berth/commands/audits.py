@@ -17,18 +17,7 @@ from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.audit.repairing import chosen, release_ended
 from berth.commands.book import GRACE_S, audited
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_UNAVAILABLE,
-    AsJson,
-    Stop,
-    database_of,
-    decided_by,
-    err,
-    out,
-    print_json,
-    print_json_line,
-)
+from berth.commands.common import AsJson, Exit, Stop, database_of, decided_by, err, out, print_json, print_json_line
 from berth.render import printable, render_verdicts
 from berth.settings import Settings
 from berth.site import Site
@@ -50,7 +39,7 @@ async def check(
             at_rest = await rest(site, timeout_s=wait)
             verdicts = check_invariants(await gather(site))
     except TimeoutError as fault:
-        raise Stop(EXIT_UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
+        raise Stop(Exit.UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
     if as_json:
         print_json({"at_rest": at_rest, "invariants": verdicts})
     else:
@@ -59,7 +48,7 @@ async def check(
                 "[yellow]the system is not at rest; requests under way count as a breach[/yellow]", soft_wrap=True
             )
         render_verdicts(verdicts, out)
-    return 0 if all(verdict.holds for verdict in verdicts) else EXIT_NO
+    return 0 if all(verdict.holds for verdict in verdicts) else Exit.NO
 
 
 async def audit(
@@ -104,7 +93,7 @@ async def audit(
             if passes >= 2 and not follow:
                 if not seen.confirmed.found and not as_json:
                     out.print("nothing is wrong")
-                return EXIT_NO if seen.confirmed.found else 0
+                return Exit.NO if seen.confirmed.found else 0
     return 0
 
 

@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, AsJson, Stop, out, print_json, print_rows
+from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_rows
 from berth.commands.options import CommandGroup
 from berth.render import render_rows
 from berth.settings import Settings
@@ -43,7 +43,7 @@ async def problems(settings: Settings, as_json: AsJson = False) -> int:
             _show(wrong, as_json=False)
         for flavor in flavors:
             out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
-    return EXIT_NO if wrong or flavors else 0
+    return Exit.NO if wrong or flavors else 0
 
 
 @baremetal.command()
@@ -52,7 +52,7 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
     async with _ironic(settings) as api:
         raw = await api.raw_node(node)
     if raw is None:
-        raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
     record = node_record(raw, flavor_classes(settings.scheduler.flavors))
     if as_json:
         print_json(record)
@@ -88,7 +88,7 @@ async def release(settings: Settings, node: NodeIdent) -> None:
         raw = await _known(api, node)
         reason = str(raw.get("maintenance_reason") or "")
         if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
-            raise Stop(EXIT_NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
+            raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
         _check_accepted(await api.set_maintenance(node, on=False))
 
 
@@ -104,7 +104,7 @@ async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
     try:
         yield api
     except DriverUnavailable as fault:
-        raise Stop(EXIT_UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
+        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
     finally:
         await api.close()
 
@@ -118,13 +118,13 @@ async def _records(settings: Settings) -> list[NodeRecord]:
 async def _known(api: IronicApi, node: str) -> dict[str, Any]:
     raw = await api.raw_node(node)
     if raw is None:
-        raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
     return raw
 
 
 def _check_accepted(refused: Refused | None) -> None:
     if refused is not None:
-        raise Stop(EXIT_NO, "ironic.refused", str(refused))
+        raise Stop(Exit.NO, "ironic.refused", str(refused))
 
 
 def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:

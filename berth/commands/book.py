@@ -13,17 +13,7 @@ import asyncpg
 import typer
 
 from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    AsJson,
-    Stop,
-    database_of,
-    open_database_in_time,
-    out,
-    print_json,
-)
+from berth.commands.common import AsJson, Exit, Stop, database_of, open_database_in_time, out, print_json
 from berth.render import printable
 from berth.settings import Settings
 from berth.site import Site, with_added_cells
@@ -93,11 +83,11 @@ async def audit(
     machines that are known to be gone. Exit status 1 while anything is wrong.
     """
     if evict and not repair:
-        raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
+        raise Stop(Exit.USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
     here = database_of(settings)
     found = await audited(here, repair=repair, evict=evict, consumers=consumers)
     _print_found(found, as_json)
-    return EXIT_NO if any(found[kind] for kind in found if kind != "repaired") else 0
+    return Exit.NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
 
 async def audited(
@@ -186,9 +176,9 @@ async def move_host(
         moved = await host_cells.move_host(connection, host, here.check_cell(cell))
     was = moved.before or "no cell"
     if moved.outcome == "unknown":
-        raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
+        raise Stop(Exit.NO, "host.unknown", f"the book has no provider {host!r}")
     if moved.outcome == "in_use":
-        raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+        raise Stop(Exit.NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
     text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
     out.print(f"{moved.root}: {text}", soft_wrap=True, markup=False)
     return 0
@@ -214,10 +204,10 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except InvalidExport as error:
-        raise Stop(EXIT_USAGE, "book.export", str(error)) from error
+        raise Stop(Exit.USAGE, "book.export", str(error)) from error
     except OSError as error:
         reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
-        raise Stop(EXIT_USAGE, "book.file", reason) from error
+        raise Stop(Exit.USAGE, "book.file", reason) from error
 
 
 def _bounded(source: Any) -> Iterable[bytes]:
@@ -230,7 +220,7 @@ def _bounded(source: Any) -> Iterable[bytes]:
 async def _refuse_unless_empty(database: Database) -> None:
     async with database.raw() as connection:
         if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
-            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+            raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
 
 
 async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
@@ -260,7 +250,7 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
             out.print(f"pass {number}: {held}; {changed} changed")
     finally:
         await source.close()
-    raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+    raise Stop(Exit.NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
 async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
@@ -310,12 +300,12 @@ def uuids_of(path: Path) -> frozenset[str]:
                     try:
                         found.add(str(UUID(line.strip())))
                     except ValueError:
-                        raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
+                        raise Stop(Exit.USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
+        raise Stop(Exit.USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
     if not found:  # an empty list would make an orphan of every consumer
-        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names no consumer")
+        raise Stop(Exit.USAGE, "audit.consumers", f"{path} names no consumer")
     return frozenset(found)
 
 
@@ -329,7 +319,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
     except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
         # Without knowing every cell's instances any of theirs would look orphaned.
         raise Stop(
-            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
+            Exit.UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
         ) from error
     finally:
         await database.close()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from berth.client.object_edits import ObjectEdit
-from berth.commands.common import EXIT_NO, QUERY_TIMEOUT_S, AsJson, Stop, client, out, print_json, print_rows
+from berth.commands.common import QUERY_TIMEOUT_S, AsJson, Exit, Stop, client, out, print_json, print_rows
 from berth.commands.drain import DrainOptions, drain
 from berth.commands.objects import ChangeOptions, Name, Why, change_objects, object_commands
 from berth.render import render_rows, utc
@@ -35,7 +35,7 @@ async def show_cell(settings: Settings, name: Name, as_json: AsJson = False) -> 
     """Show one cell."""
     found = next((one for one in await _known(settings) if one.name == name), None)
     if found is None:
-        raise Stop(EXIT_NO, "cell.unknown", f"there is no cell {name!r}")
+        raise Stop(Exit.NO, "cell.unknown", f"there is no cell {name!r}")
     if as_json:
         print_json(found)
     else:
@@ -146,7 +146,7 @@ def _to(name: str, state: CellState, why: str) -> Callable[[Body], Body]:
 
     def made(before: Body) -> Body:
         if before.get("state") == CellState.REMOVED and state is not CellState.REMOVED:
-            raise Stop(EXIT_NO, "cell.removed", f"cell {name!r} is removed; `berth cells add` takes it into use again")
+            raise Stop(Exit.NO, "cell.removed", f"cell {name!r} is removed; `berth cells add` takes it into use again")
         kept = {"bus": before["bus"]} if "bus" in before else {}
         return {"state": state.value, **({"reason": why} if why else {}), **kept}
 

@@ -11,6 +11,7 @@ import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from enum import IntEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -46,10 +47,15 @@ from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from bus.service.watchdog import watchdog_of_this_process, watched_loop
 
-EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
-EXIT_USAGE = 2  # wrong use, settings or credentials
-EXIT_UNAVAILABLE = 3  # bus or database out of reach
-EXIT_TIME = 4  # time ran out
+
+class Exit(IntEnum):
+    """The statuses of commands beside 0 and, where it was interrupted, 130."""
+
+    NO = 1  # the answer is no: a build failed, an invariant is broken
+    USAGE = 2  # wrong use, settings or credentials
+    UNAVAILABLE = 3  # bus or database out of reach
+    TIME = 4  # time ran out
+
 
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
@@ -102,9 +108,9 @@ def make_directory(state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
         writable = os.access(state, os.W_OK | os.X_OK)
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
     if not writable:
-        raise Stop(EXIT_USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
+        raise Stop(Exit.USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
 
 
 def decided_by(by: str | None) -> str:
@@ -197,27 +203,27 @@ def print_stop(stop: Stop) -> None:
 
 # Faults in the words of a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
 _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
-    (SettingsError, EXIT_USAGE, "{}"),
-    (Unroutable, EXIT_UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
-    (PublishRefused, EXIT_UNAVAILABLE, "the queue is full: publish more slowly"),
-    (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
-    (BusOwnedByAnother, EXIT_USAGE, "{}"),
-    (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
-    (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
-    (RequestUnconfirmed, EXIT_TIME, "{}: is it out of disk, or of memory? see its log"),
-    (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
-    (DatabaseUnprepared, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
-    (Forbidden, EXIT_USAGE, "{}"),
-    (NotConfigured, EXIT_USAGE, "{}"),
-    (DatabaseUnavailable, EXIT_UNAVAILABLE, "the database is out of reach: {}"),
-    (asyncpg.UndefinedTableError, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
-    (Transient, EXIT_UNAVAILABLE, "{}"),
-    (ServerMissing, EXIT_USAGE, "{}"),
-    (DirectoryInaccessible, EXIT_USAGE, "{}"),
-    (ServerFailed, EXIT_UNAVAILABLE, "{}"),
-    (BusError, EXIT_NO, "{}"),
-    (Fault, EXIT_NO, "{}"),
-    (TimeoutError, EXIT_TIME, "time ran out"),
+    (SettingsError, Exit.USAGE, "{}"),
+    (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
+    (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
+    (BrokerUntrusted, Exit.USAGE, "the broker is not trusted: {}"),
+    (BusOwnedByAnother, Exit.USAGE, "{}"),
+    (BusForbidden, Exit.USAGE, "the broker refuses these credentials: {}"),
+    (BusUnavailable, Exit.UNAVAILABLE, "the bus is out of reach: {}"),
+    (RequestUnconfirmed, Exit.TIME, "{}: is it out of disk, or of memory? see its log"),
+    (RequestTimeout, Exit.TIME, "no answer in time: is a scheduler running?"),
+    (DatabaseUnprepared, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Forbidden, Exit.USAGE, "{}"),
+    (NotConfigured, Exit.USAGE, "{}"),
+    (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
+    (asyncpg.UndefinedTableError, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Transient, Exit.UNAVAILABLE, "{}"),
+    (ServerMissing, Exit.USAGE, "{}"),
+    (DirectoryInaccessible, Exit.USAGE, "{}"),
+    (ServerFailed, Exit.UNAVAILABLE, "{}"),
+    (BusError, Exit.NO, "{}"),
+    (Fault, Exit.NO, "{}"),
+    (TimeoutError, Exit.TIME, "time ran out"),
 )
 
 
@@ -239,7 +245,7 @@ def explain(fault: BaseException) -> Stop | None:
         return explain(fault.exceptions[0])
     if isinstance(fault, WorkerEnded):
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
-        status = EXIT_NO if why is None else why.status
+        status = Exit.NO if why is None else why.status
         return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")
     for kind, status, sentence in _MEANINGS:
         if isinstance(fault, kind):
@@ -269,7 +275,7 @@ async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
             await opening
     except TimeoutError as fault:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "bus.unavailable",
             f"no answer from the bus within {OPEN_TIMEOUT_S:g} s: does its broker run, and is bus.url its address?",
         ) from fault
@@ -280,7 +286,7 @@ def database_of(settings: Settings) -> Site:
     site = Site(settings)
     if site.database_url is None:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "database.unavailable",
             "no database: set database.url (BERTH_DATABASE__URL), or start `berth up`",
         )
@@ -297,7 +303,7 @@ async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
             await opening
     except TimeoutError as error:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "database.unavailable",
             f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
         ) from error

@@ -13,9 +13,8 @@ from berth.backup.copying import connect, save
 from berth.backup.manifest import Manifest, SchemaCopy, read_manifest
 from berth.backup.restoring import restore as put_back
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_USAGE,
     AsJson,
+    Exit,
     Stop,
     database_of,
     err,
@@ -75,7 +74,7 @@ async def check(settings: Settings, as_json: AsJson = False) -> int:
             revision=each.revision or "none", oldest=each.oldest or "none", head=each.head
         )
         err.print(f"schema {each.schema} {why}", markup=False, soft_wrap=True)
-    return EXIT_NO if wrong else 0
+    return Exit.NO if wrong else 0
 
 
 @db.command()
@@ -91,7 +90,7 @@ async def upgrade(
     site = database_of(settings)
     known = _expected(site)
     if strange := [name for name in schema or () if name not in known]:
-        raise Stop(EXIT_USAGE, "schema.unknown", f"no schema {strange[0]}; the settings know {', '.join(known)}")
+        raise Stop(Exit.USAGE, "schema.unknown", f"no schema {strange[0]}; the settings know {', '.join(known)}")
     for name in known:
         if not schema or name in schema:
             database = site.environment("upgrade").database(name, pool_size=1)
@@ -163,7 +162,7 @@ async def url(
     found, prefix = site.place_of(name)
     if found == MEMORY:
         why = "it is in the memory of `berth up`: with `--processes` there is a broker"
-        raise Stop(EXIT_NO, "bus.in_memory", f"bus {name!r} has no address: {why}")
+        raise Stop(Exit.NO, "bus.in_memory", f"bus {name!r} has no address: {why}")
     if as_json:
         print_json({"bus": name, "url": found, "prefix": prefix})
     else:
@@ -188,7 +187,7 @@ async def release(
     (name,) = _buses(site, bus_name)
     released = await _owners(site, name, release=True)
     if not released:
-        raise Stop(EXIT_NO, "bus.unowned", f"bus {name!r} belongs to no deployment")
+        raise Stop(Exit.NO, "bus.unowned", f"bus {name!r} belongs to no deployment")
     if as_json:
         print_json({"bus": name, "released": released})
         return
@@ -200,7 +199,7 @@ def _buses(site: Site, bus: str | None) -> tuple[str, ...]:
         return (API, *site.cells)
     if bus != API and bus not in site.cells:
         known = ", ".join((API, *site.cells))
-        raise Stop(EXIT_USAGE, "bus.unknown", f"there is no bus {bus!r}; the settings know {known}")
+        raise Stop(Exit.USAGE, "bus.unknown", f"there is no bus {bus!r}; the settings know {known}")
     return (bus,)
 
 

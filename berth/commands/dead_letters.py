@@ -8,19 +8,7 @@ from typing import Annotated, TypeVar
 import typer
 from rich.text import Text
 
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_USAGE,
-    AsJson,
-    Stop,
-    err,
-    open_in_time,
-    out,
-    print_json,
-    print_result,
-    run,
-    settings_of,
-)
+from berth.commands.common import AsJson, Exit, Stop, err, open_in_time, out, print_json, print_result, run, settings_of
 from berth.commands.expired import send_back
 from berth.commands.options import CommandGroup
 from berth.render import printable, render_rows, utc
@@ -79,7 +67,7 @@ async def show(settings: Settings, queue: Queue, letter_id: str, bus: BusName = 
     found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
     letter = next((letter for letter in found if letter.id == letter_id), None)
     if letter is None:
-        raise Stop(EXIT_NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
+        raise Stop(Exit.NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
     plain = {**_plain(letter), "headers": {name: str(value) for name, value in letter.headers.items()}}
     if as_json:
         print_json(plain)
@@ -117,13 +105,13 @@ async def replay(
     found = {"replayed": back.sent, "too_old": back.too_old, "barred": back.barred}
     print_result(found, as_json, f"{len(back.sent)} sent back to {queue}")
     if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
-        raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
+        raise Stop(Exit.NO, "letter.unknown", f"not found: {', '.join(unknown)}")
     for code, why in BARRED.items():
         if barred := [ident for ident, found in back.barred.items() if found == code]:
-            raise Stop(EXIT_NO, code, f"{len(barred)} {why}: {_named(barred)}")
+            raise Stop(Exit.NO, code, f"{len(barred)} {why}: {_named(barred)}")
     if back.too_old:
         reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
-        raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
+        raise Stop(Exit.NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
 
 
 def _named(ids: Sequence[str]) -> str:
@@ -140,7 +128,7 @@ def purge(
 ) -> None:
     """Throw the dead letters of a queue away, for good."""
     if not yes and not typer.confirm(f"Throw away all dead letters of {queue}?"):
-        raise SystemExit(EXIT_NO)
+        raise SystemExit(Exit.NO)
 
     async def body() -> None:
         gone = await _on(Site(settings_of(context)), bus, lambda transport: letters.purge(transport, queue))
@@ -157,7 +145,7 @@ async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -
     try:
         return await work(transport)
     except QueueMissing as fault:
-        raise Stop(EXIT_USAGE, fault.code, f"there is no such queue: {fault}") from fault
+        raise Stop(Exit.USAGE, fault.code, f"there is no such queue: {fault}") from fault
     finally:
         await transport.close()
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from berth.commands.common import EXIT_USAGE, AsJson, Stop, out, print_json
+from berth.commands.common import AsJson, Exit, Stop, out, print_json
 from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, of_project, of_role
 from berth.reference.asyncapi import document
 from berth.settings import Settings
@@ -31,9 +31,9 @@ async def permissions(
         Site(settings).check_cell(cell)
     roles = [role] if role is not None else [] if project else list(PermissionRole)
     if user is not None and len(roles) + len(project or ()) != 1:
-        raise Stop(EXIT_USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
+        raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
     if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
-        raise Stop(EXIT_USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
+        raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
     grants: list[Grant] = []
     for one in roles:
         grants += of_role(one, settings, cell=cell, user=user)
@@ -41,7 +41,7 @@ async def permissions(
         try:
             grants.append(of_project(name, settings, user=user))
         except ValueError as fault:
-            raise Stop(EXIT_USAGE, "project.invalid", str(fault)) from fault
+            raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
     if as_json:
         print_json(as_plain(grants))
         return

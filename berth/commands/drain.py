@@ -14,10 +14,9 @@ from rich.text import Text
 from berth.client import BuildClient
 from berth.client import drains as client_drains
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
     AsJson,
     By,
+    Exit,
     Reason,
     Stop,
     Timeout,
@@ -117,7 +116,7 @@ async def drain(
             query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
             planned = await client_drains.plan(berth.bus, query)
         _show_plan(planned, options.as_json)
-        return EXIT_NO if any(not one.hosts for one in planned.moves) else 0
+        return Exit.NO if any(not one.hosts for one in planned.moves) else 0
     command = DrainStart(
         drain=options.drain_id or new_uuid(random.SystemRandom()),
         name=name,
@@ -161,9 +160,9 @@ async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int
     async with client(settings) as berth:
         found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
     if not found:
-        raise Stop(EXIT_NO, "drain.unknown", f"no drain {ident} is on record")
+        raise Stop(Exit.NO, "drain.unknown", f"no drain {ident} is on record")
     _show(found[0], as_json)
-    return EXIT_NO if found[0].failed else 0
+    return Exit.NO if found[0].failed else 0
 
 
 class ToDrain(Struct, frozen=True, kw_only=True):
@@ -256,14 +255,14 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
     left = len(seen.not_begun) + len(seen.under_way)
     if seen.state is not DrainState.ENDED and not as_json:
-        raise Stop(EXIT_TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+        raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
             verb = "undo" if DrainMoveState.TO_RETURN in seen.counts else "resume"  # an undo that was stopped
             reason = f"{counted(left, 'instance')} not moved; see berth drains {verb} {seen.id}"
-            raise Stop(EXIT_TIME, seen.code, reason)
-        return EXIT_TIME
-    return EXIT_NO if seen.failed else 0
+            raise Stop(Exit.TIME, seen.code, reason)
+        return Exit.TIME
+    return Exit.NO if seen.failed else 0
 
 
 def _counted(one: DrainProgress) -> str:

@@ -14,10 +14,9 @@ from rich.text import Text
 from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses
 from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_USAGE,
     QUERY_TIMEOUT_S,
     AsJson,
+    Exit,
     Stop,
     client,
     out,
@@ -119,7 +118,7 @@ async def set_flavor(
         kept = _members_of(projects, project, remove_project, f"flavor {name!r} is not for project")
         if projects and not kept and not every_project:
             reason = "without its last project it is for every project: name --every-project, or another project"
-            raise Stop(EXIT_USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
+            raise Stop(Exit.USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
         own = _pairs(before.get("extra_specs", {}), specs, remove_extra_spec, f"flavor {name!r} has no extra spec")
         body = {**before, **named, "extra_specs": own, "projects": [] if every_project else kept}
         if known is None:
@@ -196,7 +195,7 @@ async def set_quota(
         limits = _pairs(before.get("limits", {}), numbers, remove, what)
         if not limits:
             reason = f"without its last limit nothing limits it: berth quotas delete {project}, or another limit"
-            raise Stop(EXIT_USAGE, "quota.last_limit", f"quota {project!r}: {reason}")
+            raise Stop(Exit.USAGE, "quota.last_limit", f"quota {project!r}: {reason}")
         return {**before, "limits": limits}
 
     await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
@@ -260,7 +259,7 @@ async def set_group(
 
     def edit(known: StoredObject | None) -> Body:
         if known is None and policy is None:
-            raise Stop(EXIT_USAGE, "group.incomplete", f"group {name!r} is new: name --policy")
+            raise Stop(Exit.USAGE, "group.incomplete", f"group {name!r} is new: name --policy")
         return {**({} if known is None else known.body), **named}
 
     await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision, force=force)
@@ -283,7 +282,7 @@ async def _change_hosts(
 ) -> None:
     def edit(known: StoredObject | None) -> Body:
         if known is None:
-            raise Stop(EXIT_NO, "object.unknown", f"there is no aggregate {name!r}")
+            raise Stop(Exit.NO, "object.unknown", f"there is no aggregate {name!r}")
         hosts = _members_of(known.body.get("hosts") or (), named, removed, f"aggregate {name!r} does not name")
         return {**known.body, "hosts": hosts}
 
@@ -356,7 +355,7 @@ def _check_sizes(name: str, body: Body) -> None:
     missing = [key for key, of in SIZES.items() if key not in body and f"resources:{of}" not in body["extra_specs"]]
     if missing:
         options = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
-        raise Stop(EXIT_USAGE, "flavor.incomplete", f"flavor {name!r} is new: name {options} (0 is a size, too)")
+        raise Stop(Exit.USAGE, "flavor.incomplete", f"flavor {name!r} is new: name {options} (0 is a size, too)")
 
 
 def _check_disjoint(named: Mapping[str, Any], removed: Iterable[str] | None, what: str) -> None:
@@ -369,7 +368,7 @@ def _pairs(before: Mapping[str, V], named: Mapping[str, V], removed: Iterable[st
     """The pairs with those that are named, without those that are removed. Raises Stop: there is no such."""
     removed = tuple(removed or ())
     if missing := [key for key in removed if key not in before]:
-        raise Stop(EXIT_NO, "object.unknown", f"{what} {', '.join(missing)}")
+        raise Stop(Exit.NO, "object.unknown", f"{what} {', '.join(missing)}")
     return {key: value for key, value in {**before, **named}.items() if key not in removed}
 
 

@@ -16,11 +16,10 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
     QUERY_TIMEOUT_S,
     AsJson,
     By,
+    Exit,
     Reason,
     Stop,
     Timeout,
@@ -213,7 +212,7 @@ async def list_services(
         page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
     headers = ["service", "cell", "state", "hosts", "enabled", "last seen", "why"]
     print_rows(page.services, as_json, headers, _service_row)
-    return EXIT_NO if any(not one.up for one in page.services) else 0
+    return Exit.NO if any(not one.up for one in page.services) else 0
 
 
 @services.command("forget")
@@ -268,12 +267,12 @@ def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], N
     if as_json:
         rows = [{kind: name, "code": why.code, "reason": why.reason} for name, why in refused]
         print_json({f"{kind}s": done, "refused": rows})
-        return EXIT_NO if refused else 0
+        return Exit.NO if refused else 0
     for one in done:
         show(one)
     if refused:
         name, first = refused[0]
-        raise Stop(EXIT_NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
+        raise Stop(Exit.NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
     return 0
 
 
@@ -421,7 +420,7 @@ async def workers(
     else:
         headers = ["role", "worker", "bus", "host", "pid", "version", "since (UTC)", "last seen", "state", "in hand"]
         render_rows(out, headers, [_worker_row(one) for one in page.workers])
-    return EXIT_NO if any(one.silent or one.heartbeat.not_ready for one in page.workers) else 0
+    return Exit.NO if any(one.silent or one.heartbeat.not_ready for one in page.workers) else 0
 
 
 def _worker_row(one: WorkerRecord) -> list[str | Text]:
@@ -469,7 +468,7 @@ async def host_metrics(
 async def _metrics_of(berth: BuildClient, host: str) -> tuple[HostMetricsRecord, ...]:
     page = await berth.bus.request(HostMetricsQuery(host=host), HostMetricsPage, timeout_s=QUERY_TIMEOUT_S)
     if not page.hosts:
-        raise Stop(EXIT_NO, "host.unknown", f"there is no host {printable(host)}")
+        raise Stop(Exit.NO, "host.unknown", f"there is no host {printable(host)}")
     return page.hosts
 
 
@@ -479,7 +478,7 @@ async def _publish(
     """Publish, and wait until the scheduler that answers knows it. Events go unconfirmed by their readers."""
     if len(found) > 1:
         places = ", ".join(record.host_uuid for record in found)
-        raise Stop(EXIT_NO, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
+        raise Stop(Exit.NO, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
     (reading,) = message.readings
     await berth.bus.publish(message)
     for _ in range(int(SEEN_WITHIN_S / LOOK_AGAIN_S)):
@@ -488,7 +487,7 @@ async def _publish(
         if all(newest.get(name, 0.0) >= reading.at for name in reading.values):
             return found
         await asyncio.sleep(LOOK_AGAIN_S)
-    raise Stop(EXIT_TIME, "metrics.not_taken", f"no scheduler has taken it within {SEEN_WITHIN_S:g} s")
+    raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has taken it within {SEEN_WITHIN_S:g} s")
 
 
 def _metric_rows(record: HostMetricsRecord) -> list[list[str]]:

@@ -19,10 +19,9 @@ from rich.text import Text
 from berth.audit.invariants import ENDED
 from berth.client import BuildClient, Track
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
     QUERY_TIMEOUT_S,
     AsJson,
+    Exit,
     Instance,
     Stop,
     Timeout,
@@ -123,8 +122,8 @@ async def boot(settings: Settings, *, options: BootOptions) -> int:
         ended = not options.wait or await berth.wait(options.timeout)
         report_tracks(tracks, as_json=options.as_json)
     if not ended:
-        raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
-    return EXIT_NO if options.wait and any(t.state != "active" for t in tracks) else 0
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} builds had not ended in time")
+    return Exit.NO if options.wait and any(t.state != "active" for t in tracks) else 0
 
 
 def requests_of(options: BootOptions) -> list[BuildRequest]:
@@ -274,8 +273,8 @@ async def delete(
         ended = not wait or await berth.wait(timeout_s)
         report_tracks(tracks, as_json=as_json)
     if not ended:
-        raise Stop(EXIT_TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
-    return EXIT_NO if wait and any(t.state != "deleted" for t in tracks) else 0
+        raise Stop(Exit.TIME, "timeout", f"{sum(t.ended_at is None for t in tracks)} were not gone in time")
+    return Exit.NO if wait and any(t.state != "deleted" for t in tracks) else 0
 
 
 async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
@@ -288,7 +287,7 @@ async def _delete_in_cell(site: Site, cell: str, uuids: Sequence[str]) -> None:
     for record in records:
         if record.state not in ENDED:
             reason = f"{record.instance_uuid} is {record.state}: delete it without --cell"
-            raise Stop(EXIT_NO, "instance.requested", reason)
+            raise Stop(Exit.NO, "instance.requested", reason)
     bus = site.bus(process_name("operator"), cell)
     await open_in_time(bus.open())
     try:
@@ -373,7 +372,7 @@ def _query(fields: Mapping[str, object]) -> BuildQuery:
 async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
     page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
     if not page.builds:
-        raise Stop(EXIT_NO, "instance.unknown", f"there is no build {uuid}")
+        raise Stop(Exit.NO, "instance.unknown", f"there is no build {uuid}")
     return page.builds[0]
 
 

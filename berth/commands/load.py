@@ -14,18 +14,7 @@ import typer
 from msgspec import Struct
 
 from berth.commands.as_toml import as_toml
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Stop,
-    Timeout,
-    client,
-    err,
-    out,
-    settings_of,
-)
+from berth.commands.common import Exit, Stop, Timeout, client, err, out, settings_of
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.fleet import read_hosts, settings_like
@@ -161,10 +150,10 @@ def _plan(settings: Settings, options: LoadOptions) -> LoadPlan:
     named = {name: getattr(options, name) for name in ("rate", "ramp", "concurrency", "trace")}
     chosen = [f"--{name}" for name, given in named.items() if given]
     if len(chosen) > 1:
-        raise Stop(EXIT_USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
+        raise Stop(Exit.USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
     trace = options.trace
     if trace is not None and options.churn:
-        raise Stop(EXIT_USAGE, "load.churn", "a trace has its own deletions: no --churn with --trace")
+        raise Stop(Exit.USAGE, "load.churn", "a trace has its own deletions: no --churn with --trace")
     flavors = settings.scheduler.flavors
     try:
         from_s, to_s, ramp_s = parse_ramp(options.ramp) if options.ramp is not None else (0.0, options.rate, 0.0)
@@ -187,7 +176,7 @@ def _plan(settings: Settings, options: LoadOptions) -> LoadPlan:
             timeout_s=options.timeout,
         )
     except PlanError as fault:
-        raise Stop(EXIT_USAGE, fault.code, str(fault)) from fault
+        raise Stop(Exit.USAGE, fault.code, str(fault)) from fault
 
 
 def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
@@ -216,18 +205,18 @@ def _status(record: LoadRecord) -> int:
     totals = record.totals
     bound = f"{record.settings.lost_after_s:g} s"
     if totals.twice:
-        return EXIT_NO
+        return Exit.NO
     for outcome, words in (("lost", "were lost: no end was received"), ("late", "were still under way")):
         boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)
         if boots or deletes:
             text = f"{boots} builds and {deletes} deletes {words} after {bound}"
-            raise Stop(EXIT_TIME, f"load.{outcome}", text)
+            raise Stop(Exit.TIME, f"load.{outcome}", text)
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):
-        raise Stop(EXIT_UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
+        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
     if totals.boots and not totals.outcomes.get("active"):
-        raise Stop(EXIT_NO, "load.none_active", f"not one of {totals.boots} builds became active")
+        raise Stop(Exit.NO, "load.none_active", f"not one of {totals.boots} builds became active")
     return 0
 
 
@@ -246,9 +235,9 @@ def _read(path: Path) -> LoadRecord:
     try:
         return decode(path.read_bytes())
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
     except RecordError as fault:
-        raise Stop(EXIT_USAGE, fault.code, f"{path}: {fault}") from fault
+        raise Stop(Exit.USAGE, fault.code, f"{path}: {fault}") from fault
 
 
 def _writable(path: Path) -> None:
@@ -256,14 +245,14 @@ def _writable(path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
 
 
 def _write(path: Path, body: bytes) -> None:
     try:
         path.write_bytes(body)
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
 
 
 SECTIONS = ("cells", "up", "compute", "scheduler")
@@ -281,7 +270,7 @@ async def trace_settings(
         known, requested = read_hosts(hosts), read_requests(requests)
         settings = settings_like(known, requested)
     except PlanError as fault:
-        raise Stop(EXIT_USAGE, fault.code, str(fault)) from fault
+        raise Stop(Exit.USAGE, fault.code, str(fault)) from fault
     out.print(as_toml(differing(settings)), end="", markup=False, soft_wrap=True)
     err.print(
         f"{known.total():,} hosts of {len(known)} kinds, {len(requested):,} requests of "

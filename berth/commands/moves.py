@@ -17,11 +17,9 @@ from rich.text import Text
 from berth.client import BuildClient
 from berth.client.moves import MoveClient
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
-    EXIT_USAGE,
     QUERY_TIMEOUT_S,
     AsJson,
+    Exit,
     Instance,
     Stop,
     Timeout,
@@ -277,17 +275,17 @@ async def _request(settings: Settings, uuid: str, kind: MoveKind, options: Reque
     async with _clients(settings) as (berth, following):
         page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
         if not page.builds:
-            raise Stop(EXIT_NO, "instance.unknown", f"there is no instance {uuid}")
+            raise Stop(Exit.NO, "instance.unknown", f"there is no instance {uuid}")
         request = _message(uuid, page.builds[0].project_id, kind, fields, options.request_id)
         await following.ask(request)
         if not options.wait:
             _show(request, None, options.as_json)
             return 0
         if not await following.wait(options.timeout):
-            raise Stop(EXIT_TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
+            raise Stop(Exit.TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
         end = following.ended[request.request_id]
     _show(request, end, options.as_json)
-    return 0 if end.state is MoveState.DONE else EXIT_NO
+    return 0 if end.state is MoveState.DONE else Exit.NO
 
 
 def _message(
@@ -303,7 +301,7 @@ def _message(
     try:
         return msgspec.convert({**of_whom, "kind": kind.value, **named}, MoveRequest)
     except msgspec.ValidationError as error:
-        raise Stop(EXIT_USAGE, "request.invalid", reason_of(error)) from error
+        raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 
 
 def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: bool) -> None:

@@ -15,10 +15,10 @@ from rich.text import Text
 from berth.client.object_edits import ObjectEdit, change_object, find_object
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
-    EXIT_NO,
     QUERY_TIMEOUT_S,
     AsJson,
     By,
+    Exit,
     Stop,
     check_reason,
     client,
@@ -241,9 +241,9 @@ async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     found = await find_object(bus, kind, name, timeout_s=QUERY_TIMEOUT_S)
     if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
         reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
-        raise Stop(EXIT_NO, "object.unknown", reason)
+        raise Stop(Exit.NO, "object.unknown", reason)
     if found is None:
-        raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
+        raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
     return found
 
 

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from berth.commands.as_toml import as_toml
-from berth.commands.common import EXIT_USAGE, AsJson, Stop, err, make_directory, out, print_json
+from berth.commands.common import AsJson, Exit, Stop, err, make_directory, out, print_json
 from berth.commands.objects import read_file, valid_changes
 from berth.in_process import WorkerEnded
 from berth.rest_address import AtUp, for_up
@@ -69,7 +69,7 @@ async def up(
     if processes:
         return await _up_processes(settings, requested, as_json)
     if any(number is not None for number in requested.values()):
-        raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
+        raise Stop(Exit.USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
     settings, stop = _prepare(settings)
     with for_up(settings) as rest:
         return await _up_here(rest, stop, as_json)
@@ -116,7 +116,7 @@ def _prepare(settings: Settings) -> tuple[Settings, asyncio.Event]:
     """The common start of both ways of being up: settings, a state directory, and an event that signals set."""
     running = read_runtime(settings.state)
     if running is not None:
-        raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
+        raise Stop(Exit.USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
     _make_state(settings)
     settings = msgspec.structs.replace(settings, compute=settings.kept_compute)
     if not settings.compute.state_dir:
@@ -190,7 +190,7 @@ def _make_state(settings: Settings) -> None:
     path = str(settings.socket)
     if len(path.encode()) > MAX_SOCKET_PATH:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
-        raise Stop(EXIT_USAGE, "state.too_long", reason)
+        raise Stop(Exit.USAGE, "state.too_long", reason)
     make_directory(settings.state)
 
 

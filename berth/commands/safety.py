@@ -13,10 +13,9 @@ import typer
 
 from berth.audit.adoption import decide_adoption
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_UNAVAILABLE,
     AsJson,
     By,
+    Exit,
     Stop,
     check_reason,
     database_of,
@@ -75,7 +74,7 @@ async def release(
     at = here.clock.time()
     decided = sum(n for _, n in await _in_cells(here, cell, lambda of: of.decide(instance, verdict, who, at)))
     if not decided:
-        raise Stop(EXIT_NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
+        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
     found = {"instance": instance, "verdict": verdict, "machines": decided}
     print_result(found, as_json, f"{instance}: {verdict}, {counted(decided, 'machine')}")
 
@@ -117,7 +116,7 @@ async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJs
     else:
         columns = ["cell", "service", "state", "lost", "quarantined", "over", "tripped"]
         render_rows(out, columns, [_breaker_row(*one) for one in found])
-    return EXIT_NO if any(one.is_open for _, one in found) else 0
+    return Exit.NO if any(one.is_open for _, one in found) else 0
 
 
 @breaker.command("reset")
@@ -135,7 +134,7 @@ async def reset(
     reset = await _in_cells(here, cell, lambda of: of.reset(service, who, here.clock.time()))
     done = [name for name, was_open in reset if was_open]
     if not done:
-        raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
+        raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
     print_line(f"{service}: go, in {', '.join(done)}")
 
 
@@ -180,7 +179,7 @@ async def _in_cells(here: Site, cell: str | None, work: Callable[[Safety], Await
             found.append((name, await work(PostgresSafety(database))))
         except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
             raise Stop(
-                EXIT_UNAVAILABLE, "cell.never_started", f"cell {name} has never been started here with this release"
+                Exit.UNAVAILABLE, "cell.never_started", f"cell {name} has never been started here with this release"
             ) from error
         finally:
             await database.close()

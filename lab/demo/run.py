@@ -394,7 +394,8 @@ def render_load(report: LoadReport, console: Console, *, planned_failures: int =
         + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else ""),
         soft_wrap=True,
     )
-    console.print(f"alternates used: {report.alternates_used}, active after attempt: {_words(report.attempts)}")
+    attempts = ", ".join(f"{number}: {count}" for number, count in report.attempts.items()) or "none"
+    console.print(f"alternates used: {report.alternates_used}, active after attempt: {attempts}")
     render_rows(
         console,
         ["milliseconds until the client's event", *(f"{name:>6}" for name in PERCENTILES)],
