@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from berth.reference import commands
-from lab.reference import messages, metrics, routes, settings, states
+from lab.reference import codes, messages, metrics, routes, settings, states
 
 PAGES: Mapping[str, Callable[[], str]] = {
+    "codes.md": codes.render,
     "commands.md": commands.render,
     "messages.md": messages.render,
     "metrics.md": metrics.render,

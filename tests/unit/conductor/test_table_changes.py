@@ -200,7 +200,7 @@ def test_an_unshelving_on_hosts_chosen_for_another_flavor_is_refused() -> None:
     assert made.instance.state is State.OFFLOADED
 
 
-def test_an_unshelving_beyond_the_quota_says_so() -> None:
+def test_an_unshelving_beyond_the_quota_has_the_quotas_code() -> None:
     made = offloaded()
     made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
     over = replace(refused(made.instance.next_attempt), outcomes=(ClaimOutcome.OVER_LIMIT,))

@@ -123,6 +123,13 @@ def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_an
     assert wrong == []
 
 
+@pytest.mark.parametrize("worker", [worker for worker in WORKERS if worker != "compute_sim"])
+def test_a_worker_with_a_database_shows_whether_it_is_ready(worker: str) -> None:
+    """Schedulers and ironic-sync were ready for as long as theirs hung."""
+    app = (ROOT / worker / "app.py").read_text()
+    assert "env.database(" in app and 'service.add_check("database", ' in app
+
+
 # A message that a package makes and does not send: a value of its own, or of an answer to itself.
 MADE_ONLY = {
     ("placement_worker", "Swap"): "overcommit writes it to its own store",
