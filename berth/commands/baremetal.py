@@ -10,7 +10,7 @@ import typer
 from msgspec.structs import replace
 
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_rows
+from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_result, print_rows
 from berth.commands.options import CommandGroup
 from berth.render import render_rows
 from berth.settings import Settings
@@ -73,16 +73,20 @@ async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> 
 
 @baremetal.command()
 async def quarantine(
-    settings: Settings, node: NodeIdent, reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")]
+    settings: Settings,
+    node: NodeIdent,
+    reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")],
+    as_json: AsJson = False,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
     async with _ironic(settings) as api:
         await _known(api, node)
         _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+    print_result({"node": node, "maintenance": True}, as_json, f"{node}: in maintenance")
 
 
 @baremetal.command()
-async def release(settings: Settings, node: NodeIdent) -> None:
+async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
     async with _ironic(settings) as api:
         raw = await _known(api, node)
@@ -90,6 +94,7 @@ async def release(settings: Settings, node: NodeIdent) -> None:
         if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
             raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
         _check_accepted(await api.set_maintenance(node, on=False))
+    print_result({"node": node, "maintenance": False}, as_json, f"{node}: out of maintenance")
 
 
 @asynccontextmanager

@@ -329,7 +329,7 @@ async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
 
 @quotas.command("show")
 async def show_quota(settings: Settings, name: Name, as_json: AsJson = False) -> None:
-    """Show one as TOML, as `berth apply` reads it, with the project's usage."""
+    """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
     async with client(settings) as berth:
         stored = await read_object(berth.bus, ObjectKind.QUOTA, name)
         used = {} if name == DEFAULT_QUOTA else await project_usage(berth.bus, [name], timeout_s=QUERY_TIMEOUT_S)

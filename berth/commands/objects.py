@@ -61,6 +61,16 @@ SECTIONS = {
     "cells": ObjectKind.CELL,
 }
 
+# One and several of a kind, as the help names them.
+NOUNS = {
+    ObjectKind.FLAVOR: ("flavor", "flavors"),
+    ObjectKind.AGGREGATE: ("aggregate", "aggregates"),
+    ObjectKind.QUOTA: ("quota", "quotas"),
+    ObjectKind.GROUP: ("server group", "server groups"),
+    ObjectKind.SCHEDULING: ("set of scheduling rules", "scheduling rules"),
+    ObjectKind.CELL: ("cell", "cells"),
+}
+
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
@@ -85,28 +95,26 @@ class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
 
 def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> CommandGroup:
     """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
+    one, several = NOUNS[kind]
     app = CommandGroup(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
     async def list_(settings: Settings, as_json: AsJson = False) -> None:
-        """List them."""
         async with client(settings) as berth:
             found = [stored async for stored in stored_objects(berth.bus, kind)]
         print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
 
     async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
-        """Show one as TOML, as `berth apply` reads it."""
         async with client(settings) as berth:
             found = await read_object(berth.bus, kind, name)
         _print_file([found], found, as_json)
 
     if lists:
-        app.command("list")(list_)
+        app.command("list", help=f"List all {several}.")(list_)
     if shows:
-        app.command("show")(show)
+        app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
 
-    @app.command("delete")
+    @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
     async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
-        """Delete them, all or none."""
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
         await change_objects(settings, changes, decision)
 

@@ -24,7 +24,6 @@ from berth.commands.common import (
     out,
     parse_uuid,
     print_json,
-    print_line,
     print_result,
 )
 from berth.commands.options import CommandGroup
@@ -125,6 +124,7 @@ async def reset(
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
     by: By = None,
+    as_json: AsJson = False,
 ) -> None:
     """Allow what tripped the breaker.
 
@@ -135,7 +135,7 @@ async def reset(
     done = [name for name, was_open in reset if was_open]
     if not done:
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
-    print_line(f"{service}: go, in {', '.join(done)}")
+    print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
 
 
 async def unexplained(

@@ -10,7 +10,7 @@ from cell_conductor.domain.table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TA
 
 HEAD = """# States of an instance
 
-Derived from `cell_conductor/domain/table.py`; a test compares. `scripts/docs` writes it.
+Derived from `cell_conductor/domain/table.py` by `scripts/docs`; a test compares.
 
 The state determines the allocation: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask

@@ -1,4 +1,4 @@
-"""docs/explanation/architecture.md names what exists, and who may import whom is as it describes."""
+"""docs/concepts/architecture.md names what exists, and who may import whom is as it describes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from bus.contracts.catalogue import MESSAGES
 from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, sources, where, within
 
-TABLE = (ROOT / "docs" / "explanation" / "architecture.md").read_text().partition("## Where to put the next")[2]
+TABLE = (ROOT / "docs" / "concepts" / "architecture.md").read_text().partition("## Where to put the next")[2]
 NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
 
 # A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
