@@ -16,13 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from berth.trial.embedded.process import (
-    Account,
-    GuardedProcess,
-    ServerMissing,
-    clean_environment,
-    free_port,
-)
+from berth.trial.embedded.process import Account, GuardedProcess, ServerMissing, clean_environment, free_port
 from berth.trial.embedded.server import PrivateServer
 
 START_TIMEOUT_S = 180.0

@@ -1,12 +1,12 @@
-"""Draw the state machine from its table: docs/reference/states.md is this module's output, and a test compares them."""
+"""docs/reference/states.md: the conductor's state machine, drawn from its table."""
 
 from __future__ import annotations
 
 from inspect import cleandoc
 
-from .events import EVENTS
-from .instance import State
-from .table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
+from cell_conductor.domain.events import EVENTS
+from cell_conductor.domain.instance import State
+from cell_conductor.domain.table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 

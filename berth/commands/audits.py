@@ -1,7 +1,8 @@
-"""`berth audit`: the disagreements between the book, the records and the hosts, once or as a stream."""
+"""`berth check` and `berth audit`: a running system, judged from outside."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from contextlib import aclosing
 from datetime import UTC, datetime
@@ -12,33 +13,50 @@ from rich.text import Text
 
 from berth.audit.auditing import watch
 from berth.audit.findings import REPAIRABLE, AuditFinding
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.audit.repairing import chosen, release_ended
 from berth.commands.book import GRACE_S, audited
-from berth.commands.common import (
-    EXIT_NO,
-    AsJson,
-    Stop,
-    database_of,
-    decided_by,
-    err,
-    out,
-    print_json_line,
-    run,
-    settings_of,
-)
-from berth.render import printable
+from berth.commands.common import AsJson, Exit, Stop, database_of, decided_by, err, out, print_json, print_json_line
+from berth.render import printable, render_verdicts
+from berth.settings import Settings
 from berth.site import Site
 from bus.faults import Transient
 
-EVERY_S = 1.0
+# Past the wait for rest: reading the databases and receiving every compute service's report.
+CHECK_TIMEOUT_S = 60.0
 
 
-def audit(
-    context: typer.Context,
+async def check(
+    settings: Settings,
+    wait: Annotated[float, typer.Option(min=0, max=3600, help="Seconds to wait for rest first.")] = 30.0,
+    as_json: AsJson = False,
+) -> int:
+    """Judge the invariants of a running system from the outside. Exit status 1 when one is broken."""
+    site = database_of(settings)
+    try:
+        async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
+            at_rest = await rest(site, timeout_s=wait)
+            verdicts = check_invariants(await gather(site))
+    except TimeoutError as fault:
+        raise Stop(Exit.UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
+    if as_json:
+        print_json({"at_rest": at_rest, "invariants": verdicts})
+    else:
+        if not at_rest:
+            err.print(
+                "[yellow]the system is not at rest; requests under way count as a breach[/yellow]", soft_wrap=True
+            )
+        render_verdicts(verdicts, out)
+    return 0 if all(verdict.holds for verdict in verdicts) else Exit.NO
+
+
+async def audit(
+    settings: Settings,
     follow: Annotated[
         bool, typer.Option("--watch", help="Continue, and print each finding when it appears and when it ends.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two passes.")] = EVERY_S,
+    every: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two passes.")] = 1.0,
     repair: Annotated[
         bool, typer.Option("--repair", help="Carry out the repairs of berth placement audit, after --grace.")
     ] = False,
@@ -46,7 +64,7 @@ def audit(
         float, typer.Option(min=0, max=86_400, help="Seconds that a finding must have lasted before it is repaired.")
     ] = GRACE_S,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Find allocations, records and machines that disagree.
 
     Orphaned, missing and doubled allocations, claims in doubt, machines without instance, instances without machine,
@@ -58,30 +76,25 @@ def audit(
     then --watch releases allocations of instances that are proved to be deleted. Things that are not of this deployment
     are never changed. Exit status 1 when something is wrong.
     """
-
-    async def body() -> int:
-        settings = settings_of(context)
-        here, passes = database_of(settings), 0
-        async with aclosing(watch(here, every_s=every)) as stream:
-            async for seen in stream:
-                passes += 1
-                for state, changed in (("found", seen.new), ("gone", seen.gone)):
-                    for one in changed:
-                        if as_json:
-                            _print_json(state, one)
-                        else:
-                            show_finding(state, one)
-                if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
-                    await _carry_out(_repaired(here, grace), as_json)
-                if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
-                    await _carry_out(release_ended(here, due, who=f"audit of {decided_by(None)}"), as_json)
-                if passes >= 2 and not follow:
-                    if not seen.confirmed.found and not as_json:
-                        out.print("nothing is wrong")
-                    return EXIT_NO if seen.confirmed.found else 0
-        return 0
-
-    run(body)
+    here, passes = database_of(settings), 0
+    async with aclosing(watch(here, every_s=every)) as stream:
+        async for seen in stream:
+            passes += 1
+            for state, changed in (("found", seen.new), ("gone", seen.gone)):
+                for one in changed:
+                    if as_json:
+                        _print_json(state, one)
+                    else:
+                        show_finding(state, one)
+            if repair and seen.confirmed.lasting(REPAIRABLE, grace, seen.at_s):
+                await _carry_out(_repaired(here, grace), as_json)
+            if follow and (due := chosen(settings.audit, seen.confirmed.proven)):
+                await _carry_out(release_ended(here, due, who=f"audit of {decided_by(None)}"), as_json)
+            if passes >= 2 and not follow:
+                if not seen.confirmed.found and not as_json:
+                    out.print("nothing is wrong")
+                return Exit.NO if seen.confirmed.found else 0
+    return 0
 
 
 async def _repaired(here: Site, grace_s: float) -> list[str]:
