@@ -47,7 +47,7 @@ BROKERS_OWN = frozenset({DEATHS, "x-first-death-exchange", "x-first-death-queue"
 _MAY_HAVE_DIED = BROKERS_OWN | {UNREAD}
 
 # The queues whose letters keep their keys. A letter with such a name as its key came back from a delay.
-KEEPING = tuple(row.name for row in QUEUES if row.keeps_keys)
+KEEPING = tuple(queue.name for row in QUEUES if row.keeps_keys for queue in row.queues)
 
 # Keys remembered of each queue, with whether its bindings take them. A client chooses the keys.
 MAX_KEYS = 4096

@@ -28,13 +28,13 @@ from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
     SUSPECT_FROM,
-    ArrivedDelivery,
     InFlightDelivery,
     InFlightMessage,
     is_over,
     may_be_begun,
 )
-from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
+from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
+from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
@@ -43,7 +43,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.key_trust import letters_code
-from bus.port import BusError, BusForbidden, Delivery, Subscription
+from bus.port import BusError, BusForbidden, Delivery
 from bus.under_way import UnderWay
 from bus.wire import Codec, Malformed, Read
 
@@ -82,7 +82,7 @@ SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
-    """Consumes one queue. start(), then run() as a side task, then drain()."""
+    """Consumes the queues of one row. start(), then run() as a side task, then drain()."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._deliveries: deque[ArrivedDelivery] = deque()
+        self._lanes = ConsumerLanes()
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -122,7 +122,6 @@ class Consumer:
         self._draining = False
         self._broken: BrokenInvariant | None = None
         self._under_way = UnderWay(self._arrived.set)
-        self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
@@ -132,14 +131,14 @@ class Consumer:
     @property
     def ready(self) -> bool:
         """Whether the consumer makes progress (for /readyz)."""
-        if self._subscription is None or not self._bus.transport.connected:
+        if not self.started or not self._bus.transport.connected:
             return False
         return self._until_available.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
         """Whether the consumer is started."""
-        return self._subscription is not None
+        return bool(self._lanes.subscriptions)
 
     @property
     def in_hand(self) -> int:
@@ -147,10 +146,14 @@ class Consumer:
         return len(self._in_hand)
 
     async def start(self) -> None:
-        """Declare the queue and begin to consume. It may be called again when the bus was lost meanwhile."""
+        """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
+        self._lanes.every = [ConsumerLane() for _ in self._row.queues]
+        for lane, row in zip(self._lanes.every, self._row.queues, strict=True):
+            queue = self.queue + row.name.removeprefix(self._row.name)
+            arrived = partial(self._on_delivery, lane)
+            lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._workers = [loop.create_task(self._work(number)) for number in range(self._concurrency)]
@@ -180,10 +183,9 @@ class Consumer:
         rest.
         """
         self._draining = True
-        if self._subscription is not None:
-            await self._subscription.cancel()
-        while self._deliveries:
-            self._deliveries.popleft().delivery.nack(requeue=True)
+        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+        while self._lanes:
+            self._lanes.take().delivery.nack(requeue=True)
         self._arrived.set()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
@@ -199,7 +201,7 @@ class Consumer:
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
             return delivery.nack(requeue=True)
         if self._untrusted.drop(delivery):
@@ -207,7 +209,7 @@ class Consumer:
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
-        self._deliveries.append(ArrivedDelivery(delivery, now, since))
+        self._lanes.add(ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
         if self._may_take():
@@ -262,7 +264,7 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._deliveries) + len(self._items) + len(self._suspects)
+        return len(self._lanes) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
         """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
@@ -274,11 +276,12 @@ class Consumer:
         """
         self._drop_lost()
         opened_bytes = 0
-        while self._deliveries and len(self._items) < self._max_batch and not self._draining:
+        while self._lanes and len(self._items) < self._max_batch and not self._draining:
             if opened_bytes >= MAX_OPENED_BYTES and self._items:
                 break
-            opened_bytes += len(self._deliveries[0].delivery.body)
-            self._open(self._deliveries.popleft())
+            arrival = self._lanes.take()
+            opened_bytes += len(arrival.delivery.body)
+            self._open(arrival)
         count = min(len(self._items), self._max_batch)
         if self._suspects:
             self._passed_over += 1
@@ -311,8 +314,8 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        while self._deliveries and self._deliveries[0].delivery.is_lost:
-            self._note_untried(self._deliveries.popleft().delivery)
+        for delivery in self._lanes.take_lost():
+            self._note_untried(delivery)
         lost: dict[InFlightDelivery, None] = {}
         while self._items and self._items[0].in_flight.delivery.is_lost:
             lost[self._items[0].in_flight] = None
@@ -344,11 +347,12 @@ class Consumer:
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         if arrival.may_have_waited and self._give_back(arrival, reads):
-            return
+            return arrival.lane.release(delivery)
         self._consumed.inc(len(reads))
         if not reads:
+            arrival.lane.release(delivery)
             return delivery.ack()
-        in_flight = InFlightDelivery(delivery, len(reads), self._tries(delivery))
+        in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
@@ -400,16 +404,17 @@ class Consumer:
     async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
         now = self._bus.clock.monotonic()
         sound: list[InFlightMessage] = []
+        malformed: list[InFlightMessage] = []
         for item in items:
             if isinstance(item.received, Malformed):
-                await self._settle_one(item, number, lambda item=item: self._outcome_handler.refuse_malformed(item))  # type: ignore[misc]
-                self._close(item)
-                self._count(item.received.code, 1)
+                malformed.append(item)
             elif item.until is not None and item.until < now:
                 self._close(item)
                 self._count("expired", 1)
             else:
                 sound.append(item)
+        if malformed:
+            await self._refuse_all(malformed, number)
         if sound:
             outcomes = await self._ask(sound, number)
             if self._batch_interval is not None:
@@ -419,6 +424,13 @@ class Consumer:
             self._close_all(sound, outcomes)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
+
+    async def _refuse_all(self, malformed: Sequence[InFlightMessage], number: int) -> None:
+        bad = [item.received for item in malformed if isinstance(item.received, Malformed)]
+        await self._apply_outcomes(malformed, [Refuse(one.code, one.reason) for one in bad], number)
+        for item, one in zip(malformed, bad, strict=True):
+            self._close(item)
+            self._count(one.code, 1)
 
     async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
         """Carry out the outcomes. When that fails for one message, only this message is parked."""
@@ -518,9 +530,8 @@ class Consumer:
         if self._broken is None:
             self._broken = broken
             self._arrived.set()
-            if self._subscription is not None:
-                with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
-                    await self._subscription.cancel()
+            with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
+                await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 
     async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
         if is_over(self._row.name, items, self._bus.clock.monotonic()):

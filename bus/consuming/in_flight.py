@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.catalogue import ENDED_BY_LETTER
@@ -25,21 +25,6 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
 
 
-class ArrivedDelivery(NamedTuple):
-    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
-    which it can have waited in this process; earlier than `at` where the process stood still.
-    """
-
-    delivery: Delivery
-    at: float
-    since: float
-
-    @property
-    def may_have_waited(self) -> bool:
-        """Whether it may have waited before it was read."""
-        return self.since < self.at
-
-
 class InFlightDelivery:
     """One delivery, which may contain many messages. It is acknowledged when the last of them is settled.
 
@@ -48,10 +33,11 @@ class InFlightDelivery:
     messages may be lost, so the delivery is to be requeued.
     """
 
-    __slots__ = ("again", "delivery", "open", "part", "rejected", "tries")
+    __slots__ = ("again", "delivery", "lane", "open", "part", "rejected", "tries")
 
-    def __init__(self, delivery: Delivery, count: int, tries: int) -> None:
+    def __init__(self, delivery: Delivery, lane: ConsumerLane, count: int, tries: int) -> None:
         self.delivery = delivery
+        self.lane = lane
         self.tries = tries
         self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # the messages that are tried together
         self.open = count
@@ -68,6 +54,7 @@ class InFlightDelivery:
         self.open -= 1
         if self.open:
             return
+        self.lane.release(self.delivery)
         if self.again:
             self.delivery.nack(requeue=True)
         elif self.rejected:

@@ -20,7 +20,7 @@ from pamqp.heartbeat import Heartbeat
 from bus.rabbitmq.receiving import MAX_FRAME_BYTES, Cut
 
 FRAMES: list[Any] = [
-    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.p"),
+    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.17.p"),
     ContentHeader(body_size=3, properties=Basic.Properties(message_id="m", headers={"a": 1})),
     ContentBody(b"\xce\x01\x00"),
     Basic.Ack(7, True),

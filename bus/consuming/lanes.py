@@ -1,0 +1,107 @@
+"""The deliveries that a consumer has not taken yet, by the queue that they came from; it takes from the queues in turn.
+
+Each queue is a lane. The deliveries of one lane are taken in their order, one at a time from each lane that has some,
+so a message waits for one delivery of each other lane at most, however many wait there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bus.port import Delivery, Subscription
+
+# The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
+# more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
+# the queue holds, which is bounded too. All that a client's link sends before it waits for a confirm (`BusLimits`)
+# fits in, so that an honest client is not slowed down.
+MAX_LANE_BYTES = 4 * 2**20
+
+
+class ArrivedDelivery(NamedTuple):
+    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
+    which it can have waited in this process; earlier than `at` where the process stood still.
+    """
+
+    delivery: Delivery
+    at: float
+    since: float
+    lane: ConsumerLane
+
+    @property
+    def may_have_waited(self) -> bool:
+        """Whether it may have waited before it was read."""
+        return self.since < self.at
+
+
+class ConsumerLane:
+    """The deliveries of one queue. held: bytes of the bodies of all that are not settled."""
+
+    __slots__ = ("_paused", "held", "subscription", "waiting")
+
+    def __init__(self) -> None:
+        self.waiting: deque[ArrivedDelivery] = deque()
+        self.subscription: Subscription | None = None
+        self.held = 0
+        self._paused = False
+
+    def hold(self, delivery: Delivery) -> None:
+        """Count a delivery that has arrived."""
+        self.held += len(delivery.body)
+        if self.held > MAX_LANE_BYTES and not self._paused and self.subscription is not None:
+            self._paused = True
+            self.subscription.pause()
+
+    def release(self, delivery: Delivery) -> None:
+        """A delivery is settled, or lost."""
+        self.held -= len(delivery.body)
+        if self._paused and self.held <= MAX_LANE_BYTES // 2 and self.subscription is not None:
+            self._paused = False
+            self.subscription.resume()
+
+
+class ConsumerLanes:
+    """All lanes of one consumer."""
+
+    def __init__(self) -> None:
+        self.every: list[ConsumerLane] = []
+        self._turns: deque[ConsumerLane] = deque()  # the lanes in which a delivery waits, the next one first
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def subscriptions(self) -> list[Subscription]:
+        """The subscriptions of all lanes; empty: the consumer has not started."""
+        return [lane.subscription for lane in self.every if lane.subscription is not None]
+
+    def add(self, arrival: ArrivedDelivery) -> None:
+        """A delivery has arrived."""
+        lane = arrival.lane
+        lane.hold(arrival.delivery)
+        if not lane.waiting:
+            self._turns.append(lane)
+        lane.waiting.append(arrival)
+        self._count += 1
+
+    def take(self) -> ArrivedDelivery:
+        """The next delivery, of the next lane; then it is another lane's turn. One waits."""
+        lane = self._turns.popleft()
+        arrival = lane.waiting.popleft()
+        self._count -= 1
+        if lane.waiting:
+            self._turns.append(lane)
+        return arrival
+
+    def take_lost(self) -> Iterator[Delivery]:
+        """The waiting deliveries whose connections are lost. They are the first of their lane."""
+        for lane in list(self._turns):
+            while lane.waiting and lane.waiting[0].delivery.is_lost:
+                delivery = lane.waiting.popleft().delivery
+                self._count -= 1
+                lane.release(delivery)
+                yield delivery
+            if not lane.waiting:
+                self._turns.remove(lane)
