@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from berth.invariants import InvariantVerdict
+from berth.audit.invariants import InvariantVerdict
 from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps, durations
 

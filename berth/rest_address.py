@@ -13,8 +13,8 @@ from pathlib import Path
 from msgspec import Struct
 from msgspec.structs import replace
 
-from berth.embedded.process import free_port
 from berth.settings import Settings
+from berth.trial.embedded.process import free_port
 from placement_worker.rest.auth import noauth2_may_listen
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.oslo_conf import with_oslo_conf

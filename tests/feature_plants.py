@@ -193,7 +193,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
         "is UnexplainedKind.FOREIGN",
     ),
     "K-3": ("cell_conductor/search.py", "for service in sorted({*up, *also})", "for service in sorted(up)[:1]"),
-    "K-2": ("berth/supervisor.py", "                self._check_loop(name, now)\n", ""),
+    "K-2": ("berth/trial/supervisor.py", "                self._check_loop(name, now)\n", ""),
     "T-13": (
         _MOVE_STEPS,
         "    if instance.is_in_place:\n        return Step(steps.ask",
@@ -451,7 +451,7 @@ PLANTS: dict[str, tuple[str, str, str]] = {
     ),
     "G-7": ("scheduler_worker/domain/ranking.py", "self._weights_of((selected, *same_cell)))", "())"),
     "G-11": (
-        "berth/sim/draw.py",
+        "lab/simulation/draw.py",
         'rng = random.Random(f"berth.sim {seed}")',
         'rng = random.Random(id(seed) + hash("a"))',
     ),

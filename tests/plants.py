@@ -339,7 +339,7 @@ PLANTS = (
     Plant(
         name="move_without_a_trace",
         does="a move from the command line begins no trace",
-        file="berth/client_moves.py",
+        file="berth/client/moves.py",
         old="            with self._spans.publishing([_traced(request)]):",
         new="            with self._spans.publishing([]):",
         tests="tests/system/test_traces.py::test_a_move_from_the_command_line_and_a_request_over_http_begin_a_trace",

@@ -165,7 +165,7 @@ ROW_ID_ALLOWED = (
 def prose_files() -> list[Path]:
     """Our sources, tests and pages; not the changelog, which describes what was."""
     return [
-        *sources(*OURS, "tests", "benchmarks"),
+        *sources(*OURS, *TESTING),
         *sorted((ROOT / "docs").rglob("*.md")),
         *(path for package in OURS for path in sorted((ROOT / package).rglob("*.md"))),
         ROOT / "README.md",
@@ -213,7 +213,7 @@ def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
     """A package that only the embedded servers, tests and docs need is an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.split(r"[\[>=]", line)[0].replace("-", "_").replace(".", "_") for line in project["dependencies"]}
-    paths = [path for path in sources(*OURS) if (ROOT / "berth" / "embedded") not in path.parents]
+    paths = [path for path in sources(*OURS) if (ROOT / "berth" / "trial" / "embedded") not in path.parents]
     imported = {module.split(".")[0] for path in paths for module, _ in imports(path)}
     assert sorted(needed - imported - BY_NAME) == []
 
@@ -230,7 +230,7 @@ RULES = tuple(
 )
 PROSE_ALLOWED = {
     "README.md": "`nobody` is a user of the operating system",
-    "berth/embedded/postgres.py": "`nobody` is a user of the operating system",
+    "berth/trial/embedded/postgres.py": "`nobody` is a user of the operating system",
     "tests/integration/test_embedded.py": "`nobody` is a user of the operating system",
 }
 
@@ -413,7 +413,7 @@ RAISES_ALLOWED = {
     "placement_worker/rest/": "HttpFault: the REST API's answer, which `rest/faults.py` describes",
     "berth/web/": "Problem: the web API's answer",
     "berth/commands/": "the docstring is the command's help, and the exit status the error",
-    "berth/sim/": "what a broken invariant of the simulation raises ends the run",
+    "lab/simulation/": "what a broken invariant of the simulation raises ends the run",
 }
 
 
@@ -432,7 +432,7 @@ def test_a_number_has_its_unit_in_its_name_or_docstring() -> None:
     wrong = [
         f"{where(path, line)} {name}: {argument}"
         for path in sources(*OURS)
-        if not str(path.relative_to(ROOT)).startswith(("berth/load/", "berth/sim/"))
+        if not str(path.relative_to(ROOT)).startswith(("berth/load/", "lab/simulation/"))
         for name, line, argument in numbers_without_unit(parsed(path))
     ]
     assert wrong == []

@@ -10,7 +10,9 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from berth.auditing import watch
+from berth.audit.auditing import watch
+from berth.audit.findings import REPAIRABLE, AuditFinding
+from berth.audit.repairing import chosen, release_ended
 from berth.commands.book import GRACE_S, audited
 from berth.commands.common import (
     EXIT_NO,
@@ -24,9 +26,7 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.findings import REPAIRABLE, AuditFinding
 from berth.render import printable
-from berth.repairing import chosen, release_ended
 from berth.site import Site
 from bus.faults import Transient
 

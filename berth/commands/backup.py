@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from berth import up
 from berth.backup.copying import save
 from berth.backup.manifest import Manifest, read_manifest
 from berth.backup.restoring import restore as put_back
@@ -16,6 +15,7 @@ from berth.commands.common import AsJson, database_of, make_directory, out, prin
 from berth.render import render_rows
 from berth.settings import EMBEDDED
 from berth.site import Site
+from berth.trial import up
 
 Limit = Annotated[float, typer.Option("--timeout", min=1, max=86_400, help="Seconds that it may take at most.")]
 

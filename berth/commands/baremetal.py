@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from berth.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
+from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
 from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, AsJson, Stop, out, print_json, run, settings_of
 from berth.render import render_rows
 from berth.settings import Settings

@@ -13,6 +13,7 @@ import asyncpg
 import typer
 
 from berth.added_cells import with_added_cells
+from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,
@@ -28,7 +29,6 @@ from berth.commands.common import (
 )
 from berth.render import printable
 from berth.site import Site
-from berth.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.added_cells import with_added_cells
+from berth.audit.invariants import ENDED
 from berth.client import BuildClient, Track
 from berth.commands.common import (
     EXIT_NO,
@@ -32,7 +33,6 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.commands.options import with_options
-from berth.invariants import ENDED
 from berth.render import printable, render_funnel, render_rows, render_scores, render_stages
 from berth.site import Site, process_name
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState, TimelineEntry

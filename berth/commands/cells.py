@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from berth.client.object_edits import ObjectEdit
 from berth.commands import drain as drains
 from berth.commands.common import (
     EXIT_NO,
@@ -23,7 +24,6 @@ from berth.commands.common import (
     settings_of,
 )
 from berth.commands.objects import DryRun, Name, Why, change_objects, object_commands
-from berth.object_edits import ObjectEdit
 from berth.render import printable, render_rows
 from berth.settings import Settings
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,
@@ -19,8 +21,6 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.render import render_verdicts
 
 # Past the wait for rest: reading the databases and receiving every compute service's report.

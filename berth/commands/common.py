@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.client import BuildClient
-from berth.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from berth.in_process import WorkerEnded
 from berth.render import printable_lines
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
+from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
 from bus.contracts.cells import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,

@@ -12,8 +12,8 @@ import typer
 from msgspec import Struct
 from rich.text import Text
 
-from berth import client_drains
 from berth.client import BuildClient
+from berth.client import drains as client_drains
 from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,

@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from berth.client.object_edits import Body, ObjectEdit, merged
 from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, By, Stop, pairs_of, parse_uuid
 from berth.commands.members import GroupName, aggregates, groups
 from berth.commands.objects import DryRun, Force, Name, Why, change_objects, flavors, number, rules
 from berth.commands.quotas import quotas
-from berth.object_edits import Body, ObjectEdit, merged
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import DEFAULT_QUOTA, SCHEDULING, ObjectKind, StoredObject

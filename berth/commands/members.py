@@ -9,6 +9,7 @@ import msgspec
 import typer
 from rich.text import Text
 
+from berth.client.object_edits import ObjectEdit
 from berth.commands.common import (
     EXIT_NO,
     QUERY_TIMEOUT_S,
@@ -31,7 +32,6 @@ from berth.commands.objects import (
     groups,
     read_object,
 )
-from berth.object_edits import ObjectEdit
 from berth.render import printable, render_rows
 from bus.bus import Bus
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery

@@ -14,7 +14,7 @@ import typer
 from rich.text import Text
 
 from berth.client import BuildClient
-from berth.client_moves import MoveClient
+from berth.client.moves import MoveClient
 from berth.commands.common import (
     EXIT_NO,
     EXIT_TIME,

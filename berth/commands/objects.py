@@ -12,6 +12,7 @@ import msgspec
 import typer
 from rich.text import Text
 
+from berth.client.object_edits import ObjectEdit, change_object, find_object
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
     EXIT_NO,
@@ -26,7 +27,6 @@ from berth.commands.common import (
     run,
     settings_of,
 )
-from berth.object_edits import ObjectEdit, change_object, find_object
 from berth.render import printable, render_rows
 from berth.settings import Settings
 from bus.bus import Bus

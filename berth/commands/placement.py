@@ -11,11 +11,11 @@ import typer
 import placement_worker.app
 from berth.commands import book
 from berth.commands.common import Stop, explain, make_directory, print_json, print_stop, settings_of
-from berth.embedded.postgres import Postgres
-from berth.embedded.process import ServerFailed, ServerMissing
 from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.settings import EMBEDDED, Settings
 from berth.site import Brokers, Site, process_name, read_runtime
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.process import ServerFailed, ServerMissing
 from bus.clock import SystemClock
 from bus.service.main import run_process
 from bus.service.settings import SettingsError

@@ -28,14 +28,14 @@ from berth.commands.common import (
 from berth.commands.objects import read_file, valid_changes
 from berth.commands.up_messages import as_processes, block, one_process
 from berth.in_process import WorkerEnded
-from berth.metal import ironic_of
 from berth.rest_address import AtUp, for_up
 from berth.settings import Settings
 from berth.site import read_runtime
-from berth.supervisor import Supervisor, supervised
-from berth.up import LocalSystem, serve, site
-from berth.up_processes import computes_on_record, numbers, running
-from berth.usable_hosts import sentence, unusable_hosts
+from berth.trial.metal import ironic_of
+from berth.trial.supervisor import Supervisor, supervised
+from berth.trial.up import LocalSystem, serve, site
+from berth.trial.up_processes import computes_on_record, numbers, running
+from berth.trial.usable_hosts import sentence, unusable_hosts
 from berth.web.server import pages_of_up
 from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import typer
 from rich.text import Text
 
+from berth.client.quota_use import QuotaUse, project_usage, quota_uses
 from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
 from berth.commands.common import QUERY_TIMEOUT_S, AsJson, client, out, print_json, run, settings_of
 from berth.commands.objects import (
@@ -15,7 +16,6 @@ from berth.commands.objects import (
     read_object,
     stored_objects,
 )
-from berth.quota_use import QuotaUse, project_usage, quota_uses
 from berth.render import printable, render_rows
 from bus.contracts.objects import DEFAULT_QUOTA, ObjectKind
 

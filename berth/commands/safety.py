@@ -13,7 +13,7 @@ from typing import Annotated
 import asyncpg
 import typer
 
-from berth.adoption import decide_adoption
+from berth.audit.adoption import decide_adoption
 from berth.commands.common import (
     EXIT_NO,
     EXIT_UNAVAILABLE,

@@ -10,7 +10,7 @@ from typing import Any
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
-from berth.up_processes import ProcessCounts, RunningProcesses
+from berth.trial.up_processes import ProcessCounts, RunningProcesses
 from bus.service.settings import hide_password
 
 NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")

@@ -9,7 +9,7 @@ from functools import partial
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.host_pages import HOSTS_PER_PAGE
+from berth.client.host_pages import HOSTS_PER_PAGE
 from berth.load.record import MAX_HEAT_HOSTS, MAX_HEAT_SNAPSHOTS, MAX_SAMPLES, Samples, Utilisation
 from berth.load.run import LoadRun
 from berth.load.summary import percentiles

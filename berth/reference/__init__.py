@@ -1,1 +1,1 @@
-"""The derived pages of docs/reference: `python -m berth.reference` writes them, a test compares them with the code."""
+"""Derived from the program for its users: the command line, the manual page, the AsyncAPI document."""

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from berth.host_pages import json_of, read_hosts
+from berth.client.host_pages import json_of, read_hosts
 from berth.web.access import WebCaller, WebRole, check_rights
 from berth.web.live import Live, TooManyEventFollowers
 from berth.web.problems import Problem

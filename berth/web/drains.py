@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from berth import client_drains
+from berth.client import drains as client_drains
 from berth.web.access import WebRole
 from berth.web.api import (
     API_ROOT,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
-from berth.host_pages import read_hosts
+from berth.client.host_pages import read_hosts
 from berth.web.api import ASK_TIMEOUT_S, MAX_HOSTS
 from berth.web.problems import Problem
 from bus.bus import Bus

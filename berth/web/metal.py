@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from berth.baremetal import NodeRecord, flavor_classes, node_record, unserved
+from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
 from berth.settings import Settings
 from berth.site import read_runtime
 from berth.web.access import WebRole

@@ -16,8 +16,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from berth.object_edits import ObjectEdit, Send, change_object, merged
-from berth.quota_use import QuotaUse, project_usage, quota_uses
+from berth.client.object_edits import ObjectEdit, Send, change_object, merged
+from berth.client.quota_use import QuotaUse, project_usage, quota_uses
 from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
     ASK_TIMEOUT_S,

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import Route
 
-from berth.quota_use import QuotaUse
+from berth.client.quota_use import QuotaUse
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord

@@ -10,7 +10,7 @@ import aiormq
 import pytest
 from structlog.testing import capture_logs
 
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters

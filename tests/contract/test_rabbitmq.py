@@ -21,7 +21,7 @@ from msgspec import structs
 from pamqp import encode
 from structlog.testing import capture_logs
 
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus import metrics
 from bus.bus import Bus
 from bus.clock import SystemClock

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import asyncpg
 import pytest
 
-from berth.client_moves import MoveClient
-from berth.gather import gather
-from berth.invariants import Facts
-from berth.servers import variables
+from berth.audit.gather import gather
+from berth.audit.invariants import Facts
+from berth.client.moves import MoveClient
+from berth.trial.servers import variables
 from bus.contracts.build import BuildQuery
 from bus.contracts.moves import MoveState
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery

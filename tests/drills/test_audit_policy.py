@@ -13,9 +13,9 @@ from typing import Any
 import asyncpg
 import pytest
 
-from berth.gather import rest
-from berth.servers import SystemPlan, variables
+from berth.audit.gather import rest
 from berth.site import Site
+from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection, Spawn

@@ -15,13 +15,13 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import Facts, check_invariants
 from berth.backup.copying import save
 from berth.backup.restoring import restore
 from berth.client import BuildClient
-from berth.gather import gather, rest
-from berth.invariants import Facts, check_invariants
-from berth.servers import SystemPlan, variables
 from berth.site import Site
+from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
 from cell_conductor.store.safety import DESTROY, PostgresSafety

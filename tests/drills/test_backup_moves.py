@@ -11,12 +11,12 @@ from pathlib import Path
 import asyncpg
 import pytest
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import Facts
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from berth.client_drains import start as start_drain
-from berth.client_moves import MoveClient
-from berth.gather import gather, rest
-from berth.invariants import Facts
+from berth.client.drains import start as start_drain
+from berth.client.moves import MoveClient
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, member_uuids
 from bus.contracts.drains import DrainStart

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from berth.chaos.plan import BROKER, DATABASE, ChaosPlan, FaultKind, FaultSpec
-from berth.chaos.report import render
-from berth.chaos.run import chaos
+from lab.chaos.plan import BROKER, DATABASE, ChaosPlan, FaultKind, FaultSpec
+from lab.chaos.report import render
+from lab.chaos.run import chaos
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 

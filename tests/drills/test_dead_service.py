@@ -8,7 +8,7 @@ import os
 import msgspec
 import pytest
 
-from berth.servers import SystemPlan, variables
+from berth.trial.servers import SystemPlan, variables
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from tests.kit.forks import run_berth

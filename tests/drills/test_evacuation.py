@@ -8,16 +8,16 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.evacuation import Drill, plan_of
 from berth.client import BuildClient
 from berth.fencing.fencer import Fencer
 from berth.fencing.plugin import load
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.settings import FencingSettings
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState
 from compute_sim.config import IronicConfig
+from lab.benchmarks.evacuation import Drill, plan_of
 from tests.system.worker_processes import rig
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]

@@ -12,16 +12,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.embedded.postgres import Postgres
-from berth.embedded.rabbitmq import RabbitMQ
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import API_VHOST, start_all, variables
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site, process_name
-from berth.worker_processes import WorkerProcesses
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.servers import API_VHOST, start_all, variables
+from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused

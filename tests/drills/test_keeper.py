@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from berth import keeper as module
-from berth.broker_probe import probe
-from berth.embedded.postgres import Postgres
-from berth.embedded.rabbitmq import RabbitMQ
-from berth.keeper import kept_alive
+from berth.trial import keeper as module
+from berth.trial.broker_probe import probe
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.keeper import kept_alive
 from bus.rabbitmq import confirms
 
 PATIENCE_S = 120.0

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from berth.servers import SystemPlan
-from berth.worker_processes import WorkerProcesses
+from berth.trial.servers import SystemPlan
+from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.build import BuildPage, BuildQuery
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults

@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import pytest
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import start_all, variables
 from berth.site import process_name
+from berth.trial.servers import start_all, variables
 from tests.system.small import PLAN, Small, small_processes
 
 PATIENCE_S = 60.0

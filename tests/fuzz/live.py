@@ -24,7 +24,7 @@ import msgspec
 from aiormq.abc import DeliveredMessage
 from pamqp import commands, header
 
-from berth.embedded.process import free_port
+from berth.trial.embedded.process import free_port
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Outcome, Received

@@ -12,7 +12,7 @@ import asyncpg
 import pytest
 from sqlalchemy import text
 
-from berth.embedded.postgres import Postgres
+from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
 from bus.persistence.address import DatabaseAddress

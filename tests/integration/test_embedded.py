@@ -22,9 +22,9 @@ import aio_pika
 import asyncpg
 import pytest
 
-from berth.embedded import process as module
-from berth.embedded.postgres import Postgres, find_binaries
-from berth.embedded.process import (
+from berth.trial.embedded import process as module
+from berth.trial.embedded.postgres import Postgres, find_binaries
+from berth.trial.embedded.process import (
     Account,
     DirectoryInaccessible,
     GuardedProcess,
@@ -32,7 +32,7 @@ from berth.embedded.process import (
     free_port,
     listening,
 )
-from berth.embedded.rabbitmq import ADMIN, NOT_STARTED, RabbitMQ
+from berth.trial.embedded.rabbitmq import ADMIN, NOT_STARTED, RabbitMQ
 from tests.kit import lent
 from tests.kit.lent import Lender
 
@@ -41,7 +41,7 @@ LOWEST_GIVEN_OUT = 32_768
 
 CHILD = """
 import sys, time
-from berth.embedded.postgres import Postgres
+from berth.trial.embedded.postgres import Postgres
 server = Postgres().start()
 print(server.pid, server.url().split("host=")[1].split("&")[0], flush=True)
 time.sleep(600)
@@ -359,7 +359,7 @@ def test_no_port_is_given_twice_before_its_server_has_bound_it(monkeypatch: pyte
 
 GIVES = """
 import itertools, sys
-from berth.embedded import process
+from berth.trial.embedded import process
 drawn = itertools.count(11)
 process.secrets.randbelow = lambda _: next(drawn)
 process._lowest_given_out = lambda: 32_768

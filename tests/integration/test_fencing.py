@@ -17,8 +17,8 @@ from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import Fencer
 from berth.fencing.ironic import IronicPower
 from berth.fencing.plugin import FencingPlugin, load
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.settings import FencingSettings
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
 from bus.service.settings import SettingsError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from berth.gather import _gangs
+from berth.audit.gather import _gangs
 from bus.contracts.build import BuildRequest, BuildState
 from bus.persistence.database import Database
 from scheduler_worker.domain.builds import (

@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 from sqlalchemy import text
 
-from berth.embedded.postgres import Postgres
+from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseUnavailable
 from bus.persistence import database as module
 from bus.persistence.database import Database

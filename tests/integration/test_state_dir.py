@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from berth import up
 from berth.in_process import WorkerEnded
 from berth.settings import Settings
+from berth.trial import up
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 

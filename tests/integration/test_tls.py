@@ -13,9 +13,9 @@ from urllib.parse import quote
 import pytest
 from sqlalchemy import text
 
-from berth.embedded.postgres import Postgres
-from berth.embedded.process import free_port
-from berth.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.process import free_port
+from berth.trial.embedded.rabbitmq import ADMIN, RabbitMQ
 from bus.faults import DatabaseForbidden
 from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database

@@ -11,11 +11,11 @@ from collections.abc import AsyncIterator, Collection, Mapping
 import pytest
 from msgspec.structs import replace
 
+from berth.audit.invariants import RunningFact
+from berth.audit.unclaimed import HostReports, catch_up, claim_again, find_unclaimed
 from berth.commands.book import audited
-from berth.invariants import RunningFact
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
-from berth.unclaimed import HostReports, catch_up, claim_again, find_unclaimed
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import InstanceSpec, Selection

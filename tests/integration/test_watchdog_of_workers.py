@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from berth.embedded.process import Account, GuardedProcess
-from berth.supervisor import ABORT_S, Supervisor
-from berth.watchdog_pings import WatchdogPings
-from berth.worker_processes import Worker, WorkerProcesses
+from berth.trial.embedded.process import Account, GuardedProcess
+from berth.trial.supervisor import ABORT_S, Supervisor
+from berth.trial.watchdog_pings import WatchdogPings
+from berth.trial.worker_processes import Worker, WorkerProcesses
 from tests.unit.front.world import HandClock
 
 HANG_GUARD_S = 60.0

@@ -13,14 +13,14 @@ import asyncpg
 import msgspec
 import pytest
 
+from berth.audit.gather import gather, rest
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from berth.gather import gather, rest
-from berth.ironic_lab import Lab, Nodes, lab
-from berth.servers import SystemPlan
+from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from compute_sim.config import ComputeConfig, IronicConfig
+from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.drills.test_backup_drill import age, breaches, decide, delete, repaired
 from tests.kit.real_metal import FLAVOR, WAIT_S, until
 from tests.system.worker_processes import Rig, rig

@@ -9,8 +9,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from berth.ironic_lab import Lab, Nodes, lab
 from bus.clock import new_uuid
+from lab.ironic.laboratory import Lab, Nodes, lab
 from tests.kit.real_metal import RNG, WAIT_S
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.ironic_lab import Nodes, lab
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState
 from bus.contracts.cell import BreakerTripped
@@ -24,6 +23,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import IronicConfig
+from lab.ironic.laboratory import Nodes, lab
 from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
 from tests.kit.real_metal import RNG
 

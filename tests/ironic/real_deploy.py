@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.client_moves import MoveClient
+from berth.client.moves import MoveClient
 from berth.site import process_name
 from bus.clock import new_uuid
 from bus.contracts.build import BuildState

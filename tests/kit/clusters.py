@@ -14,9 +14,9 @@ from urllib.parse import quote
 
 import asyncpg
 
-from berth.embedded.postgres import SUPERUSER, Postgres
-from berth.embedded.process import ServerFailed
-from berth.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.trial.embedded.postgres import SUPERUSER, Postgres
+from berth.trial.embedded.process import ServerFailed
+from berth.trial.embedded.rabbitmq import ADMIN, RabbitMQ
 
 NODES = 3
 STAND_BY = "standby"

@@ -14,10 +14,10 @@ from typing import Generic, TypeVar
 
 from sqlalchemy.engine import make_url
 
-from berth.embedded.postgres import Postgres
-from berth.embedded.process import ServerFailed
-from berth.embedded.rabbitmq import ADMIN, RabbitMQ
-from berth.servers import RealServers
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.process import ServerFailed
+from berth.trial.embedded.rabbitmq import ADMIN, RabbitMQ
+from berth.trial.servers import RealServers
 from tests.kit.servers import fresh_database
 
 # The content of a new broker: the administrator with its password, the virtual host `/`, its own limit of memory. The
@@ -95,6 +95,6 @@ databases = Lender(Postgres, lambda _: None)
 
 @contextlib.contextmanager
 def lent_servers(cells: tuple[str, ...]) -> Iterator[RealServers]:
-    """As `berth.servers.real_servers`, not durable: a virtual host per bus, and an empty database."""
+    """As `berth.trial.servers.real_servers`, not durable: a virtual host per bus, and an empty database."""
     with brokers.lend() as broker, databases.lend() as postgres, fresh_database(postgres.url()) as url:
         yield RealServers(broker, postgres, cells, database=make_url(url).database or "")

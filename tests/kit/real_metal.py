@@ -10,13 +10,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient, Track
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
-from berth.ironic_lab import Lab, Nodes, lab
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import process_name
-from berth.up import LocalSystem, site
+from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import (
     BuildPage,
@@ -30,6 +29,7 @@ from bus.contracts.deploy import ConfigDrive, ImageSource
 from cell_conductor.config import ConductorConfig
 from compute_sim.config import ComputeConfig, IronicConfig
 from ironic_sync.config import IronicSyncConfig, NotificationBroker
+from lab.ironic.laboratory import Lab, Nodes, lab
 
 WAIT_S = 300.0
 POLL_S = 0.2

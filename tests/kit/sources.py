@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "compute_sim", "ironic_sync")
 OURS = ("bus", *WORKERS, "berth")
-TESTING = ("tests", "benchmarks")
+TESTING = ("tests", "lab")
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from berth.sim.__main__ import redirect_logs
+from lab.simulation.__main__ import redirect_logs
 
 
 @pytest.fixture(autouse=True)

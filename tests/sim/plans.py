@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Cell, FaultEvent, Order, Plan, Rates
 from compute_sim.domain.faults import Faults
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Cell, FaultEvent, Order, Plan, Rates
 
 
 def plan_of_case(

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from berth.sim.__main__ import redirect_logs
-from berth.sim.run import simulate
+from lab.simulation.__main__ import redirect_logs
+from lab.simulation.run import simulate
 from tests.sim.mutants import MUTANTS, UNPROVEN
 
 FOUND_BY = Path(__file__).with_name("found_by.json")

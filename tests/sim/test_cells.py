@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from berth.sim.run import simulate
-from berth.sim.widening import Widening
+from lab.simulation.run import simulate
+from lab.simulation.widening import Widening
 from tests.sim.mutants_of_cells import FOUND_BY
 
 KINDS = frozenset({Widening.DECIDED_CELLS})

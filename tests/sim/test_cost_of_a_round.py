@@ -14,14 +14,14 @@ import msgspec
 import pytest
 from msgspec import Struct
 
-from berth.sim.draw import plan_of
-from berth.sim.message_watch import MessageWatch
-from berth.sim.plan import Action, Cell, Order, Plan
-from berth.sim.run import run
-from berth.sim.world import World
 from bus.clock import new_uuid
 from bus.port import Outgoing
 from bus.wire import BATCH
+from lab.simulation.draw import plan_of
+from lab.simulation.message_watch import MessageWatch
+from lab.simulation.plan import Action, Cell, Order, Plan
+from lab.simulation.run import run
+from lab.simulation.world import World
 
 FIRST_S, ROUNDS, ROUND_S = 30.5, 8, 1.0
 CELLS, HOSTS = 4, 60  # a third of the hosts are of the largest size, which weigh the same

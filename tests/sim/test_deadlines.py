@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Action, FaultEvent, FaultType, Plan
-from berth.sim.run import run
-from berth.sim.widening import Widening
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Action, FaultEvent, FaultType, Plan
+from lab.simulation.run import run
+from lab.simulation.widening import Widening
 
 
 def requesters_give_up(seed: int) -> Plan:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from berth.sim import loop as virtual
-from berth.sim import rest
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.run import simulate
-from berth.sim.widening import Widening
-from berth.sim.world import World
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
+from lab.simulation import loop as virtual
+from lab.simulation import rest
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.run import simulate
+from lab.simulation.widening import Widening
+from lab.simulation.world import World
 from scheduler_worker.domain.drains import DrainMove
 
 DRAINS = frozenset({Widening.DRAINS})

@@ -10,13 +10,13 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.moves import DRAIN, FENCE
-from berth.sim.plan import Action, Order, Plan
-from berth.sim.run import run
-from berth.sim.widening import Widening
 from bus.clock import new_uuid
 from bus.contracts.moves import MoveKind
+from lab.simulation.draw import plan_of
+from lab.simulation.moves import DRAIN, FENCE
+from lab.simulation.plan import Action, Order, Plan
+from lab.simulation.run import run
+from lab.simulation.widening import Widening
 
 VERBS = tuple(kind.value for kind in MoveKind)
 DIED_AGAIN = (7, 15)

@@ -10,10 +10,10 @@ import random
 
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Plan
-from berth.sim.run import run
-from berth.sim.widening import DRAWS, Widening
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Plan
+from lab.simulation.run import run
+from lab.simulation.widening import DRAWS, Widening
 
 
 def requests_forgotten(seed: int) -> Plan:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.gang_watch import GangWatch
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRecord, BuildState
+from lab.simulation.gang_watch import GangWatch
 from placement_worker.domain.values import ConsumerState
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 

@@ -9,25 +9,6 @@ from contextlib import nullcontext
 import pytest
 from msgspec.structs import replace
 
-from berth.sim import loop as virtual
-from berth.sim.clock import SimClock
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.harm_watch import RACE_S, HarmWatch
-from berth.sim.load import Client
-from berth.sim.loop import Process
-from berth.sim.message_watch import MessageWatch
-from berth.sim.moves import Mover
-from berth.sim.network import SimTransport
-from berth.sim.operator import Operator
-from berth.sim.other_tenants import OtherTenants
-from berth.sim.plan import Action, Order
-from berth.sim.rest import _inventories, _leftovers, _stuck, _unfenced
-from berth.sim.run import run
-from berth.sim.shrink import _without_metal
-from berth.sim.watch import Breach, MachineWatch
-from berth.sim.wiring import conductor
-from berth.sim.world import World
 from bus.bus import API
 from bus.contracts.base import MAX_AMOUNT, Message, Meta
 from bus.contracts.build import HostRecord, HostsPage
@@ -45,6 +26,25 @@ from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch
 from compute_sim.fleet import Fleet, Guest
+from lab.simulation import loop as virtual
+from lab.simulation.clock import SimClock
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.harm_watch import RACE_S, HarmWatch
+from lab.simulation.load import Client
+from lab.simulation.loop import Process
+from lab.simulation.message_watch import MessageWatch
+from lab.simulation.moves import Mover
+from lab.simulation.network import SimTransport
+from lab.simulation.operator import Operator
+from lab.simulation.other_tenants import OtherTenants
+from lab.simulation.plan import Action, Order
+from lab.simulation.rest import _inventories, _leftovers, _stuck, _unfenced
+from lab.simulation.run import run
+from lab.simulation.shrink import _without_metal
+from lab.simulation.watch import Breach, MachineWatch
+from lab.simulation.wiring import conductor
+from lab.simulation.world import World
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from berth.sim.loop import run
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming.batch_interval import BatchInterval
@@ -23,6 +22,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.cell import CellDelete
 from bus.memory import MemoryBroker, MemoryTransport
+from lab.simulation.loop import run
 
 BATCH_S = 0.024  # what a batch costs in each stage, whatever is in it
 ITEM_S = BATCH_S / 25

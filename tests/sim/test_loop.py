@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from berth.sim.loop import Deadlock, Livelock, Process, VirtualLoop, run
-from berth.sim.turn_limit import EndlessTurn
 from bus.turns import next_turn
+from lab.simulation.loop import Deadlock, Livelock, Process, VirtualLoop, run
+from lab.simulation.turn_limit import EndlessTurn
 
 
 def received(_: str) -> None:

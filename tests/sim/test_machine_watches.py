@@ -10,19 +10,6 @@ from contextlib import nullcontext
 import pytest
 from msgspec.structs import replace
 
-from berth.sim import loop as virtual
-from berth.sim.breaker_watch import BreakerWatch
-from berth.sim.clock import SimClock
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
-from berth.sim.load import Client
-from berth.sim.loop import Process
-from berth.sim.other_tenants import OtherTenants
-from berth.sim.plan import Action, Order
-from berth.sim.rest import _breaches, _leftovers, _running, facts_of
-from berth.sim.watch import SENT_AGAIN_S, Breach, MachineWatch
-from berth.sim.world import World
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Selection
 from bus.memory import MemoryTransport
@@ -33,6 +20,19 @@ from cell_conductor.domain.report import UNSURE, Unexplained, UnexplainedKind
 from cell_conductor.store.memory import MemoryInstanceTable
 from cell_conductor.store.safety import UnexplainedRecord
 from compute_sim.fleet import Fleet, Guest
+from lab.simulation import loop as virtual
+from lab.simulation.breaker_watch import BreakerWatch
+from lab.simulation.clock import SimClock
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
+from lab.simulation.load import Client
+from lab.simulation.loop import Process
+from lab.simulation.other_tenants import OtherTenants
+from lab.simulation.plan import Action, Order
+from lab.simulation.rest import _breaches, _leftovers, _running, facts_of
+from lab.simulation.watch import SENT_AGAIN_S, Breach, MachineWatch
+from lab.simulation.world import World
 from tests.sim.test_invariant_watches import HERE, INSTANCE, LEFT
 
 

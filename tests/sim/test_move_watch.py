@@ -7,21 +7,21 @@ from contextlib import nullcontext
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.harm_watch import LATE_REPORT_S
-from berth.sim.move_watch import MoveWatch
-from berth.sim.plan import Action, Order
-from berth.sim.run import run
-from berth.sim.shrink import _without_metal
-from berth.sim.watch import Breach
-from berth.sim.widening import Widening
-from berth.sim.world import World
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind, MoveState
 from bus.contracts.placement import Inventory
 from cell_conductor.domain.instance import EndedMove, Instance, Move, Power, State
 from compute_sim.fleet import Fleet, Guest
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.harm_watch import LATE_REPORT_S
+from lab.simulation.move_watch import MoveWatch
+from lab.simulation.plan import Action, Order
+from lab.simulation.run import run
+from lab.simulation.shrink import _without_metal
+from lab.simulation.watch import Breach
+from lab.simulation.widening import Widening
+from lab.simulation.world import World
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow

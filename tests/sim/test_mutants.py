@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import simulate
+from lab.simulation.run import simulate
 from tests.sim.mutants import MUTANTS
 from tests.sim.seeds_to_find import MAX_SEEDS, recorded
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import simulate
+from lab.simulation.run import simulate
 from tests.sim.mutants_of_cells import FOUND_BY, MUTANTS_OF_CELLS
 from tests.sim.test_cells import KINDS
 

@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
-from berth.sim.run import run
 from bus.consuming import in_flight
+from lab.simulation.run import run
 from tests.sim.test_deadlines import requesters_give_up
 
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.run import simulate
-from berth.sim.widening import Widening
+from lab.simulation.run import simulate
+from lab.simulation.widening import Widening
 from scheduler_worker import drains
 from tests.sim.mutants import Mutant
 from tests.sim.test_drains import DRAINS, SEED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import run
+from lab.simulation.run import run
 from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_fences import (
     choice_never_released,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import run
+from lab.simulation.run import run
 from tests.sim.mutants_of_forgotten_builds import BREAKS, FOUND_BY, MUTANTS_OF_FORGOTTEN_BUILDS
 from tests.sim.test_forgotten_builds import builds_forgotten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import run
+from lab.simulation.run import run
 from tests.sim.mutants_of_forgotten_requests import BREAKS, FOUND_BY, MUTANTS_OF_FORGOTTEN_REQUESTS
 from tests.sim.test_forgotten_requests import requests_forgotten
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import simulate
-from berth.sim.widening import Widening
+from lab.simulation.run import simulate
+from lab.simulation.widening import Widening
 from tests.sim.mutants_of_gangs import FOUND_BY, MUTANTS_OF_GANGS
 
 GANGS = frozenset({Widening.GANGS})

@@ -10,10 +10,10 @@ from functools import partial
 
 import pytest
 
-from berth.sim.draw import plan_of
-from berth.sim.run import simulate
-from berth.sim.widening import Widening
 from cell_conductor.domain.instance import State
+from lab.simulation.draw import plan_of
+from lab.simulation.run import simulate
+from lab.simulation.widening import Widening
 from tests.sim.mutants_of_moves import FOUND_BY, FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
 from tests.unit.conductor import test_table_changes as changes
 from tests.unit.conductor import test_table_moves as table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.plan import Plan
-from berth.sim.run import run
+from lab.simulation.plan import Plan
+from lab.simulation.run import run
 from tests.sim.mutants import Mutant
 from tests.sim.mutants_of_other_tenants import (
     breaker_never_trips,

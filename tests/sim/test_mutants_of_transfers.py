@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.sim.run import run
+from lab.simulation.run import run
 from tests.sim.mutants_of_transfers import FOUND_BY, MUTANTS_OF_TRANSFERS
 from tests.sim.test_transfers import transfers
 

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from berth.sim.run import run
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
+from lab.simulation.run import run
 from scheduler_worker.unanswered import UnansweredMoves
 from tests.sim.mutants import Mutant
 from tests.sim.test_unanswered import a_cell_forgets

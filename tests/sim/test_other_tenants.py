@@ -7,14 +7,14 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.ironic_sync_watch import IronicSyncWatch
-from berth.sim.plan import Action, Order, Plan, Rates
-from berth.sim.run import run
-from berth.sim.watch import Breach
-from berth.sim.widening import Widening
 from bus.contracts.placement import ProviderReport
 from ironic_sync.domain.position import Position
+from lab.simulation.draw import plan_of
+from lab.simulation.ironic_sync_watch import IronicSyncWatch
+from lab.simulation.plan import Action, Order, Plan, Rates
+from lab.simulation.run import run
+from lab.simulation.watch import Breach
+from lab.simulation.widening import Widening
 
 NODE = "00000000-0000-4000-8000-000000000001"
 

@@ -7,14 +7,14 @@ from contextlib import nullcontext
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.peer_watch import OVERLAP_S, PeerWatch
-from berth.sim.plan import Action, Order
-from berth.sim.watch import Breach
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, InstanceSpec, Selection
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Inventory
+from lab.simulation.draw import plan_of
+from lab.simulation.peer_watch import OVERLAP_S, PeerWatch
+from lab.simulation.plan import Action, Order
+from lab.simulation.watch import Breach
 from placement_worker.domain.values import ConsumerState, Provider, stored_inventory
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
 

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.plan import Action, Order, Plan
-from berth.sim.run import run
-from berth.sim.widening import Widening
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.plan import Action, Order, Plan
+from lab.simulation.run import run
+from lab.simulation.widening import Widening
 from placement_worker.domain import allocations
 from placement_worker.rest import groups, members
 from placement_worker.store.rest_memory import MemoryRest

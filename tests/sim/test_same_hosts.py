@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
-from berth.sim.run import Result, run
+from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
+from lab.simulation.run import Result, run
 from placement_worker.domain.report_group import ReportGroup
 from tests.sim.plans import plan_of_case
 

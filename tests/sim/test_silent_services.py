@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from berth.sim.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
-from berth.sim.run import Result, run
-from berth.sim.watch import Listener
-from berth.sim.wiring import BUILD_TIMEOUT_S
 from bus.contracts.build import BuildEvent, BuildState
 from cell_conductor.domain.leases import Lease, LeaseTable
+from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
+from lab.simulation.run import Result, run
+from lab.simulation.watch import Listener
+from lab.simulation.wiring import BUILD_TIMEOUT_S
 from tests.sim.plans import plan_of_case
 
 SILENT_AT = 10.0

@@ -14,15 +14,15 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.compare import compare, differing
-from berth.sim.draw import plan_of
-from berth.sim.event_log import EventLog
-from berth.sim.plan import Action, FaultEvent, FaultType, Order
-from berth.sim.run import Result, _Runner, run
-from berth.sim.run import simulate as simulate_anew
-from berth.sim.shrink import Shrinker
-from berth.sim.widening import WIDENED, Widening
 from bus.persistence.relay import Relay
+from lab.simulation.compare import compare, differing
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.plan import Action, FaultEvent, FaultType, Order
+from lab.simulation.run import Result, _Runner, run
+from lab.simulation.run import simulate as simulate_anew
+from lab.simulation.shrink import Shrinker
+from lab.simulation.widening import WIDENED, Widening
 
 # The short form: `.ci/run` runs the same judgement on more seeds, alone and among others, in steps of its own.
 SEEDS = range(1, 4)

@@ -6,16 +6,16 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
-from berth.sim.clock import EPOCH
-from berth.sim.draw import plan_of
-from berth.sim.plan import Plan
-from berth.sim.run import run
-from berth.sim.watch import Listener
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
+from lab.simulation.clock import EPOCH
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Plan
+from lab.simulation.run import run
+from lab.simulation.watch import Listener
 
 
 def ends(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> list[BuildEvent]:

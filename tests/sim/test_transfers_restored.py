@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Plan
-from berth.sim.run import run
-from berth.sim.widening import DRAWS, Widening
 from cell_conductor import engine
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Plan
+from lab.simulation.run import run
+from lab.simulation.widening import DRAWS, Widening
 
 # A departure below the numbers that schedulers had had was ignored, and the instance was in no cell.
 NUMBERED_BELOW = 11

@@ -8,12 +8,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from berth.sim.draw import plan_of
-from berth.sim.plan import Action, Order, Plan
-from berth.sim.run import run
-from berth.sim.widening import Widening
 from bus.contracts.moves import MoveKind
 from compute_sim.domain.faults import Faults
+from lab.simulation.draw import plan_of
+from lab.simulation.plan import Action, Order, Plan
+from lab.simulation.run import run
+from lab.simulation.widening import Widening
 
 MOVES = (MoveKind.STOP, MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD)
 

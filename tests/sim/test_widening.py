@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from berth.sim.widening import WIDENED, Widening
+from lab.simulation.widening import WIDENED, Widening
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
 BY_NAME = "The last five kinds of the table come by their name alone."

@@ -12,12 +12,12 @@ import msgspec
 from msgspec.structs import replace
 
 import compute_sim.app
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import Facts, check_invariants
 from berth.client import BuildClient, Track
-from berth.gather import gather, rest
-from berth.invariants import Facts, check_invariants
 from berth.settings import CellSettings, Settings, UpSettings, read_settings
 from berth.site import process_name
-from berth.up import LocalSystem, site
+from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRequest
 from bus.contracts.placement import InventoryResult, InventoryUpdate

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from berth.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
 from berth.settings import Settings
 from berth.site import Site
-from berth.worker_processes import WorkerProcesses
+from berth.trial.servers import API_VHOST, RealServers, SystemPlan, start_all, variables
+from berth.trial.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers

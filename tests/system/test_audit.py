@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth import gather as gathering
-from berth.auditing import watch
+from berth.audit import gather as gathering
+from berth.audit.auditing import watch
+from berth.audit.findings import REPAIRABLE, AuditFinding, Confirmed
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
+from berth.audit.repairing import chosen, release_ended
 from berth.client import BuildClient
-from berth.client_moves import MoveClient
+from berth.client.moves import MoveClient
 from berth.commands.book import audited
-from berth.findings import REPAIRABLE, AuditFinding, Confirmed
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
-from berth.repairing import chosen, release_ended
 from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
-from berth.up import LocalSystem, site
+from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.cell import InstanceSpec, Selection

@@ -10,9 +10,9 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from berth.embedded.postgres import Postgres
-from berth.embedded.rabbitmq import RabbitMQ
-from berth.worker_processes import WorkerProcesses
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.worker_processes import WorkerProcesses
 
 CELL = "west"
 USER = "only-west"

@@ -12,15 +12,15 @@ import pytest_asyncio
 
 import cell_conductor.app
 import compute_sim.app
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.commands.book import audited
 from berth.commands.common import check_cell
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
-from berth.up import LocalSystem
-from berth.up import site as local_site
+from berth.trial.up import LocalSystem
+from berth.trial.up import site as local_site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from bus.contracts.cells import CellsPage, CellsQuery, LinkState

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.embedded.process import free_port
 from berth.load.record import STAGES, decode
-from berth.worker_processes import NO_TLS, WorkerProcesses
+from berth.trial.embedded.process import free_port
+from berth.trial.worker_processes import NO_TLS, WorkerProcesses
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind

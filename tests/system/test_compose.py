@@ -19,7 +19,7 @@ import pytest
 import yaml
 from sqlalchemy.engine import make_url
 
-from berth.worker_processes import WorkerProcesses
+from berth.trial.worker_processes import WorkerProcesses
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from berth.servers import SystemPlan, variables
+from berth.trial.servers import SystemPlan, variables
 from bus.bus import Bus
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import FindMachines, MachinesFound

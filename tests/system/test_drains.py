@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from berth import client_drains
-from berth.client_moves import MoveClient
-from berth.servers import SystemPlan
+from berth.client import drains as client_drains
+from berth.client.moves import MoveClient
+from berth.trial.servers import SystemPlan
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart

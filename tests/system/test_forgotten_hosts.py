@@ -10,14 +10,14 @@ import pytest
 import pytest_asyncio
 
 import compute_sim.app
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.commands.book import audited
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import process_name
-from berth.up import LocalSystem
-from berth.up import site as local_site
+from berth.trial.up import LocalSystem
+from berth.trial.up import site as local_site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.objects import ObjectKind, ObjectLogPage, ObjectLogQuery

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from berth.servers import API_VHOST, SystemPlan
+from berth.trial.servers import API_VHOST, SystemPlan
 from bus.consuming import dead_letters
 from bus.contracts.catalogue import COMMANDS
 from compute_sim.config import ComputeConfig

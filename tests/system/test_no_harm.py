@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildState
 from bus.contracts.cell import MAX_NAMED_MACHINES, BreakerTripped, MachinesUnexplained

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from berth.ironic_stand_in import AmqpAnnouncer, IronicStandIn
-from berth.servers import API_VHOST, RealServers, SystemPlan, running_processes
+from berth.trial.ironic_stand_in import AmqpAnnouncer, IronicStandIn
+from berth.trial.servers import API_VHOST, RealServers, SystemPlan, running_processes
 from bus.clock import SystemClock
 from bus.rabbitmq import RabbitTransport
 from tests.integration.ironic.test_whole import Site, book_on

@@ -22,9 +22,9 @@ import pytest
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
 
 from berth.permissions import Grant, PermissionRole, of_project, of_role
-from berth.servers import API_VHOST, RealServers, variables
 from berth.settings import BusSettings, CellSettings, Settings
-from berth.worker_processes import WorkerProcesses
+from berth.trial.servers import API_VHOST, RealServers, variables
+from berth.trial.worker_processes import WorkerProcesses
 from bus.port import BusForbidden, BusUnavailable
 from bus.rabbitmq import RabbitTransport, transport
 from tests.kit.forks import ForkedProcess, run_berth

@@ -15,7 +15,7 @@ import aio_pika
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
 
-from berth.servers import API_VHOST, RealServers
+from berth.trial.servers import API_VHOST, RealServers
 from bus.rabbitmq import RabbitTransport
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN

@@ -16,8 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from berth.servers import SystemPlan
-from berth.worker_processes import NO_TLS, WorkerProcesses
+from berth.trial.servers import SystemPlan
+from berth.trial.worker_processes import NO_TLS, WorkerProcesses
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from tests.system.worker_processes import rig

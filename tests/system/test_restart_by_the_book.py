@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from berth.servers import start_all, variables
-from berth.worker_processes import WorkerProcesses
+from berth.trial.servers import start_all, variables
+from berth.trial.worker_processes import WorkerProcesses
 from compute_sim.config import ComputeConfig
 from tests.kit.forks import ForkedProcess, run_berth
 from tests.kit.lent import lent_servers

@@ -11,14 +11,14 @@ import pytest_asyncio
 from msgspec.structs import replace
 
 import compute_sim.app
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
-from berth.ironic_stand_in import Behaviour, IronicStandIn
-from berth.metal import announcer
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
-from berth.up import LocalSystem, site
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
+from berth.trial.metal import announcer
+from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from cell_conductor.config import ConductorConfig

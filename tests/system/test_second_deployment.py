@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from berth.servers import variables
+from berth.trial.servers import variables
 from bus.service.main import EXIT_SETTINGS
 from tests.kit import servers
 from tests.kit.forks import run_berth

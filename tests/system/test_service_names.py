@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from berth.worker_processes import Worker
+from berth.trial.worker_processes import Worker
 from bus.service.main import EXIT_SETTINGS
 from tests.system.small import Small, small_processes
 

@@ -15,14 +15,14 @@ import pytest
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.ironic_stand_in import Behaviour
-from berth.metal import simulated_ironic
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, TraceSettings, UpSettings
 from berth.site import Site
-from berth.up import LocalSystem
+from berth.trial.ironic_stand_in import Behaviour
+from berth.trial.metal import simulated_ironic
+from berth.trial.up import LocalSystem
+from berth.trial.worker_processes import NO_TLS
 from berth.web.access import Access
 from berth.web.server import WebServer
-from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent, BuildRequest

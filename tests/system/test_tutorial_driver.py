@@ -19,9 +19,9 @@ from msgspec import Struct
 
 import compute_sim.app
 from berth.client import BuildClient
-from berth.client_moves import MoveClient
+from berth.client.moves import MoveClient
 from berth.settings import CellSettings, DatabaseSettings, Settings, UpSettings
-from berth.up import LocalSystem, site
+from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.moves import MoveKind, MoveRequest

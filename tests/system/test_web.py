@@ -16,10 +16,10 @@ import pytest
 
 from berth.settings import Settings
 from berth.site import Site
+from berth.trial.worker_processes import NO_TLS
 from berth.web.access import MAX_SESSIONS, MAX_SESSIONS_OF_TOKEN, Access, WebRole, check_listen, read_tokens
 from berth.web.api import MAX_BODY_BYTES
 from berth.web.server import WebCannotListen, WebServer
-from berth.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.port import BusUnavailable
 from bus.service.settings import SettingsError

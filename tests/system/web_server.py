@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from berth.settings import Settings, UpSettings
 from berth.site import Site
-from berth.up import LocalSystem, site
+from berth.trial.up import LocalSystem, site
+from berth.trial.worker_processes import NO_TLS
 from berth.web.access import Access, read_tokens
 from berth.web.server import WebServer
-from berth.worker_processes import NO_TLS
 from bus.bus import API
 from bus.contracts.catalogue import DEAD
 from bus.port import Outgoing

@@ -9,13 +9,13 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import InvariantVerdict, check_invariants
 from berth.client import BuildClient
-from berth.gather import gather, rest
-from berth.invariants import InvariantVerdict, check_invariants
 from berth.load import LoadPlan, LoadReport, run_load
-from berth.servers import RealServers, SystemPlan, running_processes
 from berth.site import Site, process_name
-from berth.worker_processes import WorkerProcesses
+from berth.trial.servers import RealServers, SystemPlan, running_processes
+from berth.trial.worker_processes import WorkerProcesses
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
 

@@ -27,15 +27,15 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import check_invariants
 from berth.backup.copying import connect
 from berth.client import BuildClient
 from berth.fencing.fencer import MAX_HOSTS
-from berth.gather import gather, rest
-from berth.invariants import check_invariants
 from berth.schemas import SchemaRevision, SchemaState, find_schemas
-from berth.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
 from berth.site import Site, process_name
-from berth.worker_processes import Worker, WorkerProcesses
+from berth.trial.servers import API_VHOST, RealServers, SystemPlan, real_servers, start_all, variables
+from berth.trial.worker_processes import Worker, WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState
 from bus.contracts.operations import AdminState, HostAdminState, SetAdminState

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, ComputeOutcome, InstanceSpec
 from compute_sim.config import ComputeConfig, IronicConfig

@@ -17,7 +17,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
 from bus.openstack.keystone import KeystoneLogin
 from compute_sim.config import IronicConfig

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from berth.worker_processes import NO_TLS
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.contracts.cell import InstanceSpec
 from bus.contracts.deploy import ConfigDrive, ImageSource, NetworkRequest

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from msgspec.structs import replace
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
 from bus.clock import SystemClock
 from compute_sim.driver import Build, DriverHost, Reschedule
 from compute_sim.drivers.ironic import driver as driver_module

@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from berth.ironic_stand_in import NodePool
+from berth.trial.ironic_stand_in import NodePool
 from bus.clock import SystemClock
 from bus.contracts.deploy import NetworkRequest
 from bus.openstack.keystone import KeystoneLogin

@@ -11,9 +11,9 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from berth.embedded.process import free_port
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
-from berth.worker_processes import NO_TLS
+from berth.trial.embedded.process import free_port
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, Running
 from bus.openstack.keystone import KeystoneLogin

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn, Silent
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.deploy import ImageSource, VolumeRequest

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.contracts.cell import ComputeOutcome
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import cell_conductor.app
 import compute_sim.app
 import placement_worker.app
-from berth.embedded.rabbitmq import RabbitMQ
+from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API, Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received

@@ -14,7 +14,7 @@ import pytest_asyncio
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.ironic_stand_in import IronicStandIn, Silent
+from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
 
 FOREIGN = "90000000-0000-4000-8000-000000000000"

@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from berth.ironic_stand_in import IronicStandIn, Silent
+from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
 from bus.openstack.keystone import KeystoneLogin
 from bus.service.settings import SettingsError

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.ironic_stand_in import IronicStandIn, Silent
+from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
 from ironic_sync.app import rest_source
 from ironic_sync.config import IronicSyncConfig

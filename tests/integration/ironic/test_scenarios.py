@@ -17,7 +17,7 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
-from berth.ironic_stand_in import AmqpAnnouncer, IronicStandIn, replay, shapes
+from berth.trial.ironic_stand_in import AmqpAnnouncer, IronicStandIn, replay, shapes
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.build import HostsPage, HostsQuery
 from bus.rabbitmq import RabbitTransport

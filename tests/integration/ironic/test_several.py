@@ -14,7 +14,7 @@ import ironic_sync.app
 import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
-from berth.ironic_stand_in import IronicStandIn, MemoryAnnouncer
+from berth.trial.ironic_stand_in import IronicStandIn, MemoryAnnouncer
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRequest

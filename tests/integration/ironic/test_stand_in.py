@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.ironic_stand_in import Behaviour, IronicStandIn
-from berth.worker_processes import NO_TLS
+from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from tests.unit.ironic.world import SCENARIOS, Recording
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 import structlog
 
-from berth.ironic_stand_in import Behaviour, NodePool, RequestError, Silent, state_file
-from berth.ironic_stand_in.state_file import load, save, settled
-from berth.metal import simulated_ironic
 from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
-from berth.worker_processes import NO_TLS
+from berth.trial.ironic_stand_in import Behaviour, NodePool, RequestError, Silent, state_file
+from berth.trial.ironic_stand_in.state_file import load, save, settled
+from berth.trial.metal import simulated_ironic
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 
 PATIENCE_S = 60.0

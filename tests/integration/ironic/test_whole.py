@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.embedded.rabbitmq import RabbitMQ
-from berth.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
-from berth.worker_processes import NO_TLS
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.placement import InventoryUpdate

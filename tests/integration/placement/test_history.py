@@ -9,7 +9,7 @@ import asyncpg
 import pytest
 from sqlalchemy.engine import make_url
 
-from berth.embedded.postgres import Postgres
+from berth.trial.embedded.postgres import Postgres
 from bus.contracts.placement import FeedChanges
 from bus.persistence.database import Database
 from placement_worker.operations import export, export_store

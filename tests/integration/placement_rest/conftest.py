@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from berth.embedded.process import free_port
-from berth.worker_processes import NO_TLS
+from berth.trial.embedded.process import free_port
+from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock, new_uuid
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment

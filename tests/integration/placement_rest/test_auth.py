@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from starlette.responses import JSONResponse, Response
 
-from berth.embedded.process import free_port
+from berth.trial.embedded.process import free_port
 from bus.clock import SystemClock
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth

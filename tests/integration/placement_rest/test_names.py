@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from berth.embedded.process import free_port
+from berth.trial.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig

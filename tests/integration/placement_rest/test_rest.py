@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from berth.embedded.process import free_port
+from berth.trial.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
 from placement_worker.rest.config import RestConfig

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from berth.embedded.process import free_port
-from berth.worker_processes import NO_TLS
+from berth.trial.embedded.process import free_port
+from berth.trial.worker_processes import NO_TLS
 from placement_worker.rest.config import RestConfig
 from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement
 

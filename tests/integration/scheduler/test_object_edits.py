@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from berth.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
+from berth.client.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChanged, StoredObject
 from bus.faults import RequestRefused
 from tests.integration.scheduler.test_objects import change, flavor

@@ -74,6 +74,16 @@ def test_a_worker_imports_itself_and_the_bus(worker: str) -> None:
     assert wrong == []
 
 
+def test_what_is_installed_imports_nothing_of_the_laboratory_or_the_tests() -> None:
+    wrong = [
+        f"{where(path, line)} imports {module}"
+        for path in sources(*OURS)
+        for module, line in imports(path)
+        if any(within(module, other) for other in ("lab", "tests"))
+    ]
+    assert wrong == []
+
+
 def test_the_replica_drags_nothing_of_its_owner_along_but_its_domain() -> None:
     allowed = ("placement_worker.replica", "placement_worker.domain", "bus")
     wrong = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.reference.messages import _type
+from lab.reference.messages import _type
 
 
 @pytest.mark.parametrize(("bound", "printed"), [(0, "0"), (0.0, "0"), (3600.0, "3600"), (0.5, "0.5")])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from berth.chaos.churn import STUCK_S, Churn
-from berth.chaos.plan import ChaosPlan
 from berth.client import BuildClient, Track
 from bus.clock import SystemClock
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
+from lab.chaos.churn import STUCK_S, Churn
+from lab.chaos.plan import ChaosPlan
 
 
 class HandClock(SystemClock):

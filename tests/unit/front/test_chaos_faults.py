@@ -9,11 +9,11 @@ from typing import cast
 
 import pytest
 
-from berth.chaos.deployment import Deployment
-from berth.chaos.faults import SERVER_STARTS, FaultInjector
-from berth.chaos.plan import BROKER, FaultKind, FaultSchedule, FaultSpec, PlannedFault
-from berth.embedded.process import ServerFailed
+from berth.trial.embedded.process import ServerFailed
 from bus.clock import SystemClock
+from lab.chaos.deployment import Deployment
+from lab.chaos.faults import SERVER_STARTS, FaultInjector
+from lab.chaos.plan import BROKER, FaultKind, FaultSchedule, FaultSpec, PlannedFault
 
 KILLED = PlannedFault(kind=FaultKind.KILL, role=BROKER, target=BROKER, lasts_s=0.0)
 

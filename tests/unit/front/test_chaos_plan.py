@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from berth.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, ChaosPlan, FaultKind, FaultSchedule, FaultSpec, PlannedFault
-from berth.chaos.run import chosen
+from lab.chaos.plan import DECK, MAX_BROKEN, MAX_PAUSED, ChaosPlan, FaultKind, FaultSchedule, FaultSpec, PlannedFault
+from lab.chaos.run import chosen
 
 NAMES = {
     "scheduler": ["scheduler1", "scheduler2"],

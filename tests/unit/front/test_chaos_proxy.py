@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from berth.chaos.proxy import MAX_HELD_BYTES, TcpProxy
+from lab.chaos.proxy import MAX_HELD_BYTES, TcpProxy
 
 BIG = bytes(range(256)) * 16_384  # 4 MiB
 

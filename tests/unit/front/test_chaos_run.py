@@ -6,8 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-from berth.chaos.plan import ChaosPlan
-from berth.chaos.run import Run
+from lab.chaos.plan import ChaosPlan
+from lab.chaos.run import Run
 
 HANGS_S = 20.0
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import msgspec
 
-from berth.chaos.churn import Ended
-from berth.chaos.faults import Injected
-from berth.chaos.plan import FaultKind, PlannedFault
-from berth.chaos.tally import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
-from berth.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, SourceFact
+from berth.audit.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, SourceFact
 from bus.contracts.build import BuildEvent, BuildState
+from lab.chaos.churn import Ended
+from lab.chaos.faults import Injected
+from lab.chaos.plan import FaultKind, PlannedFault
+from lab.chaos.tally import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
 
 A, B, HOST = "a" * 8, "b" * 8, "h" * 8
 NOTHING = Tally(lost=(), doubled=(), leaked=(), overcommitted=0)

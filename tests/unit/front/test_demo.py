@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from berth.client import Track
-from berth.demo import Undisturbed, failed_as_planned, planned, short, undisturbed
 from berth.load import LoadPlan
 from berth.load.summary import Failure, sum_up
 from berth.render import failures_in_words, render_load
+from lab.demo.run import Undisturbed, failed_as_planned, planned, short, undisturbed
 
 
 def track(flavor: str, published: float, ended: float | None, state: str = "active") -> Track:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from berth.reference import messages
-from berth.reference.pages import PAGES
+from lab.reference import messages
+from lab.reference.pages import PAGES
 
 DOCS = Path(__file__).parents[3] / "docs"
 # Sphinx keeps all that it makes to the end; to look for garbage in it is a quarter of the processor that it takes.

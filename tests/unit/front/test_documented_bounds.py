@@ -10,12 +10,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from berth.reference.messages import render
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.catalogue.rows import MessageRow
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
+from lab.reference.messages import render
 from placement_worker.domain.server_groups import permitted
 
 ROOT = Path(__file__).parents[3]

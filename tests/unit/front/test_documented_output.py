@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from berth.audit.findings import findings
 from berth.commands import services
 from berth.commands.audit import show_finding
 from berth.commands.drain import show_begun, show_drain, show_progress
 from berth.commands.hosts import show_decision, show_forgotten, show_hosts
-from berth.findings import findings
 from bus.contracts.build import HostRecord
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind

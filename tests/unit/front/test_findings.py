@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from berth.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
-from berth.invariants import (
+from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
+from berth.audit.invariants import (
     Facts,
     InstanceFact,
     InventoryFact,
@@ -16,7 +16,7 @@ from berth.invariants import (
     ServiceDownFact,
     SourceFact,
 )
-from berth.repairing import MAX_AT_ONCE, chosen
+from berth.audit.repairing import MAX_AT_ONCE, chosen
 from berth.settings import AuditSettings, Settings
 
 A, B, HOST, OTHER, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab12d")

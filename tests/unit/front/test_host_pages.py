@@ -9,9 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from berth import host_pages
-from berth.client import BuildClient
-from berth.host_pages import json_of, read_hosts
+from berth.client import BuildClient, host_pages
+from berth.client.host_pages import json_of, read_hosts
 from berth.web.api import WebApi
 from berth.web.fleet import FleetReader
 from bus.clock import SystemClock

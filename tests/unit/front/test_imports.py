@@ -18,7 +18,7 @@ OTHERS = {
     "placement_worker.app",
     "scheduler_worker.app",
     "berth.load",
-    "berth.up",
+    "berth.trial.up",
     "berth.web",
 }
 DATABASE = {"alembic", "sqlalchemy"}  # most of what a start costs; only what has a database needs them

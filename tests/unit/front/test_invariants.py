@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.invariants import (
+from berth.audit.invariants import (
     BreakerFact,
     Facts,
     GangFact,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.trace import FreeHost, fragmented
 from berth.commands.as_toml import as_toml
 from berth.commands.trace import differing
 from berth.load import PlanError
@@ -15,6 +14,7 @@ from berth.load.fleet import GPU_CLASS, HostKind, demand, flavor_of, mean_in, re
 from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
 from berth.settings import read_settings
 from compute_sim.domain.hosts import plan_hosts, tree
+from lab.benchmarks.trace import FreeHost, fragmented
 from scheduler_worker.domain.flavor_parser import parse
 
 HOSTS = (

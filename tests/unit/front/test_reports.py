@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from berth import gather
-from berth.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
-from berth.invariants import InstanceFact
+from berth.audit import gather
+from berth.audit.gather import REPORT_TIMEOUT_S, SILENCE_S, Reports
+from berth.audit.invariants import InstanceFact
 from berth.settings import CellSettings, Settings
 from berth.site import Site
 from bus.bus import API, Bus

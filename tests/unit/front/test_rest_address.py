@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from berth.embedded.process import free_port
 from berth.rest_address import LOOPBACK, at_http, for_up
 from berth.settings import Settings, UpSettings
+from berth.trial.embedded.process import free_port
 from placement_worker.rest.auth import TokenFile
 from placement_worker.rest.config import KeystoneConfig, RestConfig
 

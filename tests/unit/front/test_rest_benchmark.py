@@ -1,4 +1,4 @@
-"""The parts of benchmarks/rest_beside.py that could be wrong without any notice."""
+"""The parts of lab/benchmarks/rest_beside.py that could be wrong without any notice."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from benchmarks.rest_beside import sizes
-from benchmarks.rest_client import LATE, Outcome, Reader
-from benchmarks.rest_phases import FLAT, Phase, like
-from benchmarks.rest_report import Figures, Row, add
+from lab.benchmarks.rest_beside import sizes
+from lab.benchmarks.rest_client import LATE, Outcome, Reader
+from lab.benchmarks.rest_phases import FLAT, Phase, like
+from lab.benchmarks.rest_report import Figures, Row, add
 
 ANSWERS = (
     b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n" + b'{"a":"\r\n\r\n"}',

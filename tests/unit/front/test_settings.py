@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from berth.commands.as_toml import as_toml
-from berth.reference.settings import _struct
 from berth.settings import Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
 from bus.service.settings import HIDDEN, SettingsError, describe, describe_fields, redact
+from lab.reference.settings import _struct
 from scheduler_worker.config import DEFAULT_FLAVORS, Flavor
 
 

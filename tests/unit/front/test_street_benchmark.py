@@ -1,4 +1,4 @@
-"""The parts of benchmarks/street.py and benchmarks/scale.py that could be wrong without any notice."""
+"""The parts of lab/benchmarks/street.py and lab/benchmarks/scale.py that could be wrong without any notice."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks import scale, street, street_pair, street_systems
-from benchmarks.scale import Run, Scale, parse_parts, read, spread, tables, with_run
-from benchmarks.street_report import Result
+from lab.benchmarks import scale, street, street_pair, street_systems
+from lab.benchmarks.scale import Run, Scale, parse_parts, read, spread, tables, with_run
+from lab.benchmarks.street_report import Result
 
 ROOT = Path(__file__).parents[3]
 
@@ -33,13 +33,13 @@ def run(hosts: int, schedulers: int = 1, *, boots_per_s: float | None = None) ->
 
 
 def test_the_line_that_the_issue_names_is_there_to_be_typed() -> None:
-    path = ROOT / "benchmarks" / "street"
+    path = ROOT / "scripts" / "street"
     assert os.access(path, os.X_OK)
-    assert "benchmarks.street" in path.read_text()
+    assert "lab.benchmarks.street" in path.read_text()
 
 
 def test_the_earlier_and_the_present_street_are_compared_by_what_both_have() -> None:
-    assert os.access(ROOT / "benchmarks" / "pair", os.X_OK)
+    assert os.access(ROOT / "scripts" / "pair", os.X_OK)
     earlier, now = (msgspec.to_builtins(result(rate)) for rate in (1_000.0, 1_500.0))
     now["idle_spent_ms"] = {"queued": 1.0}
     lines = list(street_pair.table(earlier, now))

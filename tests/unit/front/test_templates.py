@@ -17,7 +17,7 @@ from typing import Annotated, Any, Union
 import pytest
 from jinja2 import nodes
 
-from berth.quota_use import QuotaUse
+from berth.client.quota_use import QuotaUse
 from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
 from berth.web.fleet import CellView, HostChange, HostDetail

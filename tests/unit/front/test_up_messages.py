@@ -11,8 +11,8 @@ from berth.commands.up_messages import as_processes, block, one_process
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site
-from berth.up_processes import ProcessCounts, RunningProcesses
-from berth.worker_processes import WorkerProcesses
+from berth.trial.up_processes import ProcessCounts, RunningProcesses
+from berth.trial.worker_processes import WorkerProcesses
 from placement_worker.rest.config import RestConfig
 
 URL = "postgresql://berth:hunter2@127.0.0.1:5433/postgres"

@@ -11,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from berth import supervisor as supervisor_module
 from berth.commands import processes as commands
-from berth.embedded.process import Account, GuardedProcess, ServerFailed
 from berth.settings import CellSettings, Settings, UpSettings
 from berth.site import Site
-from berth.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.up_processes import ProcessCounts, RunningProcesses, computes_on_record, numbers, start
-from berth.worker_processes import Worker, WorkerProcesses
+from berth.trial import supervisor as supervisor_module
+from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed
+from berth.trial.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
+from berth.trial.up_processes import ProcessCounts, RunningProcesses, computes_on_record, numbers, start
+from berth.trial.worker_processes import Worker, WorkerProcesses
 from tests.unit.front.world import HandClock
 
 PATIENCE_S = 30.0

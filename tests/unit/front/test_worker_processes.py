@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from berth.embedded.process import Account, GuardedProcess, ServerFailed, free_port
-from berth.worker_processes import Worker, WorkerProcesses
+from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed, free_port
+from berth.trial.worker_processes import Worker, WorkerProcesses
 from bus.service.health import Health
 
 LIVES = ("/bin/sh", "-c", "exec sleep 600")

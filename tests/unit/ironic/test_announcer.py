@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from berth.ironic_stand_in.announcer import AmqpAnnouncer
+from berth.trial.ironic_stand_in.announcer import AmqpAnnouncer
 from bus.port import BusUnavailable
 
 

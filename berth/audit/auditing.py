@@ -1,0 +1,111 @@
+"""Audits a running system at intervals: where its book, its records and its hosts disagree."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import msgspec
+from msgspec import Struct
+
+from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, findings
+from berth.audit.gather import gather
+from berth.audit.invariants import Facts
+from berth.site import Site
+from bus.contracts.objects import Aggregate
+from bus.persistence.database import Database
+from scheduler_worker.domain.flavors import ZONE_KEY
+
+_HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND attempt > 0"
+# A delete stays requested when the instance is deleted.
+_OPEN_REQUESTS = """
+SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
+"""
+# Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
+# until: workers (a claim names its run).
+_IN_DOUBT = "SELECT instance_uuid::text FROM build_requests WHERE claim_in_doubt AND state <> 'deleted'"
+_CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
+# Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
+_MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
+# Aggregates that make zones, and requests that name one. A host's aggregates are the book's: what Placement's API
+# changes there, no scheduler can refuse.
+_ZONES = "SELECT body FROM objects WHERE kind = 'aggregate' AND body LIKE '%\"availability_zone\"%' ORDER BY name"
+# Requests of before U+0000 was refused may hold it, which PostgreSQL does not read as JSON.
+_ZONED = r"""
+SELECT instance_uuid::text, (CASE WHEN strpos(request, '\u0000') > 0
+    THEN regexp_replace(request, '(\\\\)|\\u0000', '\1', 'g') ELSE request END)::json ->> 'availability_zone'
+FROM build_requests
+WHERE state = 'active' AND request LIKE '%"availability_zone":"%' ORDER BY instance_uuid
+"""
+_MEMBERS = """
+SELECT p.uuid::text, a.aggregate::text FROM provider_aggregates a JOIN providers p ON p.id = a.provider_id
+WHERE a.aggregate = ANY($1::uuid[]) ORDER BY 1, 2
+"""
+
+
+class AuditPass(Struct, frozen=True):
+    """The changes of one pass. confirmed: every finding that is confirmed by now."""
+
+    new: tuple[AuditFinding, ...]
+    gone: tuple[AuditFinding, ...]
+    confirmed: Confirmed
+    at_s: float
+
+
+async def read_facts(site: Site) -> AuditFacts:
+    """All facts of one pass. Requests under way are read before and after the rest: it is under way in between, too."""
+    environment = site.environment("audit")
+    scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
+    try:
+        busy = await _busy(scheduler)
+        facts = await gather(site)
+        async with book.raw() as connection:
+            held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
+        async with scheduler.raw() as connection:
+            migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
+            in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT)}
+        zones = await _outside_zones(site, facts, scheduler, book)
+        busy |= await _busy(scheduler)
+        return AuditFacts(
+            facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+        )
+    finally:
+        await scheduler.close()
+        await book.close()
+
+
+async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
+    """One pass every `every_s` seconds, counted from the begin of the last; at once where a pass takes longer."""
+    confirmed = Confirmed()
+    while True:
+        began_s = site.clock.monotonic()
+        found = findings(await read_facts(site))
+        now_s = site.clock.monotonic()
+        new, gone = confirmed.apply(found, now_s)
+        yield AuditPass(tuple(new), tuple(gone), confirmed, now_s)
+        await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
+
+
+async def _outside_zones(site: Site, facts: Facts, scheduler: Database, book: Database) -> dict[str, tuple[str, str]]:
+    """{instance: (the zone that its request names, its host's)} where they differ."""
+    async with scheduler.raw() as connection:
+        bodies = [msgspec.json.decode(row[0], type=Aggregate) for row in await connection.fetch(_ZONES)]
+        zone_of = {one.uuid: one.metadata[ZONE_KEY] for one in bodies if ZONE_KEY in one.metadata}
+        named = dict(await connection.fetch(_ZONED)) if zone_of else {}
+    if not named:
+        return {}
+    async with book.raw() as connection:
+        members = await connection.fetch(_MEMBERS, list(zone_of))
+    there = {host: zone_of[aggregate] for host, aggregate in members}
+    default = site.settings.scheduler.default_availability_zone
+    found: dict[str, tuple[str, str]] = {}
+    for one in facts.instances:
+        zone = there.get(one.host_uuid or "", default)
+        if named.get(one.instance_uuid, zone) != zone:
+            found[one.instance_uuid] = named[one.instance_uuid], zone
+    return found
+
+
+async def _busy(scheduler: Database) -> set[str]:
+    async with scheduler.raw() as connection:
+        rows = [*await connection.fetch(_OPEN_REQUESTS), *await connection.fetch(_CHANGED)]
+    return {row[0] for row in rows}

@@ -1,0 +1,449 @@
+"""Gathers the facts that the invariants are judged by: from PostgreSQL, and from the hosts' own reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from berth.added_cells import with_added_cells
+from berth.audit.invariants import (
+    ALIVE,
+    AT_REST,
+    DEPARTED,
+    KEPT,
+    RESIZED,
+    BreakerFact,
+    Facts,
+    GangFact,
+    InstanceFact,
+    InventoryFact,
+    MoveFact,
+    QuarantineFact,
+    RunningFact,
+    ServiceDownFact,
+    SourceFact,
+)
+from berth.site import Site, process_name
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import ComputeHosts, ReportHosts
+from bus.contracts.placement import Change
+from bus.persistence.database import Database
+from cell_conductor.domain.leases import LeaseState
+from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.leases import PostgresLeases
+from cell_conductor.store.safety import KEEP, PostgresSafety
+
+# Hosts are waited for until each that should run something has reported, and each service that began a report of all
+# its hosts has ended it; at most this long, in which 100,000 hosts report their machines even on a busy machine ...
+REPORT_TIMEOUT_S = 60.0
+# ... and for no page at all no longer than this: a service that is up begins to answer a request within it.
+SILENCE_S = 8.0
+# Hosts that should run nothing need not report: after this long without a page every service that is up has reported.
+REPORT_QUIET_S = 0.5
+FIRST_REPORT_S = 2.5
+REST_POLL_S = 0.2
+
+_INVENTORIES = """
+SELECT p.uuid::text, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used
+FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
+"""
+_ALLOCATIONS = """
+SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
+FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
+"""
+_ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
+_FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
+# The usage that the book keeps beside each inventory against the sum of its allocations, both ways round.
+_AUDIT = """
+SELECT p.uuid::text AS provider, c.name, coalesce(i.used, 0) AS used, coalesce(a.amount, 0) AS amount
+FROM inventories i
+FULL JOIN (SELECT provider_id, class_id, sum(amount) AS amount FROM allocations GROUP BY 1, 2) a
+  ON a.provider_id = i.provider_id AND a.class_id = i.class_id
+LEFT JOIN providers p ON p.id = coalesce(i.provider_id, a.provider_id)
+LEFT JOIN resource_classes c ON c.id = coalesce(i.class_id, a.class_id)
+WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
+"""
+_REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
+_CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
+_SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
+_INSTANCES = f"""
+SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
+WHERE state NOT IN ('{RESIZED}', '{DEPARTED}', '{KEPT}')
+"""
+# A move that has arrived and awaits its confirm has two machines.
+_RESIZED = f"""
+SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}',
+       record #>> '{{move,source,host_uuid}}', coalesce(record #>> '{{move,source_attempt}}', '0')::int,
+       coalesce(record #>> '{{move,source,service}}', ''), record #>> '{{move,kept,cell}}'
+FROM instances WHERE state = '{RESIZED}'
+"""
+# One that awaits its confirm in another cell has its second machine here.
+_KEPT = f"""
+SELECT uuid::text, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}' FROM instances
+WHERE state = '{KEPT}'
+"""
+_LOOSE = f"""
+SELECT count(*) FILTER (WHERE state = '{KEPT}') - count(*) FILTER (WHERE record #>> '{{move,kept,cell}}' IS NOT NULL)
+FROM instances WHERE state IN ('{KEPT}', '{RESIZED}')
+"""
+_DEPLOYMENT = "SELECT deployment::text FROM identity"
+_MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
+# A dispatch alone writes the instance map. The cell of a member that was not dispatched is that of an older allocation.
+_GANGS = """
+SELECT b.gang::text, max(b.gang_min), count(*), count(c.instance_uuid),
+       count(*) FILTER (WHERE c.instance_uuid IS NULL AND b.delete_requested), min(b.created_at)
+FROM build_requests b LEFT JOIN instance_cells c ON c.instance_uuid = b.instance_uuid
+WHERE b.gang IS NOT NULL GROUP BY b.gang
+"""
+_UNSENT = "SELECT count(*) FROM outbox"
+
+# Of a system at rest an instance still changes by itself when the time to confirm its move ends. If one has while the
+# others were read, what was read does not belong together.
+READS = 5
+
+
+async def gather(
+    site: Site,
+    *,
+    accepted: Sequence[str] = (),
+    events: Sequence[BuildEvent] | None = None,
+    changes: Sequence[Change] | None = None,
+    connections: Sequence[tuple[str, str, bool]] | None = None,
+) -> Facts:
+    """Read everything. Facts that the caller received itself (events, changes) are passed through."""
+    site = await with_added_cells(site)
+    environment = site.environment("check")
+    book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
+    cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
+    try:
+        facts = await _facts(site, book, scheduler, cells)
+        for _ in range(READS - 1):
+            if _by_uuid(await _resized(cells)) == _by_uuid(
+                one for one in facts.instances if one.state in (RESIZED, KEPT)
+            ):
+                break
+            facts = await _facts(site, book, scheduler, cells)
+        return msgspec.structs.replace(
+            facts, accepted=accepted, events=events, changes=changes, connections=connections
+        )
+    finally:
+        for database in (book, scheduler, *cells.values()):
+            await database.close()
+
+
+async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
+    """Read the databases and the hosts, one after the other."""
+    instances = await _instances(cells)
+    running, down = await _running(site, cells, instances)
+    return Facts(
+        inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
+        allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
+        roots=dict(await _rows(book, _ROOTS)),
+        requests=dict(await _rows(scheduler, _REQUESTS)),
+        cells=dict(await _rows(scheduler, _CELLS)),
+        instances=instances,
+        running=running,
+        feed=await _feed(book),
+        audit=[f"{p} {c}: the book has {u}, its allocations {a}" for p, c, u, a in await _rows(book, _AUDIT)],
+        breakers=await _breakers(cells),
+        quarantine=await _quarantine(cells),
+        moves=[MoveFact(*row) for row in await _rows(scheduler, _MOVES)],
+        gangs=await _gangs(scheduler, site.clock.time() - site.settings.scheduler.ended_retention_s),
+        down=[fact for _, fact in sorted(down.items())],
+    )
+
+
+def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
+    return {one.instance_uuid: one for one in instances}
+
+
+async def _running(
+    site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
+) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
+    """(the services' reports of hosts that have living instances, the services that are down or do not report)."""
+    down = await _down(cells)
+    there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
+    wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
+    reports, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+    down.update(unreported)
+    return [fact for one in reports for fact in one.facts()], down
+
+
+async def rest(site: Site, *, timeout_s: float) -> bool:
+    """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out.
+
+    Requests under way at a compute service that is down are not awaited.
+    """
+    site = await with_added_cells(site)
+    environment = site.environment("rest")
+    scheduler = environment.database("scheduler", pool_size=1)
+    cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
+    deadline = site.clock.monotonic() + timeout_s
+    try:
+        while not await _at_rest(scheduler, cells):
+            if site.clock.monotonic() > deadline:
+                return False
+            await site.clock.sleep(REST_POLL_S)
+        return True
+    finally:
+        for database in (scheduler, *cells.values()):
+            await database.close()
+
+
+async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
+    open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
+    settled = ", ".join(f"'{state}'" for state in sorted(AT_REST | {KEPT}))
+    down_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
+    under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
+    unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
+    # A machine that is kept is at rest while its instance awaits its confirm in another cell.
+    if sum([(await _rows(database, _LOOSE))[0][0] for database in cells.values()]):
+        return False
+    for database in cells.values():
+        going, down = (await _rows(database, under_way))[0]
+        unsent += (await _rows(database, _UNSENT))[0][0] + going - down
+        stuck += down
+    open_moves = "SELECT count(DISTINCT instance_uuid) FROM moves WHERE NOT terminal"
+    if (await _rows(scheduler, open_moves))[0][0] > stuck:
+        return False
+    return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
+
+
+async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
+    async with database.raw() as connection:
+        return [tuple(row) for row in await connection.fetch(statement)]
+
+
+async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
+    """The gangs of which no member's record can have been purged: requested after that time, in seconds since the
+    epoch.
+    """
+    return [
+        GangFact(uuid=uuid, members=members, min_count=least, sent=sent, withdrawn=withdrawn)
+        for uuid, least, members, sent, withdrawn, requested_at in await _rows(scheduler, _GANGS)
+        if requested_at > after
+    ]
+
+
+async def _feed(book: Database) -> tuple[int, int, int]:
+    lowest, highest, rows = (await _rows(book, _FEED))[0]
+    return lowest, highest, rows
+
+
+def _by_consumer(rows: Sequence[Sequence[Any]]) -> dict[str, dict[str, dict[str, int]]]:
+    held: dict[str, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
+    for consumer, provider, name, amount in rows:
+        held[str(consumer)][str(provider)][str(name)] = int(amount)
+    return held
+
+
+async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
+    found: list[InstanceFact] = []
+    for cell, database in cells.items():
+        for uuid, state, host, attempt, service in await _rows(database, _INSTANCES):
+            at = None if host is None else str(host)
+            found.append(InstanceFact(str(uuid), cell, str(state), at, int(attempt), str(service)))
+    return [*found, *await _resized(cells)]
+
+
+async def _resized(cells: dict[str, Database]) -> list[InstanceFact]:
+    """The instances that await their confirm, with their second machines; and machines kept for no such instance."""
+    kept = {
+        (uuid, cell): (InstanceFact(uuid, cell, KEPT, host, int(attempt), service), by)
+        for cell, database in cells.items()
+        for uuid, host, attempt, service, by in await _rows(database, _KEPT)
+    }
+    found: list[InstanceFact] = []
+    for cell, database in cells.items():
+        for uuid, state, host, attempt, service, *source, former in await _rows(database, _RESIZED):
+            beside = SourceFact(*source) if former is None else None
+            if (elsewhere := kept.pop((uuid, former), None)) is not None:
+                one, by = elsewhere
+                beside = SourceFact(by, one.host_uuid or "", one.attempt, one.service)
+            found.append(InstanceFact(uuid, cell, state, host, int(attempt), service, beside))
+    return [*found, *(one for one, _ in kept.values())]
+
+
+async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceDownFact]:
+    """The compute services that a conductor of their cell has recorded as silent or stopped."""
+    return {
+        (cell, lease.service): ServiceDownFact(
+            cell=cell,
+            service=lease.service,
+            why=f"{lease.state} since {_clock_time(lease.since)} UTC: {lease.reason}",
+            is_expected=lease.state is LeaseState.STOPPED,
+        )
+        for cell, database in cells.items()
+        for lease in await PostgresLeases(database).leases()
+        if lease.state is not LeaseState.UP
+    }
+
+
+def _clock_time(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+async def _deployment(database: Database) -> str:
+    return str((await _rows(database, _DEPLOYMENT))[0][0])
+
+
+async def _breakers(cells: Mapping[str, Database]) -> list[BreakerFact]:
+    return [
+        BreakerFact(
+            cell=cell,
+            service=one.service,
+            is_open=one.is_open,
+            tripped_at=one.tripped_at,
+            lost=one.lost,
+            quarantined=one.quarantined,
+            over=one.over,
+        )
+        for cell, database in cells.items()
+        for one in await PostgresSafety(database).breakers()
+    ]
+
+
+async def _quarantine(cells: Mapping[str, Database]) -> list[QuarantineFact]:
+    return [
+        QuarantineFact(
+            cell,
+            one.service,
+            one.machine.host_uuid,
+            one.machine.uuid,
+            one.machine.why,
+            one.verdict,
+            one.verdict == KEEP,
+        )
+        for cell, database in cells.items()
+        for one in await PostgresSafety(database).records()
+        if one.machine.kind is UnexplainedKind.QUARANTINED
+    ]
+
+
+async def _reports(
+    site: Site, wanted: Mapping[tuple[str, str], str], deployments: Mapping[str, str], also: Collection[str] = ()
+) -> tuple[list[Reports], dict[tuple[str, str], ServiceDownFact]]:
+    """The reports of every host that answers, queried on each cell's own bus; and the services that did not answer.
+
+    wanted: {(cell, host): service} of those that must answer. deployments: the identity of each cell's database,
+    by which the owner of a machine's mark is known. also: hosts of any cell that are waited for.
+    """
+    missing = {*also, *(host for _, host in wanted)}
+    per_cell = await asyncio.gather(*(_cell_report(site, cell, missing, deployments.get(cell)) for cell in site.cells))
+    unreported: dict[tuple[str, str], ServiceDownFact] = {}
+    for (cell, host), service in wanted.items():
+        if host in missing and not per_cell[site.cells.index(cell)].has_whole(service):
+            why = f"it did not answer within {SILENCE_S:g} s"
+            unreported[cell, service] = ServiceDownFact(cell=cell, service=service, why=why)
+    return list(per_cell), unreported
+
+
+async def reported(
+    site: Site, wanted: Mapping[tuple[str, str], str], also: Collection[str]
+) -> tuple[list[RunningFact], set[str]]:
+    """The machines of every host that answers, and those hosts. wanted: {(cell, host): service} of those that are
+    waited for. also: further hosts that are.
+    """
+    deployments: dict[str, str] = {}
+    for cell in sorted({cell for cell, _ in wanted}):
+        database = site.environment("check").database(f"cell_{cell}", pool_size=1)
+        try:
+            deployments[cell] = await _deployment(database)
+        finally:
+            await database.close()
+    reports, _ = await _reports(site, wanted, deployments, also)
+    return [fact for one in reports for fact in one.facts()], {host for one in reports for host in one.hosts()}
+
+
+async def _cell_report(site: Site, cell: str, missing: set[str], deployment: str | None) -> Reports:
+    bus = site.bus(process_name("check"), cell)  # two checks may be under way
+    reports = Reports(site.clock, missing, deployment)
+    consumer = bus.consumer("client.hosts.{process}", reports.take, concurrency=1, prefetch=1000)
+    await bus.open()
+    try:
+        await consumer.start()
+        await bus.publish(ReportHosts(why="check"))
+        await reports.whole()
+        await consumer.drain(1.0)
+        return reports
+    finally:
+        await bus.close()
+
+
+class Reports:
+    """Collects ComputeHosts until they are whole. missing: hosts, of all cells, that have yet to report."""
+
+    def __init__(self, clock: Clock, missing: set[str], deployment: str | None = None) -> None:
+        self._clock = clock
+        self._deployment = deployment
+        self._missing = missing
+        self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
+        self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages received, pages)}
+        self._received_at = clock.monotonic()
+
+    async def whole(self) -> None:
+        """Wait for every host that must report and every report begun; in the end for quiet: who else lives?"""
+        started = self._clock.monotonic()
+        while (now := self._clock.monotonic()) - started < REPORT_TIMEOUT_S:
+            quiet_s = now - (self._received_at if self._by_host else started)
+            if quiet_s >= SILENCE_S:
+                return
+            enough_s = REPORT_QUIET_S if self._by_host else FIRST_REPORT_S
+            if quiet_s >= enough_s and self.is_whole:
+                return
+            await self._clock.sleep(0.05)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is known to be missing."""
+        return not self._missing and all(len(received) >= pages for _, received, pages in self._pages.values())
+
+    def has_whole(self, service: str) -> bool:
+        """Whether the newest report of this service has come, with all its pages."""
+        report = self._pages.get(service)
+        return report is not None and len(report[1]) >= report[2]
+
+    def hosts(self) -> set[str]:
+        """Every host that has answered."""
+        return set(self._by_host)
+
+    def facts(self) -> list[RunningFact]:
+        """Every machine reported, the newest report of each host."""
+        return [fact for _, facts in self._by_host.values() for fact in facts]
+
+    async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Pages as they come, in any order."""
+        for received in batch:
+            if isinstance(received.message, ComputeHosts):
+                self._fold(received.message)
+        self._received_at = self._clock.monotonic()
+        return [Done() for _ in batch]
+
+    def _fold(self, page: ComputeHosts) -> None:
+        order = (page.epoch, page.sequence)
+        if page.first_sequence:
+            report = (page.epoch, page.first_sequence)
+            last, received, _ = self._pages.get(page.service, (report, set(), 0))
+            if report >= last:
+                received = received if report == last else set()
+                self._pages[page.service] = report, received | {page.sequence}, page.pages
+        for host in page.hosts:
+            if host.running is None:
+                continue
+            self._missing.discard(host.uuid)
+            known = self._by_host.get(host.uuid)
+            if known is None or known[0] <= order:
+                machines = [
+                    RunningFact(
+                        r.instance_uuid, r.attempt, host.uuid, self._deployment in (None, r.deployment), r.stopped
+                    )
+                    for r in host.running
+                ]
+                self._by_host[host.uuid] = (order, machines)

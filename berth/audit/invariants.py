@@ -1,0 +1,532 @@
+"""The invariants of `berth check` as plain functions over facts gathered from the outside.
+
+`Facts` holds the contents of the resource book, the schedulers' and conductors' records, the hosts' own reports and the
+client's event stream. `check_invariants` compares them. Gathering is `berth.audit.gather`; nothing here does any I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from datetime import UTC, datetime
+from math import floor
+
+from msgspec import Struct
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.placement import Change
+
+MAX_EXAMPLES = 5
+
+# Instance states in which nothing is under way.
+TOMBSTONE = "tombstone"
+DEPARTED = "departed"  # another cell has it: this record is no instance
+RESIZED = "resized"
+KEPT = "kept"  # another cell has it: this one keeps its stopped machine, to which it may go back
+AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
+# Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
+ALIVE = frozenset({"active", RESIZED})
+# Of a request: no client wants its instance.
+ENDED = frozenset({BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED})
+
+
+class InventoryFact(Struct, frozen=True):
+    """One inventory row of the book."""
+
+    provider: str
+    resource_class: str
+    total: int
+    reserved: int
+    allocation_ratio: float
+    capacity: float
+    used: int
+
+
+class SourceFact(Struct, frozen=True):
+    """The source of a move that awaits its confirm. migration: the consumer that holds its allocation meanwhile."""
+
+    migration: str
+    host_uuid: str
+    attempt: int
+    service: str = ""
+
+
+class InstanceFact(Struct, frozen=True):
+    """One instance as its cell's conductor has it. service: the compute service of its host, "" when it has none.
+
+    source: of a resized one.
+    """
+
+    instance_uuid: str
+    cell: str
+    state: str
+    host_uuid: str | None
+    attempt: int
+    service: str = ""
+    source: SourceFact | None = None
+
+    @property
+    def source_elsewhere(self) -> SourceFact | None:
+        """The source, if it is another machine than the instance's own: not that of a resize in place."""
+        return self.source if self.source is not None and self.source.host_uuid != self.host_uuid else None
+
+
+class ServiceDownFact(Struct, frozen=True, kw_only=True):
+    """A compute service that sends no report of its hosts. why: a sentence. is_expected: it was stopped on purpose."""
+
+    cell: str
+    service: str
+    why: str
+    is_expected: bool = False
+
+
+class RunningFact(Struct, frozen=True):
+    """One machine that a host reports. has_mark: it carries the mark of its cell's database. is_stopped: it is there,
+    and does not run.
+    """
+
+    instance_uuid: str
+    attempt: int
+    host_uuid: str
+    has_mark: bool = True
+    is_stopped: bool = False
+
+
+class BreakerFact(Struct, frozen=True, kw_only=True):
+    """One service's breaker as its cell has it on record."""
+
+    cell: str
+    service: str
+    is_open: bool
+    tripped_at: float
+    lost: int = 0
+    quarantined: int = 0
+    over: int = 0
+
+
+class QuarantineFact(Struct, frozen=True):
+    """One machine in quarantine. verdict: an operator's word, "" until there is one. is_kept: it may stay for good."""
+
+    cell: str
+    service: str
+    host_uuid: str
+    instance_uuid: str
+    why: str
+    verdict: str = ""
+    is_kept: bool = False
+
+
+class MoveFact(Struct, frozen=True):
+    """One request about an instance by the schedulers' record."""
+
+    request_id: str
+    instance_uuid: str
+    kind: str
+    state: str
+    terminal: bool
+
+
+class GangFact(Struct, frozen=True, kw_only=True):
+    """One request for several machines. members: all of them; min_count: how many start together at least.
+
+    sent: those that a scheduler has dispatched to a cell; withdrawn: those that were deleted before.
+    """
+
+    uuid: str
+    members: int
+    min_count: int
+    sent: int
+    withdrawn: int
+
+
+class Facts(Struct, frozen=True, kw_only=True):
+    """Everything the invariants are judged by, all of it read from outside the workers.
+
+    allocations: {consumer: {provider: {class: amount}}}. requests: {instance: state} by the schedulers' record;
+    cells: {instance: cell} by the instance map. events: what clients received, in order of arrival, or None when
+    there was no listener. changes: the change feed as a listener saw it, or None. connections: (process, bus, whether
+    the process belongs to a cell), or None. feed: (lowest, highest, rows) kept. roots: {provider: root}. audit:
+    mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
+    requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
+    or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
+    """
+
+    inventories: Sequence[InventoryFact]
+    allocations: Mapping[str, Mapping[str, Mapping[str, int]]]
+    roots: Mapping[str, str]
+    requests: Mapping[str, str]
+    cells: Mapping[str, str]
+    instances: Sequence[InstanceFact]
+    running: Sequence[RunningFact] | None
+    feed: tuple[int, int, int]
+    audit: Sequence[str] = ()
+    accepted: Sequence[str] = ()
+    events: Sequence[BuildEvent] | None = None
+    changes: Sequence[Change] | None = None
+    connections: Sequence[tuple[str, str, bool]] | None = None
+    breakers: Sequence[BreakerFact] | None = None
+    quarantine: Sequence[QuarantineFact] | None = None
+    down: Sequence[ServiceDownFact] | None = None
+    moves: Sequence[MoveFact] | None = None
+    gangs: Sequence[GangFact] | None = None
+
+
+class InvariantVerdict(Struct, frozen=True, kw_only=True):
+    """How one invariant stands. `examples`: the first few breaches; `checked`: how many things were looked at.
+
+    not_judged: what could not be checked, and why, one line each.
+    """
+
+    name: str
+    sentence: str
+    holds: bool
+    checked: int
+    breaches: int = 0
+    examples: tuple[str, ...] = ()
+    not_judged: tuple[str, ...] = ()
+
+
+def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
+    """Judge every invariant that the facts suffice for, in the order of `berth check`'s output."""
+    return (*_always_checked(facts), *_checked_where_known(facts))
+
+
+def _always_checked(facts: Facts) -> list[InvariantVerdict]:
+    """The invariants that every collection of facts suffices for."""
+    unreported = tuple(_unreported(facts))
+    return [
+        _verdict(
+            "capacity",
+            "used <= capacity on every provider and class, unless its inventory shrank under it",
+            len(facts.inventories),
+            _over_capacity(facts),
+        ),
+        _verdict(
+            "book_adds_up",
+            "the book's usage is the sum of its allocations",
+            len(facts.inventories),
+            iter(facts.audit),
+        ),
+        _verdict(
+            "one_terminal_state",
+            "every accepted request is on record and ends in exactly one terminal state",
+            len(facts.requests),
+            _terminal(facts),
+            tuple(_unsettled_down(facts)),
+        ),
+        _verdict(
+            "built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unreported
+        ),
+        _verdict(
+            "hosts_instances_allocations_agree",
+            "at rest, hosts, instances and allocations agree on what runs",
+            len(facts.instances),
+            _agreement(facts),
+            unreported,
+        ),
+        _verdict("feed_has_no_hole", "the change feed has no hole", facts.feed[2], _feed(facts)),
+        _verdict(
+            "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
+        ),
+    ]
+
+
+def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
+    """The invariants whose facts not every caller collects: None means that they are unknown."""
+    verdicts: list[InvariantVerdict] = []
+    if facts.down is not None:
+        verdicts.append(
+            _verdict(
+                "services_there",
+                "every compute service reports, or was stopped on purpose",
+                len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts)),
+                (f"{one.cell}: {one.service}: {one.why}" for one in facts.down if not one.is_expected),
+            )
+        )
+    if facts.moves is not None:
+        verdicts.append(
+            _verdict("moves_end", "every request about an instance has ended", len(facts.moves), _open_moves(facts))
+        )
+    if facts.gangs is not None:
+        sentence = "of machines that start together enough were started, or none"
+        verdicts.append(_verdict("gangs_whole", sentence, len(facts.gangs), _partial_gangs(facts.gangs)))
+    if facts.breakers is not None:
+        verdicts.append(
+            _verdict("breakers_closed", "no breaker is open", len(facts.breakers), _open_breakers(facts.breakers))
+        )
+    if facts.quarantine is not None:
+        verdicts.append(
+            _verdict(
+                "quarantine_decided",
+                "no machine in quarantine, unless an operator keeps it there",
+                len(facts.quarantine),
+                _quarantined(facts.quarantine),
+            )
+        )
+    if facts.changes is not None:
+        verdicts.append(
+            _verdict("generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes))
+        )
+    if facts.connections is not None:
+        verdicts.append(
+            _verdict(
+                "no_upcall",
+                "no message from a cell to anything above it except announcements",
+                len(facts.connections),
+                _upward(facts.connections),
+            )
+        )
+    return verdicts
+
+
+def _open_moves(facts: Facts) -> Iterator[str]:
+    """Requests at a compute service that is down wait for it."""
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    for move in facts.moves or ():
+        if not move.terminal and move.instance_uuid not in down:
+            yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
+
+
+def _partial_gangs(gangs: Sequence[GangFact]) -> Iterator[str]:
+    for gang in gangs:
+        enough = min(gang.min_count, gang.members - gang.withdrawn)
+        if 0 < gang.sent < enough:
+            yield f"{gang.uuid}: {gang.sent} of {gang.members} were started, and {enough} start together"
+
+
+def _down(facts: Facts) -> set[tuple[str, str]]:
+    return {(one.cell, one.service) for one in facts.down or ()}
+
+
+def _unreported(facts: Facts) -> Iterator[str]:
+    """The machines that services which are down do not report: one line each."""
+    for one in facts.down or ():
+        theirs = [i for i in facts.instances if (i.cell, i.service) == (one.cell, one.service)]
+        alive = sum(i.state in ALIVE for i in theirs)
+        yield f"what {one.service} of {one.cell} runs, {alive} active instances among it ({one.why})"
+
+
+def _unsettled_down(facts: Facts) -> Iterator[str]:
+    for one in facts.down or ():
+        stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
+        if stuck:
+            yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.why})"
+
+
+def _verdict(
+    name: str, sentence: str, checked: int, breaches: Iterator[str], not_judged: tuple[str, ...] = ()
+) -> InvariantVerdict:
+    found = list(breaches)
+    return InvariantVerdict(
+        name=name,
+        sentence=sentence,
+        holds=not found,
+        checked=checked,
+        breaches=len(found),
+        examples=tuple(found[:MAX_EXAMPLES]),
+        not_judged=not_judged,
+    )
+
+
+def _over_capacity(facts: Facts) -> Iterator[str]:
+    for row in facts.inventories:
+        # Reserving an inventory in use is how bare metal is taken out (microversion 1.26): the inventory shrank under
+        # it.
+        unreserved = floor(row.total * row.allocation_ratio)
+        if row.used > row.capacity and row.used > unreserved:
+            yield f"{row.provider} {row.resource_class}: used {row.used} of {row.capacity:g}"
+
+
+def _terminal(facts: Facts) -> Iterator[str]:
+    settled = {BuildState.ACTIVE, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED}
+    for uuid in facts.accepted:
+        if uuid not in facts.requests:
+            yield f"{uuid}: accepted, but no scheduler has it on record"
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
+    for uuid, state in facts.requests.items():
+        if state not in settled and uuid not in down:
+            yield f"{uuid}: still {state}"
+    if facts.events is None:
+        return
+    terminals: dict[str, set[int]] = defaultdict(set)
+    for event in facts.events:
+        # A delete is a request of its own and has its own terminal event. Delivery is at least once: the same event
+        # (by its sequence) may come again, a second one may not.
+        if event.terminal and event.state is not BuildState.DELETED:
+            terminals[event.instance_uuid].add(event.sequence)
+    for uuid in facts.accepted:
+        # A request that ends with 0 beside another end was another request under this uuid: a delete that was given up,
+        # a clash.
+        if (
+            len(terminals[uuid] - {0} or terminals[uuid]) != 1
+            and facts.requests.get(uuid) != BuildState.DELETED
+            and uuid not in down
+        ):
+            yield f"{uuid}: terminal events {sorted(terminals[uuid])}"
+
+
+def settled_machines(facts: Facts) -> list[RunningFact]:
+    """The machines that hosts report, less those that may exist beside the machine of an instance at rest.
+
+    The latter are the stopped source of a move that awaits its confirm, and machines that an operator keeps in
+    quarantine.
+    """
+    sources = {
+        (one.instance_uuid, source.attempt, source.host_uuid)
+        for one in facts.instances
+        if (source := one.source_elsewhere) is not None
+    }
+    kept = {(one.instance_uuid, one.host_uuid) for one in facts.quarantine or () if one.is_kept}
+    return [
+        one
+        for one in facts.running or ()
+        if not (one.is_stopped and (one.instance_uuid, one.attempt, one.host_uuid) in sources)
+        and (one.instance_uuid, one.host_uuid) not in kept
+    ]
+
+
+def holders(facts: Facts) -> dict[str, InstanceFact]:
+    """Consumers that may hold an allocation at rest: {the instance, or the migration that holds its source: it}."""
+    alive = [one for one in facts.instances if one.state in ALIVE]
+    return {
+        **{one.source.migration: one for one in alive if one.source is not None},
+        **{one.instance_uuid: one for one in alive},
+    }
+
+
+def _twice(facts: Facts) -> Iterator[str]:
+    homes: dict[str, str] = {}
+    for instance in facts.instances:
+        other = homes.setdefault(instance.instance_uuid, instance.cell)
+        if other != instance.cell:
+            yield f"{instance.instance_uuid}: in {other} and in {instance.cell}"
+    machines = Counter(running.instance_uuid for running in settled_machines(facts) if running.has_mark)
+    for uuid, count in machines.items():
+        if count > 1:
+            yield f"{uuid}: runs {count} times"
+
+
+def _agreement(facts: Facts) -> Iterator[str]:
+    alive = {i.instance_uuid: i for i in facts.instances if i.state in ALIVE}
+    unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
+    silent = _down(facts)
+    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    for uuid in sorted(unsettled - down):
+        yield f"{uuid}: not at rest"
+    yield from _held(facts, alive, unsettled)
+    if facts.running is not None:
+        yield from _running(facts, alive, unsettled, down)
+
+
+def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str]) -> Iterator[str]:
+    for uuid, instance in alive.items():
+        yield from _held_on(facts, uuid, instance.host_uuid, f"{uuid}: {instance.state}")
+        if (source := instance.source_elsewhere) is not None:
+            what = f"{uuid}: {source.migration} keeps its source"
+            yield from _held_on(facts, source.migration, source.host_uuid, what)
+    # A move under way has a consumer for its source as well: by the requests on record.
+    under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
+    allowed = holders(facts).keys() | unsettled | under_way
+    for uuid in facts.allocations:
+        if uuid not in allowed:
+            yield f"{uuid}: holds an allocation, but is no active instance"
+
+
+def _held_on(facts: Facts, consumer: str, host_uuid: str | None, what: str) -> Iterator[str]:
+    held = facts.allocations.get(consumer)
+    if held is None:
+        yield f"{what}, but holds no allocation"
+        return
+    roots = {facts.roots.get(provider) for provider in held}
+    if host_uuid not in roots:
+        yield f"{what} on {host_uuid}, allocated on {sorted(map(str, roots))}"
+
+
+def _running(
+    facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSet[str], down: AbstractSet[str]
+) -> Iterator[str]:
+    running = settled_machines(facts)
+    # A machine without our mark is another's, unless it is the one on record (an operator may have removed its mark).
+    foreign = [r for r in running if not r.has_mark]
+    places = {r.instance_uuid: r for r in foreign if r.instance_uuid in alive}
+    places.update({r.instance_uuid: r for r in running if r.has_mark})
+    for uuid, instance in alive.items():
+        machine = places.get(uuid)
+        if machine is None:
+            if uuid not in down:
+                yield f"{uuid}: active, but no host runs it"
+        elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
+            yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"
+    quarantined = {one.instance_uuid for one in facts.quarantine or ()}
+    for uuid in places:
+        if uuid not in alive and uuid not in unsettled and uuid not in quarantined:
+            yield f"{uuid}: runs, but is no active instance"
+
+
+def _open_breakers(breakers: Sequence[BreakerFact]) -> Iterator[str]:
+    for one in breakers:
+        if one.is_open:
+            since = datetime.fromtimestamp(one.tripped_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+            yield (
+                f"{one.cell}: the breaker of {one.service} is open since {since} UTC ({one.lost} lost, "
+                f"{one.quarantined} quarantined, {one.over} over): see `berth breaker list`"
+            )
+
+
+def _quarantined(machines: Sequence[QuarantineFact]) -> Iterator[str]:
+    for one in machines:
+        if not one.is_kept:
+            decided = f", released to {one.verdict}, still there" if one.verdict else ": see `berth quarantine list`"
+            yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
+
+
+def _feed(facts: Facts) -> Iterator[str]:
+    lowest, highest, rows = facts.feed
+    if rows and highest - lowest + 1 != rows:
+        yield f"numbers {lowest}..{highest}, but {rows} rows"
+
+
+def _caused(facts: Facts) -> Iterator[str]:
+    moves = {one.request_id for one in facts.moves or ()}
+    for consumer in sorted(facts.allocations.keys() - facts.requests.keys() - moves - holders(facts).keys()):
+        yield f"{consumer}: holds an allocation that was not requested"
+    for instance in facts.instances:
+        if instance.state == TOMBSTONE:  # a delete that came before any build: it had no effect
+            continue
+        request = facts.requests.get(instance.instance_uuid)
+        if request is None:
+            yield f"{instance.instance_uuid}: an instance that was not requested"
+        elif instance.state in ALIVE and request in ENDED:
+            yield f"{instance.instance_uuid}: {instance.state} in {instance.cell}, but its request is {request}"
+        elif facts.cells.get(instance.instance_uuid, instance.cell) != instance.cell:
+            yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
+
+
+def _upward(connections: Sequence[tuple[str, str, bool]]) -> Iterator[str]:
+    for process, bus, in_cell in connections:
+        if in_cell and bus == "api":
+            yield f"{process} has a connection to the API bus"
+
+
+def _generations(changes: Sequence[Change]) -> Iterator[str]:
+    last: dict[str, int] = {}
+    used: dict[str, dict[str, int]] = {}  # by provider, of the classes that a change has named
+    for change in changes:
+        provider, known = change.provider, last.get(change.provider, -1)
+        if change.removed:
+            last.pop(provider, None)
+            used.pop(provider, None)
+            continue
+        stays = change.generation == known and _is_freed(change, used.get(provider, {}))
+        if change.generation <= known and not stays:
+            yield f"{provider}: generation {change.generation} after {known} (number {change.sequence})"
+        last[provider] = change.generation
+        used.setdefault(provider, {}).update(change.used or {})
+
+
+def _is_freed(change: Change, before: Mapping[str, int]) -> bool:
+    """Whether usage falls and nothing else: DELETE /allocations leaves the generation, as the real Placement's does."""
+    return change.used is not None and all(amount <= before.get(name, amount) for name, amount in change.used.items())

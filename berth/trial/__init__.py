@@ -1,0 +1,1 @@
+"""`berth up` and what a trial needs: private servers, workers as processes, an Ironic that is simulated."""

@@ -1,0 +1,115 @@
+"""Real servers and a whole set of worker processes on them: what tests, benchmarks and chaos runs start from."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
+from berth.site import Site
+from berth.trial.embedded.postgres import Postgres
+from berth.trial.embedded.process import GuardedProcess
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.worker_processes import WorkerProcesses
+from compute_sim.config import ComputeConfig
+
+API_VHOST = "berth"
+
+
+class SystemPlan(Struct, frozen=True, kw_only=True):
+    """How many of each worker, and what hosts."""
+
+    cells: tuple[str, ...] = ("cell1", "cell2")
+    schedulers: int = 2
+    placements: int = 2
+    conductors_per_cell: int = 1
+    computes_per_cell: int = 1
+    compute: ComputeConfig = ComputeConfig(hosts=50)
+    durable: bool = True
+
+
+class RealServers:
+    """A private RabbitMQ with a virtual host per bus, and a private PostgreSQL with an empty database."""
+
+    def __init__(
+        self, broker: RabbitMQ, postgres: Postgres, cells: tuple[str, ...], *, database: str = "postgres"
+    ) -> None:
+        self.broker = broker
+        self.postgres = postgres
+        self.urls = broker.add_vhosts((API_VHOST, *cells))
+        self.database_url = postgres.url(database)
+
+    def settings(self, plan: SystemPlan) -> Settings:
+        """Settings of a system on these servers."""
+        return Settings(
+            bus=BusSettings(url=self.urls[API_VHOST]),
+            cells={cell: CellSettings(url=self.urls[cell]) for cell in plan.cells},
+            database=DatabaseSettings(url=self.database_url),
+            compute=plan.compute,
+        )
+
+
+@contextlib.contextmanager
+def real_servers(cells: tuple[str, ...], *, durable: bool) -> Iterator[RealServers]:
+    """Private servers for as long as the block runs. durable: PostgreSQL with fsync, as in production."""
+    with RabbitMQ() as broker, Postgres(durable=durable) as postgres:
+        yield RealServers(broker, postgres, cells)
+
+
+def variables(settings: Settings) -> dict[str, str]:
+    """The `BERTH_...` variables for what is not default in these settings, for child processes."""
+    bare = msgspec.to_builtins(Settings())
+    found: dict[str, str] = {}
+    for section, values in msgspec.to_builtins(settings).items():
+        if not isinstance(values, dict) or section == "cells":
+            continue
+        for name, value in values.items():
+            if value != bare[section].get(name) and value is not None:
+                plain = isinstance(value, str)
+                text = value if plain else msgspec.json.encode(value).decode()
+                found[f"BERTH_{section.upper()}__{name.upper()}"] = text
+    found["BERTH_CELLS"] = msgspec.json.encode(settings.cells).decode()
+    return found
+
+
+@contextlib.asynccontextmanager
+async def running_processes(
+    servers: RealServers,
+    plan: SystemPlan,
+    *,
+    extra: Mapping[str, str] | None = None,
+    spawn: type[GuardedProcess] = GuardedProcess,
+) -> AsyncIterator[tuple[WorkerProcesses, Site]]:
+    """Every worker of the plan as a process on these servers, ready."""
+    settings = servers.settings(plan)
+    with tempfile.TemporaryDirectory(prefix="berth-processes-") as name:
+        directory = Path(name)
+        compute = msgspec.structs.replace(settings.compute, state_dir=str(directory / "machines"))
+        settings = msgspec.structs.replace(settings, compute=compute)
+        processes = WorkerProcesses(directory, {**variables(settings), **(extra or {})}, spawn=spawn)
+        try:
+            start_all(processes, plan)
+            await processes.ready()
+            yield processes, Site(settings)
+        finally:
+            await asyncio.to_thread(processes.stop)
+
+
+def start_all(processes: WorkerProcesses, plan: SystemPlan) -> None:
+    """Start what the plan counts, what others lean on first."""
+    for number in range(1, plan.placements + 1):
+        processes.start(f"placement{number}", "placement")
+    for cell in plan.cells:
+        for number in range(1, plan.conductors_per_cell + 1):
+            processes.start(f"conductor-{cell}-{number}", "conductor", "--cell", cell)
+        for number in range(1, plan.computes_per_cell + 1):
+            service = f"{cell}-c{number}"
+            processes.start(f"compute-{service}", "compute", "--cell", cell, "--service", service)
+    for number in range(1, plan.schedulers + 1):
+        processes.start(f"scheduler{number}", "scheduler")

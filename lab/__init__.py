@@ -1,0 +1,1 @@
+"""The laboratory: it proves and measures berth; no site installs it."""

@@ -1,0 +1,317 @@
+"""Ten thousand bare-metal nodes: reading them all, rest, a storm of maintenance, 500 deploys of a busy Ironic.
+
+    python -m lab.benchmarks.metal [--nodes 10000] [--deploys 500] [--rest 60] [--json FILE]
+
+Private servers and a process for each worker; Ironic is simulated, in a process of its own, over real HTTP and a real
+exchange (metal_ironic.py). A replica in this process sees what schedulers see. Measured: from the start of
+`ironic-sync` until every node is offered; CPU and requests to Ironic in a minute without any change; every node into
+maintenance and back; builds at once while a tenth of all changes are answered 409 and every deployment beyond 100
+nodes 503, with the requests that it took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import uvloop
+from msgspec import Struct
+
+from berth.client import BuildClient
+from berth.site import Site, process_name
+from berth.trial.embedded.process import Account, GuardedProcess, free_port
+from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
+from berth.trial.worker_processes import WorkerProcesses
+from bus.clock import new_uuid
+from bus.contracts.build import BuildRequest
+from bus.service.environment import Environment
+from bus.service.telemetry import configure_logging
+from compute_sim.config import ComputeConfig, IronicConfig
+from lab.benchmarks import probe
+from lab.benchmarks.street_measure import progress
+from placement_worker.replica.book import Book
+from placement_worker.replica.follower import Follower
+
+CELL, SERVICE = "cell1", "cell1-metal"
+COMPUTE, SYNC = f"compute-{SERVICE}", "ironic-sync"
+FLAVOR, CLASS = "bm.gold", "CUSTOM_BAREMETAL_GOLD"
+TIMEOUT_S = 600.0
+POLL_S = 0.05
+WORKERS = 100  # of Ironic's conductor, as its default; more nodes under way are answered 503
+LOCKED = 0.1  # of changes answered 409
+
+
+class Watch:
+    """A scheduler's replica, watched."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.book = Book()
+        self._bus = environment.bus()
+        self._follower = Follower(self._bus, self.book, process=environment.process, clock=environment.clock)
+        self._changed = asyncio.Event()
+        self._follower.on_change(self._changed.set)
+
+    async def open(self) -> None:
+        """Follow the feed."""
+        await self._bus.open()
+        await self._follower.start()
+        self._running = asyncio.create_task(self._follower.run())
+        await self._follower.ready.wait()
+
+    async def close(self) -> None:
+        """Stop following."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._follower.close()
+        await self._bus.close()
+
+    async def until(self, uuid: str, held: bool) -> None:
+        """Wait until the replica has the node held back (or on offer)."""
+        async with asyncio.timeout(60.0):
+            while self._held(uuid) is not held:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def _held(self, uuid: str) -> bool | None:
+        row = self.book.row_of(uuid)
+        if row is None:
+            return None
+        inventories = self.book.inventory_of(row)
+        return None if not inventories else all(numbers.capacity == 0 for numbers, _, _ in inventories.values())
+
+
+class MetalFigures(Struct, kw_only=True):
+    """The results. Seconds; requests by Ironic's path; CPU in seconds, by worker."""
+
+    nodes: int
+    deploys: int
+    resync_s: float = 0.0
+    resync_cpu_s: dict[str, float] = {}
+    announced_s: float = 0.0
+    rest_s: float = 0.0
+    rest_cpu_s: dict[str, float] = {}
+    rest_requests: dict[str, int] = {}
+    storm_on_s: dict[str, float] = {}
+    storm_off_s: dict[str, float] = {}
+    storm_cpu_s: dict[str, float] = {}
+    storm_requests: dict[str, int] = {}
+    deploy_states: dict[str, int] = {}
+    deploy_failures: list[str] = []
+    deploy_p50_s: float = 0.0
+    deploy_max_s: float = 0.0
+    deploy_attempts: int = 0
+    deploy_requests: dict[str, int] = {}
+    deploy_requests_per_s: float = 0.0
+    deploy_cpu_s: dict[str, float] = {}
+
+
+class MetalBench:
+    """A running system, its Ironic, and what is read of both."""
+
+    def __init__(
+        self, servers: RealServers, processes: WorkerProcesses, here: Site, ironic: httpx.AsyncClient, watch: Watch
+    ) -> None:
+        self._servers = servers
+        self._processes = processes
+        self._here = here
+        self._ironic = ironic
+        self._watch = watch
+
+    async def offered(self, count: int) -> None:
+        """Wait until so many nodes can be placed on."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while self._offered() != count:  # noqa: ASYNC110  (the feed's follower has no event for it)
+                await asyncio.sleep(POLL_S)
+
+    def _offered(self) -> int:
+        column = self._watch.book.column(CLASS)
+        return 0 if column is None else int((column.root_free > 0).sum())
+
+    def cpu(self) -> dict[str, float]:
+        """CPU seconds that each process has used so far."""
+        pids = {name: worker.process.pid for name, worker in self._processes.workers.items()}
+        pids |= {"broker": self._servers.broker.pid, "postgresql": self._servers.postgres.pid}
+        return {name: probe.cpu_s(pid) for name, pid in pids.items()}
+
+    def used(self, before: dict[str, float]) -> dict[str, float]:
+        """The resources that each has used since."""
+        return {name: round(now - before.get(name, 0.0), 2) for name, now in self.cpu().items()}
+
+    async def counts(self) -> Counter[str]:
+        """Requests that Ironic has had."""
+        return Counter((await self._ironic.get("/bench/counts")).json())
+
+    async def requests(self, before: Counter[str]) -> dict[str, int]:
+        """... since."""
+        return {name: count - before[name] for name, count in (await self.counts()).items() if count > before[name]}
+
+    async def resync(self, figures: MetalFigures) -> None:
+        """ironic-sync reads everything; then the compute service announces it."""
+        before, began = self.cpu(), time.perf_counter()
+        self._processes.start(SYNC, SYNC, settings={"BERTH_IRONIC_SYNC__URL": str(self._ironic.base_url)})
+        await self.offered(figures.nodes)
+        figures.resync_s = round(time.perf_counter() - began, 2)
+        figures.resync_cpu_s = self.used(before)
+
+    async def announced(self, figures: MetalFigures, client: BuildClient) -> None:
+        """The compute service starts: until the scheduler has all of its nodes as up."""
+        began = time.perf_counter()
+        config = IronicConfig(url=str(self._ironic.base_url))
+        settings = {
+            "BERTH_COMPUTE__DRIVER": "ironic",
+            "BERTH_COMPUTE__HOSTS": "0",
+            "BERTH_COMPUTE__IRONIC": msgspec.json.encode(config).decode(),
+        }
+        self._processes.start(COMPUTE, "compute", "--cell", CELL, "--service", SERVICE, settings=settings)
+        async with asyncio.timeout(TIMEOUT_S):
+            while len((await client.hosts(limit=10_000, timeout_s=TIMEOUT_S, up=True)).hosts) < figures.nodes:  # noqa: ASYNC110  (another process is requested)
+                await asyncio.sleep(1.0)  # a page of ten thousand hosts is some megabytes
+        figures.announced_s = round(time.perf_counter() - began, 2)
+
+    async def rest(self, figures: MetalFigures, seconds: float) -> None:
+        """Nothing changes."""
+        await asyncio.sleep(5.0)  # what the announcement still causes
+        before, requests = self.cpu(), await self.counts()
+        await asyncio.sleep(seconds)
+        figures.rest_s = seconds
+        figures.rest_cpu_s = self.used(before)
+        figures.rest_requests = await self.requests(requests)
+
+    async def storm(self, figures: MetalFigures) -> None:
+        """Every node into maintenance, and out of it."""
+        before, requests = self.cpu(), await self.counts()
+        for on, left in ((True, 0), (False, figures.nodes)):
+            began = time.perf_counter()
+            announcing = asyncio.create_task(self._ironic.post("/bench/flip", params={"on": str(on).lower()}))
+            await self.offered(left)
+            seconds = round(time.perf_counter() - began, 2)
+            announced = round((await announcing).json()["took_s"], 2)
+            took = {"ironic_announced": announced, "replica_has_all": seconds}
+            if on:
+                figures.storm_on_s = took
+            else:
+                figures.storm_off_s = took
+        figures.storm_cpu_s = self.used(before)
+        figures.storm_requests = await self.requests(requests)
+
+    async def deploys(self, figures: MetalFigures, client: BuildClient) -> None:
+        """So many builds at once, of an Ironic that turns some requests down."""
+        await self._ironic.post("/bench/trouble", params={"workers": WORKERS, "locked": LOCKED})
+        before, requests, began = self.cpu(), await self.counts(), time.perf_counter()
+        rng = random.Random(1)
+        requested = [
+            BuildRequest(instance_uuid=new_uuid(rng), flavor=FLAVOR, project_id="bench", build_timeout_s=TIMEOUT_S)
+            for _ in range(figures.deploys)
+        ]
+        tracks = await client.boot(requested, retry_for_s=TIMEOUT_S)
+        if not await client.wait(TIMEOUT_S):
+            raise SystemExit("not all builds have ended")
+        took = time.perf_counter() - began
+        figures.deploy_states = dict(Counter(track.state for track in tracks))
+        figures.deploy_failures = [
+            f"{track.last.code}: {track.last.reason}"
+            for track in tracks
+            if track.last is not None and track.state != "active"
+        ]
+        seconds = [track.latency_s or 0.0 for track in tracks]
+        figures.deploy_p50_s = round(statistics.median(seconds), 1)
+        figures.deploy_max_s = round(took, 1)
+        figures.deploy_attempts = sum(track.last.attempt for track in tracks if track.last is not None)
+        figures.deploy_requests = await self.requests(requests)
+        figures.deploy_requests_per_s = round(sum(figures.deploy_requests.values()) / took, 1)
+        figures.deploy_cpu_s = self.used(before)
+
+
+@contextlib.asynccontextmanager
+async def ironic_process(nodes: int, broker: str, directory: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """The simulated Ironic, answering."""
+    port = free_port()
+    command = [sys.executable, "-m", "lab.benchmarks.metal_ironic", "--nodes", str(nodes), "--broker", broker]
+    process = GuardedProcess(
+        [*command, "--port", str(port)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        cwd=directory,
+        log=directory / "ironic.log",
+        account=Account(()),
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{url}/bench/counts", trust_env=False).is_success
+        return False
+
+    try:
+        await asyncio.to_thread(process.wait_until, "the Ironic that is simulated", answers)
+        async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
+            yield client
+    finally:
+        await asyncio.to_thread(process.stop)
+
+
+async def measure(options: argparse.Namespace) -> MetalFigures:
+    """A system of its own, through all of it."""
+    figures = MetalFigures(nodes=options.nodes, deploys=options.deploys)
+    plan = SystemPlan(
+        cells=(CELL,), schedulers=1, placements=1, computes_per_cell=0, compute=ComputeConfig(hosts=0), durable=True
+    )
+    with real_servers((CELL,), durable=True) as servers:
+        async with running_processes(servers, plan) as (processes, here):
+            broker = here.settings.bus.url
+            async with ironic_process(options.nodes, broker, processes.directory) as ironic:
+                watch = Watch(here.environment("watch"))
+                await watch.open()
+                client = BuildClient(here.bus(process_name("bench")), clock=here.clock, process=process_name("bench"))
+                await client.open()
+                bench = MetalBench(servers, processes, here, ironic, watch)
+                try:
+                    await run(bench, figures, client, options.rest)
+                finally:
+                    await client.close()
+                    await watch.close()
+    return figures
+
+
+async def run(bench: MetalBench, figures: MetalFigures, client: BuildClient, rest_s: float) -> None:
+    """One part after the other."""
+    progress(f"{figures.nodes} nodes are read")
+    await bench.resync(figures)
+    progress(f"{figures.resync_s} s; they are announced")
+    await bench.announced(figures, client)
+    progress(f"{figures.announced_s} s; {rest_s:g} s of rest")
+    await bench.rest(figures, rest_s)
+    progress("all into maintenance and out of it")
+    await bench.storm(figures)
+    progress(f"{figures.storm_on_s}, {figures.storm_off_s}; {figures.deploys} builds at once")
+    await bench.deploys(figures, client)
+
+
+def main() -> int:
+    """Print, and write when requested."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--nodes", type=int, default=10_000)
+    options.add_argument("--deploys", type=int, default=500)
+    options.add_argument("--rest", type=float, default=60.0, help="seconds")
+    options.add_argument("--json", type=Path)
+    wanted = options.parse_args()
+    configure_logging(process="bench", role="bench", level="error", style="pretty")
+    text = msgspec.json.format(msgspec.json.encode(uvloop.run(measure(wanted))), indent=2)
+    print(text.decode())
+    if wanted.json:
+        wanted.json.write_bytes(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

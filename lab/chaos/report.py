@@ -1,0 +1,171 @@
+"""The result of a chaos run: as data, and as tables that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec import Struct
+from rich.console import Console
+from rich.markup import escape
+
+from berth.audit.invariants import InvariantVerdict
+from berth.render import render_rows, render_verdicts
+from lab.chaos.faults import Death
+from lab.chaos.tally import Stall
+
+DEATHS_SHOWN = 10
+# Words for a person, by the reports' own names.
+MUST_BE_NONE = ("lost", "doubled", "leaked", "overcommitted")
+
+
+class ChaosReport(Struct, frozen=True, kw_only=True):
+    """Figures of one run. Times in seconds.
+
+    requests: builds that the broker confirmed. wanted: as many as there should be; stopped: why there are fewer,
+    after which the run cannot be sound: it has not shown its purpose. active ... deleted: how they stood at the
+    end, by the schedulers' record. recovery_s: from the end of the last fault until everything was at rest.
+    recovery_by_kind: from the end of each fault until a build or delete requested after it had ended (median, longest).
+    longest_stall_s: the longest time in which no build and no delete ended. died: workers that ended by themselves and
+    were started again. moves: requests about machines that run, that the broker confirmed; moves_by_result: how they
+    ended; lost and doubled count these, too. drains: hosts that were emptied and taken back; drained: machines moved by
+    them.
+    """
+
+    seed: int
+    seconds: float
+    requests: int
+    wanted: int
+    stopped: str
+    deletes: int
+    active: int
+    failed: int
+    refused: int
+    deleted: int
+    failures_by_code: Mapping[str, int]
+    failure_reasons: Mapping[str, str]
+    events: int
+    events_repeated: int
+    lost: int
+    doubled: int
+    leaked: int
+    overcommitted: int
+    faults: Mapping[str, int]
+    faults_total: int
+    connections_cut: int
+    died: tuple[Death, ...]
+    ends_per_s: float
+    longest_stall_s: float
+    longest_stall: Stall
+    recovery_s: float
+    recovery_by_kind: Mapping[str, tuple[float, float]]
+    at_rest: bool
+    dead_letters: Mapping[str, int]
+    invariants: Mapping[str, bool]
+    verdicts: tuple[InvariantVerdict, ...]
+    examples: Mapping[str, tuple[str, ...]]
+    ends_every_ten_s: tuple[int, ...]
+    moves: int = 0
+    moves_wanted: int = 0
+    moves_by_result: Mapping[str, int] = {}
+    gangs: int = 0
+    drains: int = 0
+    drained: int = 0
+    drains_by_code: Mapping[str, int] = {}
+
+    @property
+    def sound(self) -> bool:
+        """Nothing lost, doubled, leaked or overcommitted; at rest; every invariant holds; no worker found a bug."""
+        nothing = not (self.lost or self.doubled or self.leaked or self.overcommitted)
+        whole = self.requests == self.wanted and self.moves >= self.moves_wanted
+        return nothing and whole and self.at_rest and all(self.invariants.values()) and not self.bugs
+
+    @property
+    def bugs(self) -> tuple[Death, ...]:
+        """Deaths that no outage explains: a broken invariant, an unexpected error, wrong settings.
+
+        A worker that could not set itself up for a minute because the bus was unavailable gives up and logs it.
+        """
+        return tuple(
+            death
+            for death in self.died
+            if death.status in BUGS and not any(code in death.last_log_line for code in OUTAGES)
+        )
+
+
+# Exit statuses of bus.service.main: a fault, wrong settings, a broken invariant.
+BUGS = (1, 2, 70)
+OUTAGES = ('"code":"bus.unavailable"', '"code":"database.unavailable"')
+
+
+def render(report: ChaosReport, console: Console) -> None:
+    """The whole report."""
+    _render_faults(report, console)
+    _render_requests(report, console)
+    rest = f"{report.recovery_s:.1f} s after the last fault" if report.at_rest else "[red]never[/red]"
+    console.print(f"everything at rest: {rest}")
+    console.rule("what must not be")
+    render_rows(
+        console,
+        list(MUST_BE_NONE),
+        [[str(n) for n in (report.lost, report.doubled, report.leaked, report.overcommitted)]],
+    )
+    for name, uuids in report.examples.items():
+        if uuids:
+            console.print(f"[red]{name}: {', '.join(uuids)}[/red]", soft_wrap=True)
+    render_verdicts(report.verdicts, console)
+
+
+def _render_faults(report: ChaosReport, console: Console) -> None:
+    console.rule("faults")
+    render_rows(
+        console,
+        ["fault", "times", "works again after: median", "longest"],
+        [[name.replace("_", " "), str(count), *_recovery(report, name)] for name, count in report.faults.items()],
+    )
+    console.print(
+        f"{report.faults_total} faults in {report.seconds:.0f} s; {report.connections_cut} connections cut; "
+        f"{len(report.died)} workers ended by themselves and were started again",
+        soft_wrap=True,
+    )
+    for death in report.died[:DEATHS_SHOWN]:
+        console.print(f"  {death.worker} ended with {death.status}: {escape(death.last_log_line)}", soft_wrap=True)
+
+
+def _render_requests(report: ChaosReport, console: Console) -> None:
+    console.rule("requests")
+    render_rows(
+        console,
+        ["accepted", "active", "deleted", "failed", "refused", "deletes requested"],
+        [[str(n) for n in (
+            report.requests, report.active, report.deleted, report.failed, report.refused, report.deletes
+        )]],
+    )  # fmt: skip
+    if report.requests != report.wanted:
+        why = report.stopped or "unknown why"
+        console.print(f"[red]only {report.requests} of {report.wanted} builds were requested: {why}[/red]")
+    console.print(f"failures: {_words(report.failures_by_code)}; left in queues: {_words(report.dead_letters)}")
+    for code, reason in report.failure_reasons.items():
+        console.print(f"  {code}, for example: {escape(reason)}", soft_wrap=True)
+    if report.moves_wanted or report.drains or report.gangs:
+        console.print(
+            f"{report.moves} of {report.moves_wanted} moves: {_words(report.moves_by_result)}; {report.gangs} gangs; "
+            f"{report.drains} drains, {report.drained} machines moved by them; not answered or refused: "
+            f"{_words(report.drains_by_code)}",
+            soft_wrap=True,
+        )
+    console.print(
+        f"{report.ends_per_s:.0f} builds and deletes ended a second; {report.events} events received,  "
+        f"{report.events_repeated} of them again"
+    )
+    console.print(
+        f"longest stall: {report.longest_stall_s:.1f} s ({', '.join(report.longest_stall.faults) or 'no fault'})",
+        soft_wrap=True,
+    )
+
+
+def _recovery(report: ChaosReport, name: str) -> list[str]:
+    return [f"{seconds:8.2f} s" for seconds in report.recovery_by_kind.get(name, ())] or ["", ""]
+
+
+def _words(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items()) or "none"

@@ -1,0 +1,319 @@
+"""`scripts/chaos`: load on real processes, faults at random, rest, and a judgement from the outside.
+
+A private RabbitMQ (one virtual host a bus), a private PostgreSQL, every worker its own process behind TCP proxies.
+Exit status 1 when anything was lost, doubled, leaked or overcommitted, an invariant is broken, or the load cut short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import msgspec
+import uvloop
+from msgspec import Struct
+from rich.console import Console
+
+from berth.audit.gather import gather, rest
+from berth.audit.invariants import Facts, check_invariants
+from berth.client import BuildClient
+from berth.site import process_name
+from bus.contracts.build import BuildEvent, BuildState
+from bus.faults import Transient
+from bus.port import BusError
+from bus.service.telemetry import configure_logging
+from lab.chaos.churn import Churn
+from lab.chaos.deployment import Deployment, connections, deployment, left_in_queues, wait_registered
+from lab.chaos.draining import Draining
+from lab.chaos.faults import FaultInjector
+from lab.chaos.moving import Moving
+from lab.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
+from lab.chaos.report import ChaosReport, render
+from lab.chaos.tally import counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
+from lab.feed_watch import FeedWatch
+
+PROGRESS_EVERY_S = 5.0
+STRETCH_S = 10.0
+EXAMPLES = 5
+# Whichever scheduler is free answers, so several answers in a row have to be complete.
+HOSTS_KNOWN_S = 90.0
+ANSWERS_IN_A_ROW = 4
+ASK_AGAIN_S = 0.1
+
+
+class ChaosResult(Struct, frozen=True, kw_only=True):
+    """How the run's last part went."""
+
+    seconds: float
+    at_rest: bool
+    recovery_s: float
+    facts: Facts
+    dead_letters: dict[str, int]
+    unended: tuple[str, ...] = ()  # builds and deletes whose end the client has no event of
+
+
+async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosReport:
+    """One run. Raises ServerFailed when a server or worker cannot be brought back."""
+    async with deployment(plan, directory) as stage:
+        run = Run(plan, stage, console)
+        await run.client.open()
+        await run.watch.open()
+        await run.moving.open()
+        try:
+            await wait_registered(stage)
+            await run.hosts_known()
+            console.print(f"seed {plan.seed}; up: {', '.join(stage.processes.workers)}", soft_wrap=True)
+            return run.summed_up(await run.through())
+        finally:
+            await run.moving.close()
+            await run.watch.close()
+            await run.client.close()
+
+
+class Run:
+    """One run on a running deployment: load with faults, recovery, the report."""
+
+    def __init__(self, plan: ChaosPlan, stage: Deployment, console: Console) -> None:
+        rng = random.Random(plan.seed)
+        site, process = stage.site, process_name("chaos")
+        self.plan = plan
+        self.stage = stage
+        self.client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
+        self.watch = FeedWatch(site.bus(f"{process}-feed"))
+        self.churn = Churn(self.client, plan, clock=site.clock, rng=random.Random(rng.getrandbits(64)))
+        self.moving = Moving(
+            self.client, plan, self.churn.pick, clock=site.clock, rng=random.Random(f"moves {plan.seed}")
+        )
+        self.draining = Draining(self.client, plan, clock=site.clock, rng=random.Random(f"drains {plan.seed}"))
+        self.injector = FaultInjector(stage, random.Random(rng.getrandbits(64)))
+        self._schedule = FaultSchedule(plan.deck, rng)
+        self._clock = site.clock
+        self._console = console
+
+    async def hosts_known(self) -> None:
+        """Return when the schedulers know every host: a build before that would rightly find none."""
+        processes = self.plan.processes
+        count = len(processes.cells) * processes.computes_per_cell * processes.compute.hosts
+        async with asyncio.timeout(HOSTS_KNOWN_S):
+            in_a_row = 0
+            while in_a_row < ANSWERS_IN_A_ROW * processes.schedulers:
+                with contextlib.suppress(Transient, BusError):
+                    page = await self.client.hosts(limit=count, timeout_s=HOSTS_KNOWN_S)
+                    in_a_row = in_a_row + 1 if sum(host.up for host in page.hosts) == count else 0
+                await self._clock.sleep(ASK_AGAIN_S)
+
+    async def through(self) -> ChaosResult:
+        """All of it."""
+        began = self._clock.monotonic()
+        await self._storm()
+        seconds = self._clock.monotonic() - began
+        watching = asyncio.create_task(self.injector.watch())
+        try:
+            return await self._recover(seconds)
+        finally:
+            watching.cancel()
+
+    async def _storm(self) -> None:
+        """Load and faults, until the last request is accepted; drains that are under way then end without new ones."""
+        async with asyncio.TaskGroup() as group:
+            disturbing = group.create_task(
+                self.injector.disturb(self._schedule, self.plan.fault_every_s, self.plan.most_faults)
+            )
+            others = [group.create_task(self.injector.watch()), group.create_task(self._print_load())]
+            drains = group.create_task(self.draining.run())
+            await asyncio.wait([group.create_task(self.churn.run()), group.create_task(self.moving.run())])
+            disturbing.cancel()
+            self.draining.stop()
+            await drains
+            for task in others:
+                task.cancel()
+
+    async def _recover(self, seconds: float) -> ChaosResult:
+        """No further fault: everything comes back, comes to rest and is judged."""
+        plan, client, site = self.plan, self.client, self.stage.site
+        self._console.print(f"the load is over after {seconds:.0f} s: undoing the last faults")
+        await self.injector.settle()
+        self._console.print(f"nothing is broken any more: waiting for rest, {plan.rest_s:g} s at most")
+        over = max((fault.over_at or 0.0 for fault in self.injector.injected), default=self._clock.monotonic())
+        all_ended = await client.until(lambda: not client.unfinished, plan.rest_s)
+        unended = tuple(
+            f"{'delete' if track.deleting else 'build'} of {track.instance_uuid}, {track.state} ({track.sequence})"
+            for track in client.open_tracks()
+        )
+        all_ended = await self.moving.settle(max(1.0, plan.rest_s - (self._clock.monotonic() - over))) and all_ended
+        left = max(1.0, plan.rest_s - (self._clock.monotonic() - over))
+        quiet = await rest(site, timeout_s=left)
+        recovery_s = self._clock.monotonic() - over
+        facts = await gather(
+            site,
+            accepted=self.churn.accepted,
+            events=client.events,
+            changes=self.watch.changes,
+            connections=await connections(self.stage),
+        )
+        return ChaosResult(
+            seconds=seconds,
+            at_rest=quiet and all_ended,
+            recovery_s=recovery_s,
+            facts=facts,
+            dead_letters=await left_in_queues(self.stage),
+            unended=unended,
+        )
+
+    async def _print_load(self) -> None:
+        """How it goes, now and then."""
+        began = self._clock.monotonic()
+        while True:
+            await self._clock.sleep(PROGRESS_EVERY_S)
+            injected = self.injector.injected
+            last = f"the last: {injected[-1].fault.label} {injected[-1].fault.target}" if injected else ""
+            self._console.print(
+                f"{self._clock.monotonic() - began:5.0f} s {len(self.churn.accepted):7} accepted "
+                f"{len(self.churn.ended):7} ended {self.client.unfinished:5} in flight "
+                f"{len(self.moving.requested):6} moves {self.draining.ended:3} drains {len(injected):5} faults {last}",
+                soft_wrap=True,
+            )
+
+    def summed_up(self, ending: ChaosResult) -> ChaosReport:
+        """The whole report of the run."""
+        facts, faults, events, ended = ending.facts, self.injector.injected, self.client.events, self.churn.ended
+        states = Counter(facts.requests.get(uuid, "unknown") for uuid in self.churn.accepted)
+        verdicts, found = check_invariants(facts), tally(facts)
+        stall = longest_stall(ended, faults)
+        distinct = {(event.instance_uuid, event.sequence, event.state) for event in events}
+        moves_lost, moves_doubled = lost_moves(facts, self.moving.requested), doubled_moves(self.moving.ends)
+        examples = {
+            "lost": found.lost,
+            "doubled": found.doubled,
+            "leaked": found.leaked,
+            "without an end for its client": ending.unended,
+            "moves lost": moves_lost,
+            "moves doubled": moves_doubled,
+        }
+        return ChaosReport(
+            seed=self.plan.seed,
+            seconds=round(ending.seconds, 1),
+            requests=len(self.churn.accepted),
+            wanted=self.churn.wanted,
+            stopped=self.churn.stopped or self.moving.stopped,
+            deletes=self.churn.deletes,
+            active=states[BuildState.ACTIVE],
+            failed=states[BuildState.FAILED],
+            refused=states[BuildState.REFUSED],
+            deleted=states[BuildState.DELETED],
+            failures_by_code=_failures(events),
+            failure_reasons=_reasons(events),
+            events=len(events),
+            events_repeated=len(events) - len(distinct),
+            lost=len(found.lost) + len(moves_lost),
+            doubled=len(found.doubled) + len(moves_doubled),
+            leaked=len(found.leaked),
+            overcommitted=found.overcommitted,
+            faults=counts(faults),
+            faults_total=len(faults),
+            connections_cut=self.injector.connections_cut,
+            died=tuple(self.injector.deaths),
+            ends_per_s=round(len(ended) / max(ending.seconds, 1e-9), 1),
+            longest_stall_s=stall.seconds,
+            longest_stall=stall,
+            recovery_s=round(ending.recovery_s, 1),
+            recovery_by_kind={name: (round(median(ts), 2), max(ts)) for name, ts in recoveries(ended, faults).items()},
+            at_rest=ending.at_rest,
+            dead_letters=ending.dead_letters,
+            invariants={verdict.name: verdict.holds for verdict in verdicts},
+            verdicts=verdicts,
+            examples={name: uuids[:EXAMPLES] for name, uuids in examples.items()},
+            moves=len(self.moving.requested),
+            moves_wanted=self.plan.moves,
+            moves_by_result=self.moving.results,
+            gangs=len(facts.gangs or ()),
+            drains=self.draining.ended,
+            drained=self.draining.moved,
+            drains_by_code=dict(self.draining.codes),
+            ends_every_ten_s=tuple(rates(ended, STRETCH_S)),
+        )
+
+
+def _failures(events: Sequence[BuildEvent]) -> dict[str, int]:
+    ends = {
+        event.instance_uuid: event.code
+        for event in events
+        if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED)
+    }
+    return dict(Counter(ends.values()).most_common())
+
+
+def _reasons(events: Sequence[BuildEvent]) -> dict[str, str]:
+    """One reason of each code, with the funnel of its search."""
+    found: dict[str, str] = {}
+    for event in events:
+        if event.terminal and event.state in (BuildState.FAILED, BuildState.REFUSED) and event.code not in found:
+            steps = "; ".join(f"{step.step} left {step.remaining} {step.rejected or ''}" for step in event.funnel)
+            found[event.code] = f"{event.reason} {steps}".strip()
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; print the tables; 0 when everything is as promised."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    plan = _plan(options)
+    if not plan.deck:
+        parser.error(f"no such fault: {', '.join(options.only)}")
+    configure_logging(process="chaos", role="chaos", level=options.log, style="json")
+    console = Console(highlight=False)
+    with tempfile.TemporaryDirectory(prefix="berth-chaos-") as temporary:
+        directory = options.logs or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        report = uvloop.run(chaos(plan, directory.absolute(), console))
+    render(report, console)
+    if options.json is not None:
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    return 0 if report.sound else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, formatter_class=raw)
+    bare = ChaosPlan()
+    parser.add_argument("--boots", type=int, default=bare.boots, help="builds to be accepted")
+    parser.add_argument("--fault-every", type=float, default=bare.fault_every_s, metavar="S", help="seconds")
+    parser.add_argument("--seed", type=int, default=None, help="faults and load are drawn from it (default: at random)")
+    parser.add_argument("--longest", type=float, default=bare.longest_s, metavar="S", help="the load ends then")
+    parser.add_argument("--in-flight", type=int, default=bare.in_flight, help="builds and deletes at once")
+    parser.add_argument("--population", type=int, default=bare.population, help="machines kept before some are deleted")
+    parser.add_argument("--moves", type=int, default=bare.moves, help="moves, resizes and rebuilds to be accepted")
+    parser.add_argument("--gangs", type=float, default=bare.gangs, metavar="SHARE", help="of builds that are gangs")
+    parser.add_argument("--drains", type=int, default=bare.drains, help="hosts to be emptied, one after the other")
+    parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help="only these, as kill_broker or pause")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as data, too")
+    parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="keep the workers' logs there")
+    parser.add_argument("--log", default="error", choices=("info", "warning", "error"), help="info: every fault")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> ChaosPlan:
+    return ChaosPlan(
+        boots=options.boots,
+        fault_every_s=options.fault_every,
+        seed=random.SystemRandom().randrange(10**6) if options.seed is None else options.seed,
+        longest_s=options.longest,
+        in_flight=options.in_flight,
+        population=options.population,
+        moves=options.moves,
+        gangs=options.gangs,
+        drains=options.drains,
+        deck=tuple(card for card in ChaosPlan().deck if chosen(card.kind, card.role, options.only)),
+    )
+
+
+def chosen(kind: FaultKind, role: str, only: Sequence[str]) -> bool:
+    """Whether a card is among those requested: by kind, by role, or by both (`kill`, `broker`, `kill_broker`)."""
+    return not only or bool({kind.value, role, f"{kind}_{role}"} & set(only))

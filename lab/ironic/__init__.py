@@ -1,0 +1,1 @@
+"""A real Ironic with fake hardware: started privately, with agents that call back."""

@@ -1,0 +1,78 @@
+"""The rule of drains: when one has ended as done, its hosts hold nothing of an instance. Judged by record and book."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import msgspec
+
+from bus.contracts.drains import DrainState
+from bus.contracts.objects import HostDecision, ObjectKind
+from bus.contracts.operations import AdminState
+from lab.simulation.watch import Breach
+from placement_worker.store.memory_table import MemoryBookTable
+from scheduler_worker.domain.drains import DONE
+from scheduler_worker.domain.objects import drains_of
+from scheduler_worker.store.memory_table import MemoryBuildTable
+
+# A scheduler may commit the end so long after its last look at the book; a move that was dispatched before the drain
+# may claim its next host meanwhile.
+LOOKED_S = 10.0
+
+
+class DrainWatch:
+    """Looks after every commit of the book and of the schedulers. now: the time.
+
+    exempt: instances of which a restored database knows an old truth.
+    """
+
+    def __init__(
+        self, book: MemoryBookTable, builds: MemoryBuildTable, now: Callable[[], float], exempt: Collection[str]
+    ) -> None:
+        self._book = book
+        self._builds = builds
+        self._now = now
+        self._exempt = exempt
+        self._hosts: dict[str, str] = {}  # {host: its drain, which has not ended}
+        self._since: dict[tuple[str, str], float] = {}  # {(consumer, host): when it was first seen to hold something}
+        self._revision = -1
+
+    def book_committed(self) -> None:
+        """After a commit of the book."""
+        if not self._hosts:
+            return
+        held = {}
+        for uuid, kept in self._book.consumers.items():
+            for provider in kept.consumer.holding:
+                if (found := self._book.providers.get(provider)) is not None and found.root in self._hosts:
+                    held[uuid, found.root] = self._since.get((uuid, found.root), self._now())
+        self._since = held
+
+    def builds_committed(self) -> None:
+        """After a commit of the schedulers. Raises Breach."""
+        present = self._builds.objects.present
+        if present.revision == self._revision:
+            return
+        self._revision, before = present.revision, self._hosts
+        drains = drains_of(present.objects)
+        self._hosts = {}
+        for (kind, host), stored in present.objects.items():
+            if kind is not ObjectKind.HOST:
+                continue
+            decision = msgspec.convert(stored.body, HostDecision)
+            drain = drains.get(decision.drain or "")
+            if drain is None or decision.state is AdminState.FENCED:
+                continue
+            if drain.state is not DrainState.ENDED:
+                self._hosts[host] = decision.drain or ""
+            elif drain.code == DONE and before.get(host) == decision.drain:
+                self._holds_nothing(host)
+        self.book_committed()
+
+    def _holds_nothing(self, host: str) -> None:
+        for (uuid, held_on), since in self._since.items():
+            move = self._builds.moves.get(uuid)
+            instance = uuid if move is None else move[0].instance_uuid
+            is_ours = instance in self._builds.records and not {uuid, instance} & set(self._exempt)
+            if held_on == host and is_ours and since < self._now() - LOOKED_S:
+                raise Breach("drained_hosts_hold_nothing", f"{uuid} of {instance} on {host} since {since:.1f}")

@@ -1,0 +1,51 @@
+"""No instance loses its last machine, unless its client has requested that: *never in neither*, whatever was set back.
+
+Judged from the machines alone: a kept machine, and one that a move has left, count like one that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from bus.contracts.moves import MoveKind
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.store.memory import MemoryInstanceTable
+from compute_sim.fleet import Fleet, Guest
+from lab.simulation.watch import Breach
+
+# Their image is what is kept of these, at the client's request.
+_OFFLOADED = frozenset({State.OFFLOADING, State.VACATING, State.OFFLOADED})
+_OF_IMAGE = frozenset({MoveKind.UNSHELVE, MoveKind.SHELVE, MoveKind.OFFLOAD})
+
+
+class LastMachineWatch:
+    """Looks when a driver takes a machine away. was_active: instances that a record has had as active."""
+
+    def __init__(
+        self, cells: Mapping[str, MemoryInstanceTable], fleets: Mapping[str, Fleet], was_active: Collection[str]
+    ) -> None:
+        self._cells = cells
+        self._fleets = fleets
+        self._was_active = was_active
+        self._shelved: dict[str, None] = {}
+
+    def instances(self, instances: Mapping[str, Instance]) -> None:
+        """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
+        for uuid, instance in instances.items():
+            kind = None if instance.move is None else instance.move.kind
+            if uuid not in self._shelved and (instance.state in _OFFLOADED or kind in _OF_IMAGE):
+                is_moved = instance.move is not None and instance.move.kept is not None
+                if not is_moved:
+                    self._shelved[uuid] = None
+
+    def destroyed(self, host: str, guest: Guest, is_deleted: bool) -> None:
+        """A driver takes a machine away. Raises Breach."""
+        uuid = guest.instance_uuid
+        if not guest.complete or is_deleted or uuid not in self._was_active or uuid in self._shelved:
+            return
+        for fleet in self._fleets.values():
+            for other, one in fleet.guests():
+                if one.instance_uuid == uuid and one.complete and (other, one.attempt) != (host, guest.attempt):
+                    return
+        states = {cell: table.instances[uuid].state for cell, table in self._cells.items() if uuid in table.instances}
+        raise Breach("never_in_neither", f"{uuid} attempt {guest.attempt} on {host} is its last machine: {states}")

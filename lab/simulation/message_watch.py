@@ -1,0 +1,133 @@
+"""The checks of every message on every bus: the watches that it is handed to, and where it leads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from bus.bus import API
+from bus.contracts.base import MAX_AMOUNT, tag_of
+from bus.contracts.build import BuildEvent
+from bus.contracts.cell import CellBuild, ComputeResult
+from bus.contracts.moves import MoveEvent
+from bus.contracts.placement import Claim, ClaimAll
+from bus.port import Outgoing
+from bus.wire import BATCH
+from lab.simulation.ironic import EXCHANGE
+from lab.simulation.move_watch import MoveWatch
+from lab.simulation.peer_watch import PeerWatch
+from lab.simulation.plan import Plan
+from lab.simulation.watch import Breach, Listener, MachineWatch
+
+MOVE_TAG = tag_of(MoveEvent)
+EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
+CLAIM_TAG, GANG_TAG, BUILD_TAG = tag_of(Claim), tag_of(ClaimAll), tag_of(CellBuild)
+
+
+class _Item(Struct):
+    body: msgspec.Raw
+
+
+class _Tagged(Struct):
+    type: str = ""
+
+
+_event = msgspec.json.Decoder(BuildEvent)
+_claim = msgspec.json.Decoder(Claim)
+_claim_all = msgspec.json.Decoder(ClaimAll)
+_build = msgspec.json.Decoder(CellBuild)
+_moved = msgspec.json.Decoder(MoveEvent)
+_result = msgspec.json.Decoder(ComputeResult)
+_items = msgspec.json.Decoder(list[_Item])
+_tagged = msgspec.json.Decoder(_Tagged)
+
+
+class MessageWorld(Protocol):
+    """The known state of the world. probing: whether nothing may lead to what has left for good any more."""
+
+    plan: Plan
+    listener: Listener
+    machines: MachineWatch
+    peer_watch: PeerWatch
+    move_watch: MoveWatch
+    probing: bool
+
+    @property
+    def strange(self) -> Collection[bytes]:
+        """Bodies of other clients' messages."""
+
+    @property
+    def left(self) -> Mapping[str, str]:
+        """Root providers that are gone for good, and how."""
+
+    def fail(self, breach: Breach) -> None:
+        """An invariant is broken."""
+
+
+class MessageWatch:
+    """Looks at what brokers take."""
+
+    def __init__(self, world: MessageWorld) -> None:
+        self._world = world
+        self._decisions: set[tuple[str, float]] = set()  # (instance, time of the request) of each command to a cell
+
+    def published(self, bus: str, message: Outgoing) -> None:
+        """Look at one message on one bus, before anything may happen to it."""
+        if message.exchange == EXCHANGE or message.body in self._world.strange:
+            return
+        batch = message.content_type == BATCH
+        for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
+            if body in self._world.strange:
+                continue
+            tag = _tagged.decode(body).type
+            if tag == MOVE_TAG and (bus != API or self._world.plan.through_schedulers):
+                self._moved(_moved.decode(body), bus)
+            self._world.listener.message(bus, message.exchange, message.routing_key, tag)
+            if tag == RESULT_TAG:
+                self._world.machines.result(_result.decode(body))
+            if tag == CLAIM_TAG and self._world.probing:
+                self._claimed(_claim.decode(body))
+            if tag == GANG_TAG and self._world.probing:
+                for claim in _claim_all.decode(body).claims:
+                    self._claimed(claim)
+            try:
+                if tag == BUILD_TAG:
+                    self._sent(_build.decode(body))
+                if bus == API and tag == EVENT_TAG:
+                    event = _event.decode(body)
+                    self._world.listener.event(event)
+                    self._world.peer_watch.event(event)
+            except Breach as breach:
+                self._world.fail(breach)
+
+    def _moved(self, event: MoveEvent, bus: str) -> None:
+        try:
+            self._world.move_watch.on_event(event, bus)
+        except Breach as breach:
+            self._world.fail(breach)
+
+    def _sent(self, build: CellBuild) -> None:
+        # A scheduler whose database is what it was publishes commands of that time again; their cell knows the builds.
+        decision = (build.spec.instance_uuid, build.requested_at)
+        is_new = decision not in self._decisions
+        self._decisions.add(decision)
+        if self._world.probing and is_new:
+            self._led(build.spec.instance_uuid, [selection.host_uuid for selection in build.selections])
+        self._world.peer_watch.sent(build)
+
+    def _claimed(self, claim: Claim) -> None:
+        for option in claim.options:
+            # A request that comes again checks with a claim that fits nowhere whether it holds something already: that
+            # claim names any host of the book and leads no build there.
+            if all(amount < MAX_AMOUNT for amounts in option.allocations.values() for amount in amounts.values()):
+                self._led(claim.consumer, option.allocations)
+
+    def _led(self, instance: str, providers: Iterable[str]) -> None:
+        for uuid in providers:
+            if uuid in self._world.left:
+                self._world.fail(
+                    Breach("left_for_good", f"{instance} is to go to {uuid}, which has left ({self._world.left[uuid]})")
+                )

@@ -1,0 +1,256 @@
+"""The invariants of every moment: one machine runs, what runs is claimed, what is refused is unchanged, and a machine
+that was evacuated from a fenced host never runs there again. At rest every claim has its owner.
+
+Judged from what machines really do and what the book really holds, for every instance that a record has had as active.
+An older attempt of its build may still come alive late, as always; it is not looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from bus.bus import API
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from cell_conductor.domain.evacuations import is_evacuated_from
+from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
+from cell_conductor.domain.move_events import LEFT
+from cell_conductor.store.memory import MemoryInstanceTable
+from compute_sim.fleet import Fleet, Guest
+from lab.simulation.watch import Breach
+from placement_worker.domain.moves import MIGRATION_TYPES
+from placement_worker.store.memory import MemoryBookTable
+
+# In these the source of a move is given up: the destination is on record as active.
+GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
+GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING, State.CLEARING})
+# An evacuation has no destination, or its destination has ended what it built: the source may run again.
+NOT_ELSEWHERE = frozenset({State.CLAIMING, State.PREPARING, State.REVERTING, State.RESTARTING})
+# An evacuated instance is being built elsewhere, or is there.
+EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
+AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
+HAS_NOTHING = ELSEWHERE | {State.ABSENT, State.TOMBSTONE, State.DELETED, State.FAILED}
+
+
+class MoveWatch:
+    """Looks after every commit of the book and of a cell, at every new machine, and at what is published."""
+
+    def __init__(
+        self,
+        book: MemoryBookTable,
+        cells: Mapping[str, MemoryInstanceTable],
+        fleets: Mapping[str, Fleet],
+        duplicates: Mapping[str, Fleet],
+    ) -> None:
+        """`duplicates`: machines of second services of a name: of two hosts of one uuid either may be meant."""
+        self._book = book
+        self._cells = cells
+        self._fleets = fleets
+        self._duplicates = duplicates
+        self._first: dict[str, int] = {}  # the attempt under which each was first active
+        self._seen: dict[str, Instance] = {}
+        self.given_up: set[tuple[str, str, int]] = set()  # (host, instance, attempt) that a move or a shelving gave up
+        self.moved: dict[str, None] = {}  # instances of which a move was ever recorded
+        self._migrations: dict[str, dict[str, None]] = {}  # {instance: its requests, as consumers of the book}
+        self.evacuated: set[tuple[str, str, int]] = set()  # (host, instance, attempt) of a fenced host
+        self.refused: dict[str, str] = {}  # requests, with their instances
+        self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
+        self.gone: set[str] = set()  # fenced hosts that have burnt down: their fence stays
+        self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
+        self.ends: dict[str, tuple[MoveState, str]] = {}
+        self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
+        self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
+        self.judges_machines = False  # how many of theirs run, all the same
+
+    # --- cells
+
+    def instances(self, instances: Mapping[str, Instance]) -> None:
+        """After a commit of a conductor. Raises Breach."""
+        for uuid, instance in instances.items():
+            before = self._seen.get(uuid)
+            if before is instance or instance.state is State.DEPARTED:
+                continue
+            self._owned_once(instances, instance)
+            if instance.state is State.CLEARING and (before is None or before.state is not State.CLEARING):
+                self._is_elsewhere(instance)
+            self._seen[uuid] = instance
+            if instance.state is State.ACTIVE:
+                self._first.setdefault(uuid, instance.attempt)
+                self.evacuated.discard((instance.here.host_uuid, uuid, instance.attempt))  # it found no other host
+            if uuid not in self.exempt:
+                self._refusals(before, instance)
+            move = instance.move
+            if move is None:
+                continue
+            self.moved[uuid] = None
+            self._migrations.setdefault(uuid, {})[move.request_id] = None
+            source = move.source
+            if source is None or not instance.is_in_place:
+                self._given_up(instance)
+            if move.kind is MoveKind.EVACUATE and source is not None and instance.state in EVACUATED:
+                self.evacuated.add((source.host_uuid, uuid, move.source_attempt))
+            elif move.kind is MoveKind.EVACUATE and source is not None and instance.state in NOT_ELSEWHERE:
+                self.evacuated.discard((source.host_uuid, uuid, move.source_attempt))  # seed 1795482690127
+
+    def _owned_once(self, instances: Mapping[str, Instance], instance: Instance) -> None:
+        """At most one cell has an instance. Raises Breach."""
+        if instance.state in HAS_NOTHING or instance.uuid in self.exempt:
+            return
+        for cell, table in self._cells.items():
+            other = table.instances.get(instance.uuid) if table.instances is not instances else None
+            if other is not None and other.state not in HAS_NOTHING:
+                raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
+
+    def _is_elsewhere(self, instance: Instance) -> None:
+        """A cell destroys the machine that it has kept: another one has the instance for good. Raises Breach."""
+        if instance.uuid in self.exempt:
+            return
+        records = [table.instances.get(instance.uuid) for table in self._cells.values()]
+        others = [one for one in records if one is not None and one.state not in ELSEWHERE]
+        # Or it has left that one since.
+        left = any(one is not None and one.state is State.KEPT and one.sequence > instance.sequence for one in records)
+        if left or any(one.move is None or one.move.kept is None for one in others):
+            return
+        raise Breach("never_in_neither", f"{instance.uuid} is destroyed, and elsewhere {[one.state for one in others]}")
+
+    def _given_up(self, instance: Instance) -> None:
+        move = instance.move
+        assert move is not None
+        if instance.state in GIVES_UP_SOURCE and move.source is not None:
+            self.given_up.add((move.source.host_uuid, instance.uuid, move.source_attempt))
+        # A fence of the destination leads past `undoing` in one commit; without a source, here is the source.
+        is_undone = instance.state is State.REVERTING and instance.source_host_uuid is not None
+        if (is_undone or instance.state in GIVES_UP_HERE) and instance.host_uuid:
+            self.given_up.add((instance.host_uuid, instance.uuid, instance.attempt))
+
+    def _refusals(self, before: Instance | None, instance: Instance) -> None:
+        """A request that was refused is under way nowhere, and has changed nothing. Raises Breach."""
+        known = () if before is None else before.ended
+        new = [one for one in instance.ended if one not in known]
+        self.refused.update({one.request_id: instance.uuid for one in new if one.state is MoveState.REFUSED})
+        move = instance.move
+        if move is not None and (under_way := {move.request_id, move.by} & self.refused.keys()):
+            raise Breach("refused_is_unchanged", f"{instance.uuid}: {under_way} was refused, and is {instance.state}")
+        only_refused = bool(new) and all(one.state is MoveState.REFUSED for one in new)
+        if before is None or not only_refused or not (before.state is instance.state and instance.state in AT_REST):
+            return
+        was, now = ((i.spec, i.power, i.image, i.attempt, i.host_uuid) for i in (before, instance))
+        if was != now:
+            raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
+
+    def on_event(self, event: MoveEvent, bus: str) -> None:
+        """A conductor publishes, or a scheduler to clients. Raises Breach."""
+        if not event.terminal or event.sequence == 0:  # 0: of another request under this id
+            return
+        if bus != API and event.reason == LEFT:
+            return  # the end is not known there: an answer for schedulers that do not know it either
+        end = (event.state, event.code)
+        if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.exempt:
+            raise Breach("one_terminal_event", f"{event.request_id}: {self.ends[event.request_id]}, then {end}")
+
+    # --- machines
+
+    def put(self, host: str, guest: Guest) -> None:
+        """A machine comes to be, or is changed. Raises Breach."""
+        if not guest.complete or not guest.runs or not self._counts(host, guest) or self.has_a_double(host):
+            return
+        uuid = guest.instance_uuid
+        if (host, uuid, guest.attempt) in self.evacuated:
+            raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, and was evacuated")
+        for table in self._cells.values():
+            loss = table.fence_losses.get((host, uuid))
+            if loss is not None and guest.attempt <= loss.attempt:
+                raise Breach("fenced_never_runs", f"{uuid} attempt {guest.attempt} starts on {host}, which has lost it")
+        for other, one in self._running():
+            if other != host and one.instance_uuid == uuid:
+                raise Breach("never_two_running", f"{uuid} runs on {other} as {one.attempt}, starts on {host}")
+        if uuid not in self.exempt and not self._is_claimed(uuid, host):
+            raise Breach("never_running_unclaimed", f"{uuid} attempt {guest.attempt} starts on {host}, unclaimed")
+
+    @property
+    def was_active(self) -> Mapping[str, int]:
+        """The instances that a record has had as active, and the attempt that it first was."""
+        return self._first
+
+    def _running(self) -> Iterator[tuple[str, Guest]]:
+        """The machines that run now, and their hosts."""
+        for service, fleet in self._fleets.items():
+            for host in fleet.hosts if service not in self._duplicates else ():
+                for guest in (host.guests or {}).values():
+                    if guest.complete and guest.runs and self._counts(host.plan.uuid, guest):
+                        yield host.plan.uuid, guest
+
+    def _counts(self, host: str, guest: Guest) -> bool:
+        uuid = guest.instance_uuid
+        first = self._first.get(uuid)
+        is_exempt = uuid in self.exempt and not self.judges_machines
+        if first is None or guest.attempt < first or is_exempt:
+            return False
+        return (host, uuid, guest.attempt) not in self.brought_back
+
+    def has_a_double(self, host: str) -> bool:
+        """Whether a second service of a name has, or had, a host of this uuid too."""
+        return any(self._fleets[service].host(host) is not None for service in self._duplicates)
+
+    # --- the book
+
+    def _is_claimed(self, uuid: str, host: str) -> bool:
+        """Whether the instance, or a migration of it, holds something of this host."""
+        providers = self._book.providers
+        for consumer in (uuid, *self._migrations.get(uuid, ())):
+            kept = self._book.consumers.get(consumer)
+            for provider in kept.consumer.holding if kept is not None else ():
+                if provider in providers and providers[provider].root == host:
+                    return True
+        return False
+
+    def book(self) -> None:
+        """After a commit of the book: what runs is claimed, and nothing is under a refused request. Raises Breach."""
+        for host, guest in self._running():
+            if guest.instance_uuid not in self.exempt and not self._is_claimed(guest.instance_uuid, host):
+                raise Breach("never_running_unclaimed", f"{guest.instance_uuid} attempt {guest.attempt} runs on {host}")
+        for request, uuid in self.refused.items():
+            # A cell that was set back to before the refusal carries out a copy of the request that comes late.
+            kept = None if uuid in self.exempt else self._book.consumers.get(request)
+            if kept is not None and kept.consumer.holding and kept.consumer.consumer_type in MIGRATION_TYPES:
+                raise Breach("refused_is_unchanged", f"the refused request {request} holds {kept.consumer.holding}")
+
+    # --- at rest
+
+    def unsettled(self, lost: set[str]) -> Iterator[str]:
+        """Every migration's claim has its move, every request its end, and machines are as their records have them."""
+        yield from self._machines(lost)
+        under_way = {
+            instance.move.request_id
+            for table in self._cells.values()
+            for instance in table.instances.values()
+            if instance.move is not None
+        }
+        owners = {request: uuid for uuid, requests in self._migrations.items() for request in requests}
+        for uuid, kept in self._book.consumers.items():
+            is_migration = kept.consumer.consumer_type in MIGRATION_TYPES and kept.consumer.holding
+            if is_migration and uuid not in under_way and not {uuid, owners.get(uuid)} & lost:
+                yield f"claims_have_owners: the migration {uuid} holds {dict(kept.consumer.holding)}"
+        for cell, table in self._cells.items():
+            for host in table.fences.keys() - self.gone:
+                if any(is_evacuated_from(one, host) for one in table.instances.values() if one.uuid in lost):
+                    continue  # its destination has died, and nothing fences that
+                yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"
+        for request, instance in self.sent.items():
+            if request not in self.ends and instance not in lost:
+                yield f"one_terminal_event: the request {request} for {instance} has had no end"
+
+    def _machines(self, lost: set[str]) -> Iterator[str]:
+        for table in self._cells.values():
+            for uuid, instance in table.instances.items():
+                if instance.state is not State.ACTIVE or uuid not in self.moved or uuid in lost:
+                    continue
+                fleet, host = self._fleets.get(instance.here.service), instance.here.host_uuid
+                guest = fleet.guest(host, uuid) if fleet is not None else None
+                if guest is None or host in self.fenced or self.has_a_double(host):
+                    continue
+                if (host, uuid, guest.attempt) in self.brought_back:
+                    continue
+                if guest.allocations != instance.here.allocations:
+                    yield f"machine_has_its_size: {uuid} is {guest.allocations}, its record {instance.here.allocations}"
+                if guest.runs is not (instance.power in (Power.RUNNING, Power.RESCUED)):
+                    yield f"runs_as_recorded: {uuid} is {instance.power.value}, and runs: {guest.runs}"

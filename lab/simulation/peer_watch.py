@@ -1,0 +1,232 @@
+"""The rules of server groups, hints and quotas, judged from the requests and from the book's allocations.
+
+Nothing of the product's own counting is used: not who it takes for a member, nor its sum of what a project holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
+
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import CellBuild
+from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import INSTANCES
+from cell_conductor.domain.instance import State
+from cell_conductor.store.memory import MemoryInstanceTable
+from lab.simulation.plan import Order, Plan
+from lab.simulation.watch import Breach
+from placement_worker.domain.moves import COUNTED_MIGRATION_TYPE, MIGRATION_TYPE, MIGRATION_TYPES
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
+from scheduler_worker.config import DEFAULT_FLAVORS
+
+OVER_QUOTA = "quota.exceeded"
+OVERLAP_S = 0.1  # between the reads of a transaction of the book and its commit
+
+
+def resources_of_flavor(name: str) -> dict[str, int]:
+    """The amounts that a flavor requests, by class."""
+    flavor = DEFAULT_FLAVORS[name]
+    requested = {"VCPU": flavor.vcpus, "MEMORY_MB": flavor.memory_mb, "DISK_GB": flavor.disk_gb}
+    specs = {key.removeprefix("resources:"): int(amount) for key, amount in flavor.extra_specs.items()}
+    return {resource: amount for resource, amount in (requested | specs).items() if amount}
+
+
+class PeerWatch:
+    """Looks after every commit of the book and of a cell, and at what schedulers publish."""
+
+    def __init__(
+        self, plan: Plan, book: MemoryBookTable, cells: Mapping[str, MemoryInstanceTable], now: Callable[[], float]
+    ) -> None:
+        self._plan = plan
+        self._book = book
+        self._cells = cells
+        self._now = now
+        self._orders: dict[str, Order] = {}
+        self._projects: dict[str, None] = {}  # that ever requested a build
+        self._since: dict[str, float] = {}  # when each was first requested
+        self._seen: dict[str, ConsumerRow] = {}
+        self._hosts: dict[str, list[tuple[float, str | None]]] = {}  # where each was, and since when
+        self._held: dict[str, list[tuple[float, Counter[str]]]] = {}  # what each project held, and since when
+        self.exempt: Collection[str] = ()  # of whom a restored database knows an old truth: no rule can be kept
+        self.refused: dict[str, None] = {}  # refused for their project's quota
+
+    def requested(self, order: Order) -> None:
+        """A client is about to ask for a build."""
+        self._orders.setdefault(order.uuid, order)
+        self._projects[order.project] = None
+        self._since.setdefault(order.uuid, self._now())
+
+    # --- the book
+
+    def __call__(self) -> None:
+        """After a commit of the book. Raises Breach."""
+        consumers = self._book.consumers
+        changed = [uuid for uuid, kept in consumers.items() if self._seen.get(uuid) is not kept]
+        gone = [uuid for uuid in self._seen if uuid not in consumers]
+        if not changed and not gone:
+            return
+        reverted = self._reverted(changed, gone)
+        self._seen = dict(consumers)
+        for uuid in (*changed, *gone):
+            host = self._root(uuid)
+            where = self._hosts.setdefault(uuid, [])
+            if host != (where[-1][1] if where else None):
+                where.append((self._now(), host))
+        self._quotas(reverted)
+        self._groups({uuid: host for uuid, where in self._hosts.items() if (host := where[-1][1] if where else None)})
+
+    def _reverted(self, changed: Iterable[str], gone: Iterable[str]) -> set[str]:
+        """Projects of which this commit gave a migration's source back to its instance, or left the source alone."""
+        consumers = self._book.consumers
+        ended = [
+            before.consumer
+            for uuid in (*changed, *gone)
+            if (before := self._seen.get(uuid)) is not None
+            and before.consumer.consumer_type in MIGRATION_TYPES
+            and (uuid not in consumers or not consumers[uuid].consumer.holding)
+        ]
+        moved = {
+            consumers[uuid].consumer.project_id
+            for uuid in changed
+            if (before := self._seen.get(uuid)) is not None
+            # On its way between cells an instance holds nothing, and neither it nor its migration counts.
+            and (before.consumer.holding or self._plan.moves_across_cells)
+            and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
+        }
+        # After a claim for the next destination that has released the last one and found no room, the source counts at
+        # its own size, which may be larger than the destination's, as it would after a revert (seed 1795401028).
+        left_alone = {
+            consumers[uuid].consumer.project_id
+            for uuid in changed
+            if consumers[uuid].consumer.consumer_type == COUNTED_MIGRATION_TYPE
+        }
+        return {one.project_id for one in ended} & moved | left_alone
+
+    def _root(self, uuid: str) -> str | None:
+        kept = self._book.consumers.get(uuid)
+        holding = kept.consumer.holding if kept is not None else {}
+        return next((self._book.providers[provider].root for provider in holding), None)
+
+    def _quotas(self, reverted: Collection[str]) -> None:
+        """A total that grows stays within its quota; but a revert is not held to it, as in Nova. Raises Breach."""
+        held: dict[str, Counter[str]] = {}
+        for kept in self._book.consumers.values():
+            # Other clients claim by themselves, without limits: a claim carries those that it is held to.
+            # A migration counts nothing: the instance counts at its new size.
+            is_counted = kept.consumer.project_id in self._projects and kept.consumer.consumer_type != MIGRATION_TYPE
+            if kept.consumer.holding and is_counted:
+                total = held.setdefault(kept.consumer.project_id, Counter())
+                total[INSTANCES] += 1
+                for amounts in kept.consumer.holding.values():
+                    total.update(amounts)
+        for project in sorted(held.keys() | self._held.keys()):
+            now = held.get(project, Counter())
+            known = self._held.setdefault(project, [])
+            if known and known[-1][1] == now:
+                continue
+            before = known[-1][1] if known else Counter[str]()
+            known.append((self._now(), now))
+            for name, most in self._plan.quota_of(project).items():
+                if now[name] > max(most, before[name]) and project not in reverted:
+                    raise Breach("quota", f"{project} holds {now[name]} {name} of {most}")
+
+    def _groups(self, hosts: Mapping[str, str]) -> None:
+        """Members of a group with a hard rule, on any host. Raises Breach."""
+        members: dict[str, list[tuple[str, str]]] = {}
+        for uuid, host in hosts.items():
+            order = self._orders.get(uuid)
+            if order is not None and order.group is not None and uuid not in self.exempt:
+                members.setdefault(order.group.uuid, []).append((uuid, host))
+        for mates in members.values():
+            group = self._orders[mates[0][0]].group
+            assert group is not None
+            counted = Counter(host for _, host in mates)
+            if group.policy is GroupPolicy.ANTI_AFFINITY and max(counted.values()) > group.max_per_host:
+                raise Breach("apart", f"of the group {group.uuid}, {group.max_per_host} a host: {mates}")
+            if group.policy is GroupPolicy.AFFINITY and len(counted) > 1:
+                raise Breach("together", f"of the group {group.uuid}: {mates}")
+
+    # --- cells
+
+    def machines(self) -> None:
+        """After a commit of a cell: what is active keeps the rules too. Raises Breach."""
+        self._groups(
+            {
+                uuid: instance.host_uuid
+                for table in self._cells.values()
+                for uuid, instance in table.instances.items()
+                if instance.state is State.ACTIVE and instance.host_uuid is not None
+            }
+        )
+
+    # --- schedulers
+
+    def sent(self, build: CellBuild) -> None:
+        """A build is sent to a cell: its hosts, alternates too, are those that its hints allow. Raises Breach."""
+        uuid = build.spec.instance_uuid
+        order = self._orders.get(uuid)
+        if order is None:
+            return
+        chosen = [selection.host_uuid for selection in build.selections]
+        taken = {host for one in order.apart_from if (host := self._stayed(one, self._since[uuid])) in chosen}
+        if taken:
+            raise Breach("hints", f"{uuid} is to keep away from {sorted(taken)}, and is sent to {chosen}")
+        if order.together_with:
+            near = {host for one in order.together_with for host in self._been(one, self._since[uuid])}
+            if not near.issuperset(chosen):
+                raise Breach("hints", f"{uuid} is to be on one of {sorted(near)}, and is sent to {chosen}")
+
+    def _stayed(self, uuid: str, since: float) -> str | None:
+        """The host on which it has been all the time since then."""
+        at, host = self._hosts[uuid][-1] if self._hosts.get(uuid) else (0.0, None)
+        return host if at < since else None
+
+    def _been(self, uuid: str, since: float) -> Iterator[str]:
+        """Every host on which it was at any time since then."""
+        where = self._hosts.get(uuid, [])
+        for number, (_, host) in enumerate(where):
+            until = where[number + 1][0] if number + 1 < len(where) else self._now()
+            if host is not None and until >= since:
+                yield host
+
+    def event(self, event: BuildEvent) -> None:
+        """A request refused because of a quota would have passed it at some time since it was requested.
+
+        Raises Breach.
+        """
+        if event.code != OVER_QUOTA or event.state is not BuildState.FAILED or event.instance_uuid in self.refused:
+            return
+        uuid = event.instance_uuid
+        self.refused[uuid] = None
+        order = self._orders[uuid]
+        # A gang's members are counted together, also those that hold nothing in the end.
+        alone = {INSTANCES: 1, **resources_of_flavor(order.flavor)}
+        requested = {name: order.count * amount for name, amount in alone.items()}
+        quota = self._plan.quota_of(order.project)
+        for held in self._held_since(order.project, self._since[uuid]):
+            if any(held[name] + requested.get(name, 0) > most for name, most in quota.items() if name in requested):
+                return
+        raise Breach("quota_refused", f"{uuid} of {order.project} was refused, and {quota} had room for {requested}")
+
+    def _held_since(self, project: str, since: float) -> Iterator[Counter[str]]:
+        """The project's total at each moment since then, with what was released in OVERLAP_S before it: a claim that is
+        committed after a release which it had not seen refuses as if it had come first.
+        """
+        known = [(0.0, Counter[str]()), *self._held.get(project, [])]
+        for number, (at, held) in enumerate(known):
+            if number + 1 == len(known) or known[number + 1][0] >= since:
+                counted = held.copy()
+                for (_, before), (then, after) in pairwise(known[:number]):
+                    if then >= at - OVERLAP_S:
+                        counted += before - after  # what it grew by is in `held`
+                yield counted
+
+    # --- at rest
+
+    def unsettled(self) -> Iterator[str]:
+        """A refused request holds nothing, unless its scheduler's database was set back to before the refusal."""
+        for uuid in self.refused:
+            if uuid not in self.exempt and self._root(uuid) is not None:
+                yield f"quota_refused: {uuid} was refused and holds something"

@@ -1,0 +1,543 @@
+"""The differences that are not settled yet: the invariants over everything, and that everything comes to an end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
+from bus.contracts.build import TERMINAL_STATES, BuildState
+from bus.contracts.drains import DrainState
+from bus.contracts.objects import ObjectKind
+from bus.contracts.placement import ProviderReport
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.memory import MemoryInstanceTable
+from compute_sim.domain.hosts import tree
+from compute_sim.domain.reserved import with_reserved
+from lab.simulation.draw import PROJECTS
+from lab.simulation.ironic_sync_watch import disagreements, is_reported
+from lab.simulation.load import Client
+from lab.simulation.peer_watch import OVER_QUOTA, resources_of_flavor
+from lab.simulation.peers import NONE_ALLOWED
+from lab.simulation.plan import Action
+from lab.simulation.standing import standing
+from lab.simulation.world import World, marked
+from placement_worker.domain.values import Provider
+from placement_worker.replica.book import Book
+from placement_worker.store.memory import MemoryBookTable
+from scheduler_worker.domain.drains import UNDER_WAY
+from scheduler_worker.domain.fences import fence_of
+from scheduler_worker.domain.objects import drains_of
+
+STUCK_S = 3.0  # a confirmed row is deleted within 1 s
+
+# The processes of a cell, by the first word of their name.
+FROM_CELLS = ("conductor", "compute")
+
+
+def unsettled(world: World, client: Client) -> list[str]:
+    """One line each, empty when the world is at rest as it should be: the first word names the invariant."""
+    lost = unclearable(world)
+    found = list(_requests(world, client, lost))
+    for schema, table in world.databases.tables.items():
+        if stuck := _stuck(world, schema, table.outbox):
+            found.append(f"liveness: {stuck} rows in the outbox of {schema}")
+        if table.deadlocks:
+            found.append(f"no_deadlock: {table.deadlocks} in {schema}")
+    found += _breaches(facts_of(world, _requested(world, client), lost))
+    found += [
+        f"liveness: the breaker of {service} is open"
+        for table in world.cells.values()
+        for service, breaker in table.breakers.items()
+        if breaker.is_open
+    ]
+    found += list(_leftovers(world))
+    found += list(_holdings(world, client))
+    found += list(_inventories(world))
+    found += list(_schedulers_know_hosts(world))
+    found += list(_others(world))
+    found += list(_quarantined(world))
+    found += list(world.peer_watch.unsettled())
+    found += list(world.gang_watch.unsettled(world.builds.records))
+    found += list(world.move_watch.unsettled(lost))
+    # Of instances whose host has burnt down: they wait for a fence, which some kinds do not have, and which a host that
+    # burns down a second time does not get.
+    burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
+    found += list(_requests_have_ends(world, burnt))
+    found += list(_drains_have_ended(world, burnt))
+    found += list(_fences_are_on_record(world))
+    if world.ironic is not None:
+        found += disagreements(world.ironic, world.book.providers, world.positions.positions)
+    found += [f"no_upcall: {words}" for words in world.listener.upward]
+    found += [f"no_dead_letters: {words}" for words in world.listener.dead[:1]]
+    for name, replica in world.replicas.items():
+        if words := _replica_differs(world.book, replica):
+            found.append(f"replica_agrees: {name}: {words}")
+    return found
+
+
+def _stuck(world: World, schema: str, outbox: Collection[int]) -> int:
+    """How many rows have been in an outbox for longer than a row is. While an instance waits for a fence, its move is
+    queried every 20 to 30 s, so there always comes another row.
+    """
+    now = world.clock.monotonic()
+    before = world.outbox_since.get(schema, {})
+    world.outbox_since[schema] = {row: before.get(row, now) for row in outbox}
+    return sum(now - since >= STUCK_S for since in world.outbox_since[schema].values())
+
+
+def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
+    """No request about an instance is under way for ever by the schedulers' record, whatever its cell has forgotten."""
+    for move in world.builds.moves.values():
+        if not move[0].terminal and move[0].instance_uuid not in burnt:
+            yield f"one_terminal_event: {move[0].kind} {move[0].request_id} is {move[0].state} at the top"
+    for instance in world.builds.instances.values():
+        if instance.under_way is not None and instance.instance_uuid not in burnt:
+            yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
+
+
+def _drains_have_ended(world: World, burnt: Collection[str]) -> Iterator[str]:
+    """No drain is under way for ever, and what a drain that has ended has of instances is their ends. A drain waits for
+    the moves that it has begun (seed 1795407114).
+    """
+    moves = world.builds.drain_moves.values()
+    waiting = {move.drain for move in moves if move.state in UNDER_WAY and move.instance_uuid in burnt}
+    states = {name: drain.state for name, drain in drains_of(world.builds.objects.present.objects).items()}
+    for drain, state in states.items():
+        if state is not DrainState.ENDED and drain not in waiting:
+            yield f"drains_end: {drain} is {state}"
+    for move in moves:
+        if states.get(move.drain) is DrainState.ENDED and move.state in UNDER_WAY:
+            yield f"drains_end: {move.drain} has ended, and {move.instance_uuid} is {move.state}"
+
+
+def _fences_are_on_record(world: World) -> Iterator[str]:
+    """A fence that its cell has acknowledged is on that cell's record.
+
+    Not judged where a database was set back: the schedulers publish all fences again only every five minutes.
+    """
+    if any(order.action is Action.RESTORE for order in world.plan.orders):
+        return
+    for (kind, host), stored in world.builds.objects.present.objects.items():
+        if kind is not ObjectKind.FENCE:
+            continue
+        fence = fence_of(stored)
+        table = None if fence.lifting or fence.acknowledged < fence.version else world.cells.get(fence.cell or "")
+        if table is not None and host not in table.fences:
+            yield f"fences_are_on_record: {fence.cell} has acknowledged that of {host}, and does not have it"
+
+
+def _others(world: World) -> Iterator[str]:
+    """Others' objects are as they left them."""
+    machines = {guest.instance_uuid for fleet in world.fleets.values() for _, guest in fleet.guests()}
+    there = {host.plan.uuid for fleet in world.fleets.values() for host in fleet.hosts}
+    for uuid, host in world.foreign.items():
+        if host in there and uuid not in machines:
+            yield f"foreign_unchanged: the machine {uuid} of others is gone from {host}"
+    for service, fleet in world.fleets.items():
+        table = world.cells[world.cell_of(service).name]
+        listed = {(record.machine.host_uuid, record.machine.uuid) for record in table.unexplained.values()}
+        for host, guest in fleet.guests() if service not in world.dead | world.duplicates.keys() else ():
+            known = guest.instance_uuid in table.instances or not guest.complete
+            if not known and (host, guest.instance_uuid) not in listed:
+                yield f"unexplained_is_listed: {guest.instance_uuid} runs on {host}, and no record or list has it"
+    for name, broker in world.brokers.items():
+        if words := broker.theirs_differ():
+            yield f"foreign_unchanged: on the bus {name} {words}"
+
+
+def _quarantined(world: World) -> Iterator[str]:
+    """The resources of a machine in quarantine are kept out of its host's inventory, and no others are."""
+    for service, fleet in world.fleets.items():
+        if service in world.dead | world.duplicates.keys():
+            continue
+        records = world.cells[world.cell_of(service).name].unexplained.values()
+        kept = {one.place for one in records if one.machine.kind is UnexplainedKind.QUARANTINED}
+        for host in fleet.hosts:
+            uuid, guests = host.plan.uuid, host.guests or {}
+            wanted = {instance for instance, guest in guests.items() if guest.complete and (uuid, instance) in kept}
+            reserved = {one.instance_uuid for one in fleet.records.reserved(uuid)}
+            if wanted != reserved:
+                yield f"quarantined_is_reserved: {host.plan.name} keeps room for {reserved}, in quarantine are {wanted}"
+
+
+def given_back(world: World) -> list[str]:
+    """Allocations that are still held though all has been deleted; not of those that burnt down."""
+    lost = unclearable(world)
+    held = {
+        uuid
+        for uuid, kept in world.book.consumers.items()
+        if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
+    }
+    if held:
+        return [f"{uuid} holds something" for uuid in sorted(held)]
+    projects = {world.book.consumers[uuid].consumer.project_id for uuid in lost if uuid in world.book.consumers}
+    counted = {project: world.book.held_by(project) for project in PROJECTS if project not in projects}
+    return [f"{project} is counted as holding {used}" for project, used in counted.items() if any(used.values())]
+
+
+def check_quota_refusals(world: World) -> str:
+    """The error in the answer to projects that may hold nothing at all; "" when it names their quota."""
+    hosts = [host for service, fleet in world.fleets.items() if service not in world.dead for host in fleet.hosts]
+    for uuid, build in world.builds.recorded.items():
+        if build.project_id == NONE_ALLOWED:
+            # Machines that a restored database does not know keep their resources: there may be none left.
+            full = bool(world.taken_back) or not any(
+                host.enabled and _has_vcpu(world, host.plan.uuid) for host in hosts
+            )
+            rightly = build.code == OVER_QUOTA or full
+            return "" if rightly and build.state is BuildState.FAILED else f"{uuid}: {build.code}"
+    return f"no project of {NONE_ALLOWED} is on record"
+
+
+def _has_vcpu(world: World, root: str) -> bool:
+    """Whether a host has a free VCPU by the book, in any part of its tree (seed 1795410495: none had)."""
+    return any(
+        part.inventories["VCPU"].capacity > part.used.get("VCPU", 0)
+        for part in world.book.providers.values()
+        if part.root == root and "VCPU" in part.inventories
+    )
+
+
+def unclearable(world: World) -> set[str]:
+    """Instances that can never be cleared away: they are to be destroyed, or are doubted, on a host that burnt down.
+
+    Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
+
+    And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
+    """
+    return set(world.taken_back) | {
+        uuid
+        for table in world.cells.values()
+        for uuid, instance in table.instances.items()
+        if (instance.state is State.DELETING or instance.doubted or instance.move is not None)
+        and (
+            "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
+            or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))
+        )
+    }
+
+
+def _unfenced(world: World) -> set[str]:
+    """Instances that move from or to a host which has burnt down, and of which their cell has no fence on record."""
+    return {
+        uuid
+        for table in world.cells.values()
+        for uuid, instance in table.instances.items()
+        for host in (instance.host_uuid, instance.source_host_uuid)
+        if instance.move is not None and world.left.get(host or "") == "dead" and host not in table.fences
+    }
+
+
+def _leftovers(world: World) -> Iterator[str]:
+    """Half-built machines of a failed build are removed from their host too.
+
+    Not those that were removed and came back with an older disk, or that another process of the service's name
+    answered for: no driver lists what is half-built.
+    """
+    brought_back = world.move_watch.brought_back
+    for service, fleet in world.fleets.items():
+        for host, guest in fleet.guests() if service not in world.dead else ():
+            key = (host, guest.instance_uuid, guest.attempt)
+            if key in brought_back or world.machines.is_untold(*key):
+                continue
+            if not guest.complete and guest.instance_uuid not in world.taken_back:
+                yield f"no_leftovers: {guest.instance_uuid} attempt {guest.attempt} is half-built on {host}"
+
+
+def _requested(world: World, client: Client) -> list[str]:
+    """The builds that have to end: a client that has given up does not know whether its request was put on record."""
+    return [*client.confirmed, *(uuid for uuid in client.unanswered if uuid in world.builds.recorded)]
+
+
+def _requests(world: World, client: Client, lost: Collection[str]) -> Iterator[str]:
+    for uuid in _requested(world, client):
+        standing = world.builds.recorded.get(uuid)
+        if uuid in world.taken_back:
+            continue
+        if standing is None:
+            yield f"liveness: {uuid} was accepted by the broker and is not on record"
+        elif uuid in lost:
+            continue
+        elif standing.state not in TERMINAL_STATES:
+            yield f"liveness: {uuid} is still {standing.state.value}"
+        elif uuid in client.deleted and standing.state is not BuildState.DELETED:
+            yield f"liveness: {uuid} was to be deleted and is {standing.state.value}"
+
+
+def _holdings(world: World, client: Client) -> Iterator[str]:
+    """An active instance holds the amounts that its flavor requests, wherever its host's providers have moved to."""
+    for table in world.cells.values():
+        for uuid, instance in table.instances.items():
+            kept = world.book.consumers.get(uuid)
+            if (
+                instance.state is not State.ACTIVE
+                or kept is None
+                or uuid not in client.flavors
+                or uuid in world.taken_back
+            ):
+                continue
+            held: Counter[str] = Counter()
+            for amounts in kept.consumer.holding.values():
+                held.update(amounts)
+            flavor = client.flavors[uuid]
+            if uuid in world.move_watch.moved and instance.spec is not None:
+                flavor = instance.spec.flavor
+            if held != resources_of_flavor(flavor):
+                yield f"holds_what_it_asked_for: {uuid} of {flavor} holds {dict(held)}"
+
+
+def _inventories(world: World) -> Iterator[str]:
+    """Every host is in the book as it is; what has left for good is not."""
+    for uuid, how in world.left.items():
+        # Inventory in use when it was taken out is stranded: a shell, for as long as its tree is used.
+        shell = world.book.providers.get(uuid) if how == "drained" else None
+        if shell is None:
+            continue
+        is_used = any(any(one.used.values()) for one in world.book.providers.values() if one.root == uuid)
+        if is_reported(shell) or not is_used:
+            yield f"left_for_good: the book still has {uuid}"
+    for service, fleet in world.fleets.items():
+        for host in fleet.hosts if service not in world.dead else ():
+            whole = tree(host.plan, host.size, enabled=host.enabled, nested=service not in world.flat)
+            reports = with_reserved(whole, fleet.records.reserved(host.plan.uuid))
+            for report in reports:
+                if words := _reported_differs(report, world.book.providers.get(report.uuid)):
+                    yield f"book_has_the_hosts: {report.name}: {words}"
+
+
+def _schedulers_know_hosts(world: World) -> Iterator[str]:
+    """Every scheduler knows every host as it is: whose it is, and whether it may be chosen."""
+    for name, life in world.lives.items():
+        table = life.hosts
+        for service, fleet in world.fleets.items() if table is not None else ():
+            assert table is not None
+            for host in fleet.hosts if service not in world.dead else ():
+                index = table.index_of(host.plan.uuid)
+                holder = -1 if index is None else int(table.service[index])
+                if index is None or holder < 0 or table.services[holder].name != service:
+                    yield f"schedulers_know_the_hosts: {name} does not know {host.plan.name} of {service}"
+                elif bool(table.enabled[index]) is not host.enabled:
+                    yield f"schedulers_know_the_hosts: {name} takes {host.plan.name} for what it was"
+        for known in table.services if table is not None else ():
+            if known.name in world.dead and known.down is None:
+                yield f"schedulers_know_the_hosts: {name} takes the dead service {known.name} for alive"
+
+
+def _reported_differs(report: ProviderReport, provider: Provider | None) -> str:
+    if provider is None:
+        return "not in the book"
+    reported = {name: (i.total, i.reserved, i.allocation_ratio) for name, i in report.inventories.items()}
+    kept = {
+        name: (inventory.total, inventory.reserved, inventory.allocation_ratio)
+        for name, inventory in provider.inventories.items()
+        if not inventory.stranded
+    }
+    if reported != kept:
+        return f"reported {reported}, the book has {kept}"
+    return "" if set(report.traits) == set(provider.traits) else f"the book has the traits {provider.traits}"
+
+
+def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Facts:
+    """Everything `berth.audit.invariants.check_invariants` wants to know, from stores and machines; not of the lost."""
+    book, builds = world.book, world.builds
+    return Facts(
+        inventories=[
+            InventoryFact(p.uuid, name, s.total, s.reserved, s.allocation_ratio, float(s.capacity), p.used.get(name, 0))
+            for p in book.providers.values()
+            for name, s in p.inventories.items()
+        ],
+        allocations={
+            uuid: {provider: dict(held) for provider, held in kept.consumer.holding.items()}
+            for uuid, kept in book.consumers.items()
+            if kept.consumer.holding and uuid not in lost and world.harm.ours(uuid)
+        },
+        roots={p.uuid: p.root for p in book.providers.values()},
+        requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
+        cells=dict(builds.cells),
+        instances=[
+            InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
+            for cell, table in world.cells.items()
+            for i in table.instances.values()
+            if i.uuid not in lost and i.state is not State.DEPARTED
+        ],
+        running=[
+            one
+            for one in _running(world)
+            if one.instance_uuid not in lost
+            and world.harm.ours(one.instance_uuid)
+            and not _is_old_copy(world, one)
+            and not _is_left_in_doubt(world, one)
+            and not _is_untold_and_listed(world, one)
+        ],
+        feed=(book.changes[0].sequence if book.changes else 0, book.head, len(book.changes)),
+        audit=list(_audit(book)),
+        accepted=[uuid for uuid in accepted if uuid not in lost and uuid not in world.listener.exempt],
+        events=[event for event in world.listener.events.values() if event.instance_uuid not in world.listener.exempt],
+        changes=book.changes,
+        connections=[(name, bus, name.startswith(FROM_CELLS)) for name, bus in world.connections],
+    )
+
+
+def _source_of(instance: Instance) -> SourceFact | None:
+    """The second machine of an instance whose move awaits its confirm."""
+    move = instance.move
+    if instance.state is not State.RESIZED or move is None or move.source is None:
+        return None
+    return SourceFact(move.request_id, move.source.host_uuid, move.source_attempt)
+
+
+def _running(world: World) -> Iterator[RunningFact]:
+    """The machines that really run; on hosts that burnt down whatever its owner still takes for alive.
+
+    Of those no report comes any more, not even that a machine was lost just before: that each was once built there by
+    its attempt is seen at every commit (`active_was_built`).
+    """
+    burnt: dict[tuple[str, str], int] = {}
+    for service, fleet in world.fleets.items():
+        for host, guest in fleet.guests():
+            if service in world.dead:
+                burnt[guest.instance_uuid, host] = guest.attempt
+            elif guest.complete:
+                yield RunningFact(guest.instance_uuid, guest.attempt, host, is_stopped=not guest.runs)
+    # The builds of a second service of a name, made while it had the name, are on machines that are not seen any more
+    # when it has gone; but none of it may run here, too, unless the process that built it first died unheard.
+    elsewhere = {
+        guest.instance_uuid
+        for service, fleet in world.fleets.items()
+        for _, guest in fleet.guests()
+        if guest.complete and service not in world.dead
+    }
+    for duplicate in world.duplicates.values():
+        for host, guest in duplicate.guests():
+            # A source that the second service stopped and handed over is destroyed by neither once that has gone.
+            counts = guest.complete and guest.runs and guest.instance_uuid in elsewhere
+            if counts and not world.machines.is_untold(host, guest.instance_uuid, guest.attempt):
+                yield RunningFact(guest.instance_uuid, guest.attempt, host)
+    for table in world.cells.values():
+        for uuid, instance in table.instances.items():
+            host = instance.host_uuid or ""
+            if instance.state is State.ACTIVE and (world.left.get(host) == "dead" or _is_removed(world, host)):
+                yield RunningFact(uuid, burnt.get((uuid, host), instance.attempt), host)
+    yield from _on_nodes(world)
+
+
+def _is_old_copy(world: World, one: RunningFact) -> bool:
+    """Whether a restored host runs an attempt whose record was purged since, or has failed in doubt after its cell was
+    set back (seed 1795630588): it is kept in quarantine, and listed.
+    """
+    if (one.host_uuid, one.instance_uuid, one.attempt) not in world.move_watch.brought_back:
+        return False
+    found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
+    return any(
+        _is_quarantined(table, one) and (record is None or (record.state is State.FAILED and record.doubted))
+        for table, record in found
+    )
+
+
+def _is_left_in_doubt(world: World, one: RunningFact) -> bool:
+    """Whether a second service of the name has answered for a build in doubt: what the first one built is kept in
+    quarantine, and listed. A record that is in a backup as it is now is doubted, too.
+    """
+    found = [(table, table.instances.get(one.instance_uuid)) for table in world.cells.values()]
+    return any(
+        _is_quarantined(table, one)
+        and (_has_failed_in_doubt(world, record, one) or _has_gone_on_in_doubt(world, record, one))
+        for table, record in found
+        if record is not None
+    )
+
+
+def _is_untold_and_listed(world: World, one: RunningFact) -> bool:
+    """Whether the machine was built after another process of the name had answered for it, and is in quarantine."""
+    is_untold = world.machines.is_untold(one.host_uuid, one.instance_uuid, one.attempt)
+    return is_untold and any(_is_quarantined(table, one) for table in world.cells.values())
+
+
+def _has_failed_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
+    is_current = (record.host_uuid, record.attempt) == (one.host_uuid, one.attempt)
+    has_second = record.selections != () and record.here.service in world.duplicates
+    return is_current and record.state is State.FAILED and record.doubted and has_second
+
+
+def _has_gone_on_in_doubt(world: World, record: Instance, one: RunningFact) -> bool:
+    """Whether the build has left this attempt for an alternate, and its record proves nothing about it."""
+    host = next((host for fleet in world.fleets.values() if (host := fleet.host(one.host_uuid)) is not None), None)
+    is_over = record.state in (State.ACTIVE, State.FAILED) and 0 < record.reused_from <= one.attempt < record.attempt
+    has_second = world.move_watch.has_a_double(one.host_uuid)
+    return (
+        is_over
+        and has_second
+        and any(
+            host is not None and (tried.attempt, tried.host) == (one.attempt, host.plan.name)
+            for tried in record.history
+        )
+    )
+
+
+def _is_quarantined(table: MemoryInstanceTable, one: RunningFact) -> bool:
+    kept = table.unexplained.get((one.host_uuid, one.instance_uuid))
+    return kept is not None and kept.machine.kind is UnexplainedKind.QUARANTINED
+
+
+def _is_removed(world: World, host: str) -> bool:
+    """Whether an operator has removed the node from Ironic: what Ironic does not list proves nothing to berth."""
+    known = any(fleet.host(host) is not None for fleet in world.fleets.values())
+    return world.ironic is not None and not known and host not in world.ironic.pool.nodes
+
+
+def _on_nodes(world: World) -> Iterator[RunningFact]:
+    for node in world.ironic.pool.nodes.values() if world.ironic else ():
+        uuid = node["instance_uuid"]
+        if uuid is None and (left := marked(node)) is not None and _is_active(world, left):
+            uuid = left  # its operator cleared `instance_uuid` alone: a machine that was not deleted still runs
+        if uuid is not None:
+            yield RunningFact(uuid, world.attempt_on(node["uuid"], uuid), node["uuid"])
+
+
+def _is_active(world: World, uuid: str) -> bool:
+    found = [table.instances[uuid] for table in world.cells.values() if uuid in table.instances]
+    return any(instance.state is State.ACTIVE for instance in found)
+
+
+def _audit(book: MemoryBookTable) -> Iterator[str]:
+    """Where what the book keeps as used is not the sum of its allocations."""
+    sums: dict[tuple[str, str], int] = {}
+    for kept in book.consumers.values():
+        for provider, held in kept.consumer.holding.items():
+            for name, amount in held.items():
+                sums[provider, name] = sums.get((provider, name), 0) + amount
+    used = {(p.uuid, name): amount for p in book.providers.values() for name, amount in p.used.items()}
+    for key in sorted(sums.keys() | used.keys()):
+        if sums.get(key, 0) != used.get(key, 0):
+            yield f"{key[0]} {key[1]}: used {used.get(key, 0)}, allocated {sums.get(key, 0)}"
+
+
+def _replica_differs(book: MemoryBookTable, replica: Book) -> str:
+    """The differences of a scheduler's replica from the book; "" when they agree."""
+    if replica.sequence != book.head:
+        return f"the replica is at {replica.sequence}, the book at {book.head}"
+    if len(replica) != len(book.providers):
+        return f"the replica has {len(replica)} providers, the book {len(book.providers)}"
+    assumed = sorted(replica.assumed_keys())
+    if assumed:
+        return f"still assumed: {assumed[:3]}"
+    for uuid, provider in book.providers.items():
+        row = replica.row_of(uuid)
+        if row is None:
+            return f"the replica has no {provider.name}"
+        mine = {name: int(used) for name, (_, used, _) in replica.inventory_of(row).items() if used}
+        theirs = {name: used for name, used in provider.used.items() if used and name in provider.inventories}
+        if replica.generation_of(row) != provider.generation or mine != theirs:
+            return f"{provider.name}: the replica has {mine}, the book {theirs}"
+    return ""
+
+
+def _breaches(facts: Facts) -> list[str]:
+    """Breaches of the invariants of `berth check`, one line each.
+
+    Not of capacity: inventories shrink here, and `BookWatch` has seen that no usage rose past its capacity.
+    """
+    verdicts = [verdict for verdict in check_invariants(facts) if not verdict.holds and verdict.name != "capacity"]
+    return [f"{verdict.name}: {example}" for verdict in verdicts for example in verdict.examples]
