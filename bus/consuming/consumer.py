@@ -32,6 +32,7 @@ from bus.consuming.in_flight import (
     InFlightMessage,
     is_over,
     may_be_begun,
+    of_use_until,
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse
@@ -71,6 +72,10 @@ MAX_PASSED_OVER = 8
 # The bytes after which no further delivery is opened for a batch: all that are opened are decoded in one turn of the
 # event loop, a megabyte in 5 to 12 ms.
 MAX_OPENED_BYTES = 512 * 1024
+
+# The unreadable messages after which no further delivery is opened for a batch. A batch makes none of them cheaper, and
+# the sound requests beside them wait.
+MAX_UNREADABLE = 64
 
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
@@ -149,9 +154,9 @@ class Consumer:
         """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        self._lanes.every = [ConsumerLane() for _ in self._row.queues]
-        for lane, row in zip(self._lanes.every, self._row.queues, strict=True):
-            queue = self.queue + row.name.removeprefix(self._row.name)
+        self._lanes.every = [ConsumerLane(row.name) for row in self._row.queues]
+        for lane in self._lanes.every:
+            queue = self.queue + lane.name.removeprefix(self._row.name)
             arrived = partial(self._on_delivery, lane)
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
@@ -204,7 +209,7 @@ class Consumer:
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
             return delivery.nack(requeue=True)
-        if self._untrusted.drop(delivery):
+        if self._untrusted.drop(delivery, lane.name):
             return
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
@@ -275,13 +280,13 @@ class Consumer:
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        opened_bytes = 0
+        opened_bytes = unreadable = 0
         while self._lanes and len(self._items) < self._max_batch and not self._draining:
-            if opened_bytes >= MAX_OPENED_BYTES and self._items:
+            if self._items and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE):
                 break
             arrival = self._lanes.take()
             opened_bytes += len(arrival.delivery.body)
-            self._open(arrival)
+            unreadable += self._open(arrival)
         count = min(len(self._items), self._max_batch)
         if self._suspects:
             self._passed_over += 1
@@ -343,15 +348,18 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _open(self, arrival: ArrivedDelivery) -> None:
+    def _open(self, arrival: ArrivedDelivery) -> int:
+        """Read a delivery. Returns how many of its messages are unreadable."""
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         if arrival.may_have_waited and self._give_back(arrival, reads):
-            return arrival.lane.release(delivery)
+            arrival.lane.release(delivery)
+            return 0
         self._consumed.inc(len(reads))
         if not reads:
             arrival.lane.release(delivery)
-            return delivery.ack()
+            delivery.ack()
+            return 0
         in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
@@ -367,17 +375,10 @@ class Consumer:
             )
             goes_on = may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
+        return sum(isinstance(read, Malformed) for read in reads)
 
     def _until(self, meta: Meta, since: float) -> float | None:
-        """Return the time, on this process's clock, after which an answer is of no use.
-
-        The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker
-        drops messages that wait there for too long. For a message without the time of sending, the consumer's clock
-        decides. A dead letter is handled however late it is: its end is announced.
-        """
-        if meta.deadline is None or self._row.takes_letters:
-            return None
-        return since + meta.deadline - (meta.sent_at or self._bus.clock.time())
+        return None if self._row.takes_letters else of_use_until(meta, since, self._bus.clock)
 
     def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from bus.clock import Clock
 from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
@@ -23,6 +24,16 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     It goes on, though its requester may have stopped waiting: it may be on record, and a claim be made for it.
     """
     return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
+
+
+def of_use_until(meta: Meta, since: float, clock: Clock) -> float | None:
+    """Return the time, on this process's clock, after which an answer is of no use; None: there is no such time.
+
+    The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker drops
+    messages that wait there for too long. For a message without the time of sending, the consumer's clock decides. A
+    dead letter is handled however late it is: its end is announced.
+    """
+    return None if meta.deadline is None else since + meta.deadline - (meta.sent_at or clock.time())
 
 
 class InFlightDelivery:

@@ -14,9 +14,9 @@ from bus.port import Delivery, Subscription
 
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
 # more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
-# the queue holds, which is bounded too. All that a client's link sends before it waits for a confirm (`BusLimits`)
-# fits in, so that an honest client is not slowed down.
-MAX_LANE_BYTES = 4 * 2**20
+# the queue holds, which is bounded too. Ten batches of requests of the usual length fit in, so that a long line of
+# them is taken at full speed.
+MAX_LANE_BYTES = 2 * 2**20
 
 
 class ArrivedDelivery(NamedTuple):
@@ -36,11 +36,14 @@ class ArrivedDelivery(NamedTuple):
 
 
 class ConsumerLane:
-    """The deliveries of one queue. held: bytes of the bodies of all that are not settled."""
+    """The deliveries of one queue. name: that of its row's queue. held: bytes of the bodies of all that are not
+    settled.
+    """
 
-    __slots__ = ("_paused", "held", "subscription", "waiting")
+    __slots__ = ("_paused", "held", "name", "subscription", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.waiting: deque[ArrivedDelivery] = deque()
         self.subscription: Subscription | None = None
         self.held = 0

@@ -174,7 +174,8 @@ class QuietClient:
                 self.refused += 1
                 await asyncio.sleep(FULL_AGAIN_S)
         async with asyncio.timeout(END_TIMEOUT_S):
-            return await ended
+            state: str = await ended
+        return state
 
     async def _receive(self, message: aio_pika.abc.AbstractIncomingMessage) -> None:
         event = json.loads(message.body)
@@ -219,7 +220,15 @@ def noise(system: System, names: list[str], kind: str) -> Iterator[list[subproce
     """Noisy connections, each a process."""
     made = [
         subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, "--as-noise", system.url(f"berth-project-{name}"), name, kind],
+            [
+                sys.executable,
+                "-m",
+                "lab.benchmarks.neighbours",
+                "--as-noise",
+                system.url(f"berth-project-{name}"),
+                name,
+                kind,
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )

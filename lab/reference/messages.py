@@ -324,8 +324,8 @@ def _queues() -> Iterator[str]:
         size += f", {row.max_values} values in one" if row.max_values else ""
         bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
         retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
-        name = f"`{row.name}`, `{row.name}.{LANE}`" if row.has_lanes else f"`{row.name}`"
-        yield f"| {name} | {row.where} | {row.kind} | {row.consumer} | {bound} | {retries} | {bounds} |"
+        bound = f"{bound}, each lane to `{row.name}.{LANE}`" if row.has_lanes else bound
+        yield f"| `{row.name}` | {row.where} | {row.kind} | {row.consumer} | {bound} | {retries} | {bounds} |"
 
 
 def _doc(message: type[Message]) -> str:

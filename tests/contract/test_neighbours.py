@@ -11,7 +11,7 @@ from msgspec import structs
 from bus.bus import Bus
 from bus.consuming import lanes
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.base import Message
+from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import COMMANDS, lane_of
 from bus.port import Outgoing
@@ -80,6 +80,21 @@ async def test_a_lane_that_is_full_refuses_no_other_projects_request(house: Hous
     handler = Answering()
     await house.consume(bus, REQUESTS, handler)
     await handler.wait(1)
+
+
+@KINDS
+async def test_a_second_key_brings_a_request_into_no_other_projects_lane(house: House, bus: Bus) -> None:
+    """RabbitMQ 3.10 checks no permission for it. It would be handled there as well, in another project's turn."""
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    other = f"build.request.{lane_of(QUIET)}.{QUIET}"
+    body = encode(structs.replace(boot(1), project_id=NOISY))
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, also=other, body=body, mandatory=True))
+    await bus.publish(structs.replace(boot(2), project_id=QUIET))
+    await bus.publish(boot(3))
+    await handler.wait(3)
+    await settled(bus)
+    assert sorted(handler.uuids) == [boot(number).instance_uuid for number in (1, 2, 3)]
 
 
 @KINDS

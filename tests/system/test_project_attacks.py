@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import aio_pika
+import aiormq
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
+from pamqp.commands import Basic
 
 from berth.trial.servers import API_VHOST, RealServers
 from bus.rabbitmq import RabbitTransport
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN
-from tests.system.test_permissions import MINE, THEIRS, Guarded, Tenant, key_of, tenant
+from tests.system.test_permissions import MINE, PATIENCE_S, THEIRS, Guarded, Tenant, key_of, tenant
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
 
@@ -134,6 +136,33 @@ async def letters_of(system: Guarded) -> list[dict[str, Any]]:
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
     return found
+
+
+NOISE = 4_000
+
+
+@pytest.mark.parametrize("noise", ["malformed", "unknown flavor"])
+async def test_a_quiet_project_is_served_while_a_noisy_ones_requests_wait(system: Guarded, noise: str) -> None:
+    """Its boot took 12.8 s beside one noisy connection, and 31 s beside eight."""
+    flavor = 1 if noise == "malformed" else "no-such-flavor"
+    async with tenant(system) as noisy, tenant(system, THEIRS) as quiet:
+        channel = await aiormq.connect(system.url(f"berth-project-{MINE}"))
+        publishing = await channel.channel(publisher_confirms=False)
+        properties = Basic.Properties(content_type="application/json", delivery_mode=2)
+        wanted = {str(uuid.uuid4()) for _ in range(NOISE)}
+        for instance in wanted:
+            body = json.dumps({"instance_uuid": instance, "project_id": MINE, "flavor": flavor}).encode()
+            key = key_of("build.request", MINE)
+            await publishing.basic_publish(body, exchange="berth", routing_key=key, properties=properties)
+        await publishing.basic_qos(prefetch_count=1)  # there and back: the broker has all of them
+        booted = await quiet.boot()
+        behind = wanted - {event["instance_uuid"] for event in noisy.events}
+        assert behind, "all of the noise was served before the boot"
+        await quiet.delete(booted)
+        async with asyncio.timeout(PATIENCE_S):
+            while wanted - {event["instance_uuid"] for event in noisy.events if event.get("terminal")}:
+                await asyncio.sleep(0.05)  # each of them has its end, too
+        await channel.close()
 
 
 def test_the_scheduler_has_counted_what_it_dropped(system: Guarded) -> None:

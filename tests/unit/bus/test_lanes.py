@@ -53,7 +53,7 @@ class Regulated:
 
 def lanes_of(count: int) -> ConsumerLanes:
     made = ConsumerLanes()
-    made.every = [ConsumerLane() for _ in range(count)]
+    made.every = [ConsumerLane(str(number)) for number in range(count)]
     return made
 
 
@@ -153,7 +153,7 @@ def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled
 ) -> None:
     """512 of a megabyte were in a scheduler's memory."""
     monkeypatch.setattr(lanes, "MAX_LANE_BYTES", 100)
-    lane, subscription = ConsumerLane(), Regulated()
+    lane, subscription = ConsumerLane("q"), Regulated()
     lane.subscription = subscription  # type: ignore[assignment]
     sent: list[Any] = [Sent("x", 40) for _ in range(4)]
     for one in sent:
