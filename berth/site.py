@@ -135,12 +135,17 @@ class Site:
         for tracer in self._tracers.values():
             await tracer.close()
 
-    def environment(self, process: str, role: str = "") -> Environment:
-        """The arguments of one worker's app. role: as its traces name it; "": as the process's name begins."""
+    def environment(self, process: str, role: str = "", *, takes_cells: bool = True) -> Environment:
+        """The arguments of one worker's app. role: as its traces name it; "": as the process's name begins.
+
+        takes_cells: it takes cells into use that operators add, which it learns from schedulers.
+        """
         return Environment(
             process,
             transports=lambda name: self.transport(name, process=process),
-            cell_transports=lambda name, where: self.added_cell(name, where, process=process),
+            cell_transports=(lambda name, where: self.added_cell(name, where, process=process))
+            if takes_cells
+            else None,
             database_url=self.database_url,
             cells=self.cells,
             clock=self.clock,

@@ -76,7 +76,7 @@ def _run(settings: Settings, url: str, store: PlacementStore | None = None) -> i
     telemetry = settings.telemetry
     return run_process(
         lambda env: placement_worker.app.build(env, settings.placement, (), store=store),
-        lambda: here.environment(process),
+        lambda: here.environment(process, takes_cells=False),  # there is no scheduler to query
         role="placement",
         process=process,
         log_level=telemetry.log_level,

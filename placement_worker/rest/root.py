@@ -8,7 +8,11 @@ from placement_worker.rest.versions import RANGE
 
 
 async def home(api: Api, request: HttpRequest) -> Response:
-    """GET the version document, which needs no token."""
+    """GET the version document, which needs no token.
+
+    The connection ends with it: keystoneauth reads the document in the parent of a nova-scheduler's workers, which
+    would share the connection and read each other's answers.
+    """
     version = {
         "id": f"v{RANGE[0]}",
         "max_version": RANGE[1],
@@ -16,4 +20,6 @@ async def home(api: Api, request: HttpRequest) -> Response:
         "status": "CURRENT",
         "links": [{"rel": "self", "href": ""}],
     }
-    return json_response({"versions": [version]}).set_modified(request, api.clock.time())
+    response = json_response({"versions": [version]}).set_modified(request, api.clock.time())
+    response.headers.append((b"connection", b"close"))
+    return response

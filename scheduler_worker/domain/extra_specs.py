@@ -56,12 +56,11 @@ def _compare_numbers(compare: Callable[[float, float], bool], value: str, wanted
 
 
 def scoped_specs(extra_specs: Mapping[str, str], scope: str) -> dict[str, str]:
-    """The extra specs that concern a filter: those of its scope (`scope:name`), and those without any."""
-    specs: dict[str, str] = {}
-    for key, value in extra_specs.items():
-        found, colon, name = key.partition(":")
-        if not colon:
-            specs[key] = value
-        elif found == scope:
-            specs[name] = value
-    return specs
+    """The extra specs of a filter's scope (`scope:name`), by name."""
+    found = (key.partition(":") for key in extra_specs)
+    return {name: extra_specs[f"{scope}:{name}"] for prefix, colon, name in found if colon and prefix == scope}
+
+
+def unscoped_specs(extra_specs: Mapping[str, str]) -> dict[str, str]:
+    """The extra specs without a scope."""
+    return {key: value for key, value in extra_specs.items() if ":" not in key}

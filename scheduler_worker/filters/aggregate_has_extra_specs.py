@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.extra_specs import matches, scoped_specs
+from scheduler_worker.domain.extra_specs import matches, scoped_specs, unscoped_specs
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
@@ -26,13 +26,16 @@ class AggregateInstanceExtraSpecsFilter:
 
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to flavors with such extra specs."""
-        return bool(scoped_specs(spec.extra_specs, SCOPE))
+        return bool(self._required(spec))
+
+    def _required(self, spec: RequestSpec) -> dict[str, str]:
+        return unscoped_specs(spec.extra_specs) | scoped_specs(spec.extra_specs, SCOPE)
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each key in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
-        for key, value in scoped_specs(spec.extra_specs, SCOPE).items():
+        for key, value in self._required(spec).items():
             mine = np.zeros(len(view), dtype=np.bool_)
             for aggregate in view.membership.with_key(key):
                 if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):

@@ -549,6 +549,54 @@ def test_an_operator_does_all_of_an_operators_work(system: Guarded) -> None:
         assert done.returncode == 0, (arguments, done.stdout, done.stderr)
 
 
+def test_every_command_about_instances_and_objects_is_allowed_to_all_who_carry_it_out(system: Guarded) -> None:
+    """The commands, and what workers send because of them: a drain's look into the book, a revert's under a quota."""
+
+    def berth(*arguments: str) -> Any:
+        done = system.berth(*arguments, "--json")
+        assert done.returncode == 0, (arguments, done.stdout, done.stderr)
+        return json.loads(done.stdout)
+
+    berth("flavors", "set", "m1.large", "--vcpus", "2", "--memory-mb", "1024", "--reason", "test")
+    berth("quotas", "set", MINE, "INSTANCES=20", "VCPU=40", "--reason", "test")
+    berth("groups", "set", f"{MINE}/web", "--policy", "anti-affinity")
+    berth("rules", "set", "--host-subset-size", "2")
+    (booted,) = berth("boot", "--flavor", "m1.small", "--wait", "--project", MINE)
+    uuid, host = booted["instance_uuid"], booted["host"]
+    berth("aggregates", "set", "rack", "--host", host)
+    for words in (
+        ("resize", uuid, "--flavor", "m1.large", "--wait"),
+        ("revert", uuid, "--wait"),
+        ("migrate", uuid, "--wait"),
+        ("confirm", uuid, "--wait"),
+        ("migrate", uuid, "--live", "--wait"),
+        ("stop", uuid, "--wait"),
+        ("start", uuid, "--wait"),
+        ("shelve", uuid, "--offload", "--wait"),
+        ("unshelve", uuid, "--wait"),
+        ("rebuild", uuid, "--image", "debian", "--wait"),
+        ("drain", host),
+        ("drains",),
+        ("hosts", "enable", host),
+        ("hosts", "maintenance", host, "--reason", "test"),
+        ("hosts", "enable", host),
+        ("groups", "show", f"{MINE}/web"),
+        ("quotas", "list"),
+        ("services",),
+        ("workers",),
+        ("moves",),
+        ("quarantine", "list"),
+        ("breaker", "list"),
+        ("audit-log",),
+        ("delete", uuid, "--wait"),
+        ("aggregates", "delete", "rack"),
+        ("groups", "delete", f"{MINE}/web"),
+        ("quotas", "delete", MINE),
+        ("flavors", "delete", "m1.large"),
+    ):
+        berth(*words)
+
+
 async def _park_a_forged_letter(system: Guarded) -> None:
     """One that names no uuid, so that no project can be answered."""
     connection = await aio_pika.connect(system.url(f"berth-project-{MINE}"))

@@ -276,7 +276,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=book.HostTreeQuery,
         owner="placement_worker",
-        publishers=("operator",),
+        publishers=("operator", "scheduler_worker"),
         where=Where.API,
         exchange=COMMANDS,
         key="placement.tree",
@@ -300,7 +300,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=book.ProjectUsageQuery,
         owner="placement_worker",
-        publishers=("operator",),
+        publishers=("operator", "scheduler_worker"),
         where=Where.API,
         exchange=COMMANDS,
         key="placement.usage",

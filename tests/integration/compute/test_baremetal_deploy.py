@@ -501,6 +501,28 @@ async def test_a_power_action_that_ironic_ends_with_a_fault_gives_its_reason(iro
     assert (caught.value.code, caught.value.runs) == ("node.power_failed", True)
 
 
+async def test_the_error_of_an_earlier_action_does_not_end_a_power_action(ironic: IronicStandIn) -> None:
+    """Ironic clears the node's last error when it takes the action up, which is after it has accepted it."""
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    ironic.pool.nodes[node]["last_error"] = "the BMC did not answer yesterday"
+    ironic.pool.behaviour = replace(ironic.pool.behaviour, power_s=0.5)
+    async with asyncio.timeout(PATIENCE_S):
+        assert not (await driver.change(order(node, ChangeKind.STOP))).runs
+    assert ironic.pool.nodes[node]["power_state"] == "power off"
+
+
+async def test_a_power_action_that_fails_as_an_earlier_one_did_has_failed(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic), build(node))
+    ironic.pool.nodes[node]["last_error"] = "Failed to set node power state to power off."
+    ironic.pool.behaviour = replace(ironic.pool.behaviour, power_fails=True)
+    with pytest.raises(ChangeFault) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await driver.change(order(node, ChangeKind.STOP))
+    assert caught.value.code == "node.power_failed"
+
+
 async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
     old = ImageSource(source="http://images/old.qcow2", checksum="http://images/SUMS", kernel="http://images/k")

@@ -126,6 +126,38 @@ def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_an
     assert wrong == []
 
 
+# A message that a package makes and does not send: a value of its own, or of an answer to itself.
+MADE_ONLY = {
+    ("placement_worker", "Swap"): "overcommit writes it to its own store",
+    ("placement_worker", "ChangesRequest"): "the replica, which schedulers embed",
+    ("placement_worker", "SnapshotRequest"): "the replica, which schedulers embed",
+    ("placement_worker", "InventoryUpdate"): "a part of an update that its stores write",
+    ("scheduler_worker", "ObjectsChange"): "a host's decision, for its own registry",
+    ("scheduler_worker", "BuildRequest"): "the request of a tombstone, on record alone",
+    ("scheduler_worker", "DrainQuery"): "for its own planner",
+    ("scheduler_worker", "ServiceGone"): "for its own table of hosts",
+    ("scheduler_worker", "BuildQuery"): "compared with one that was received",
+    ("cell_conductor", "CellMove"): "the move that a query is about",
+}
+
+
+def test_what_a_package_sends_its_rows_name_it_as_a_publisher_of() -> None:
+    """Permissions are printed from the rows: `drain` failed with them, as schedulers were no publisher of its query."""
+    publishers = {row.message.__name__: row.publishers for row in MESSAGES}
+    made = {
+        (worker, name): where(path, node.lineno)
+        for worker in WORKERS
+        for path in sources(worker)
+        for node in nodes(path)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name | ast.Attribute)
+        and (name := node.func.id if isinstance(node.func, ast.Name) else node.func.attr) in publishers
+        and worker not in publishers[name]
+    }
+    assert {pair: at for pair, at in made.items() if pair not in MADE_ONLY} == {}
+    assert sorted(MADE_ONLY.keys() - made.keys()) == []
+
+
 def domain_files() -> tuple[Path, ...]:
     folders = [f"{worker}/domain" for worker in WORKERS] + ["scheduler_worker/filters", "scheduler_worker/weighers"]
     return sources(*folders)

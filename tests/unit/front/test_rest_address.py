@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from berth.cli import app
+from berth.commands import placement
 from berth.rest_address import LOOPBACK, at_http, for_up
 from berth.settings import Settings, UpSettings
 from berth.trial.embedded.process import free_port
+from bus.service.environment import Environment
 from placement_worker.rest.auth import TokenFile
 from placement_worker.rest.config import KeystoneConfig, RestConfig
 
@@ -117,3 +122,17 @@ def test_what_the_settings_hold_is_left_as_it_is(tmp_path: Path) -> None:
         with for_up(having(rest, state_dir=str(tmp_path)), free_port()) as at:
             assert (at.settings.placement.rest.auth, at.token) == (rest.auth, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_placement_alone_queries_no_schedulers_for_cells(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """There is none on the bus inside the process: it queried for ever, 100 lines a minute in the log."""
+    environments: list[Environment] = []
+
+    def run(_app: object, environment: Callable[[], Environment], **_names: object) -> int:
+        environments.append(environment())
+        return 0
+
+    monkeypatch.setattr(placement, "run_process", run)
+    monkeypatch.setenv("BERTH_STATE_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["placement", "serve", "--memory"])
+    assert result.exit_code == 0 and [one.takes_cells for one in environments] == [False]

@@ -158,6 +158,27 @@ def test_capabilities() -> None:
     assert verdict.rejected == {"capability.cpu_arch": 2, "capability.gpus": 1}
 
 
+def test_an_extra_spec_without_a_scope_concerns_hosts_that_have_the_attribute() -> None:
+    """As in Nova. `hide_hypervisor_id=true` of a flavor from a Nova cloud is no attribute of any host."""
+    flavor = Flavor(vcpus=1, extra_specs={"hide_hypervisor_id": "true", "ssd": "true"})
+    hosts = Hosts(
+        [PLENTY] * 3,
+        config=SchedulerConfig(flavors={"f": flavor}),
+        reports={0: {"attributes": {"ssd": "true"}}, 1: {"attributes": {"ssd": "false"}}},
+    )
+    verdict = ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f"))
+    assert verdict.passed.tolist() == [True, False, True]
+    assert verdict.rejected == {"capability.ssd": 1}
+
+
+def test_an_extra_spec_in_the_scope_rejects_hosts_that_lack_the_attribute() -> None:
+    flavor = Flavor(vcpus=1, extra_specs={"capabilities:ssd": "true"})
+    hosts = Hosts(
+        [PLENTY] * 2, config=SchedulerConfig(flavors={"f": flavor}), reports={0: {"attributes": {"ssd": "true"}}}
+    )
+    assert ComputeCapabilitiesFilter().filter(hosts.view(), hosts.spec("f")).passed.tolist() == [True, False]
+
+
 class OnlyEven(HostFilter):
     """An operator's own."""
 
