@@ -27,7 +27,8 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
 
 
 def of_use_until(meta: Meta, since: float, clock: Clock) -> float | None:
-    """Return the time, on this process's clock, after which an answer is of no use; None: there is no such time.
+    """Return the time, on this process's clock, after which an answer is of no use; None: there is no such time. since:
+    the monotonic time in seconds at which the message arrived.
 
     The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker drops
     messages that wait there for too long. For a message without the time of sending, the consumer's clock decides. A

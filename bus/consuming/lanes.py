@@ -6,10 +6,10 @@ so a message waits for one delivery of each other lane at most, however many wai
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from bus.in_turn import InTurn
 from bus.port import Delivery, Subscription
 
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
@@ -40,11 +40,10 @@ class ConsumerLane:
     settled.
     """
 
-    __slots__ = ("_paused", "held", "name", "subscription", "waiting")
+    __slots__ = ("_paused", "held", "name", "subscription")
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.waiting: deque[ArrivedDelivery] = deque()
         self.subscription: Subscription | None = None
         self.held = 0
         self._paused = False
@@ -69,11 +68,10 @@ class ConsumerLanes:
 
     def __init__(self) -> None:
         self.every: list[ConsumerLane] = []
-        self._turns: deque[ConsumerLane] = deque()  # the lanes in which a delivery waits, the next one first
-        self._count = 0
+        self._waiting: InTurn[ArrivedDelivery] = InTurn()
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._waiting)
 
     @property
     def subscriptions(self) -> list[Subscription]:
@@ -82,29 +80,15 @@ class ConsumerLanes:
 
     def add(self, arrival: ArrivedDelivery) -> None:
         """A delivery has arrived."""
-        lane = arrival.lane
-        lane.hold(arrival.delivery)
-        if not lane.waiting:
-            self._turns.append(lane)
-        lane.waiting.append(arrival)
-        self._count += 1
+        arrival.lane.hold(arrival.delivery)
+        self._waiting.put(arrival.lane.name, arrival)
 
     def take(self) -> ArrivedDelivery:
         """The next delivery, of the next lane; then it is another lane's turn. One waits."""
-        lane = self._turns.popleft()
-        arrival = lane.waiting.popleft()
-        self._count -= 1
-        if lane.waiting:
-            self._turns.append(lane)
-        return arrival
+        return self._waiting.take()
 
     def take_lost(self) -> Iterator[Delivery]:
         """The waiting deliveries whose connections are lost. They are the first of their lane."""
-        for lane in list(self._turns):
-            while lane.waiting and lane.waiting[0].delivery.is_lost:
-                delivery = lane.waiting.popleft().delivery
-                self._count -= 1
-                lane.release(delivery)
-                yield delivery
-            if not lane.waiting:
-                self._turns.remove(lane)
+        for lost in self._waiting.take_first(lambda arrival: arrival.delivery.is_lost):
+            lost.lane.release(lost.delivery)
+            yield lost.delivery

@@ -1,4 +1,4 @@
-"""What a quiet project notices of noisy ones: its boots alone, beside one noisy connection, and beside eight.
+"""The latency of a quiet project's boots beside noisy projects: alone, beside one noisy connection, and beside eight.
 
     python -m lab.benchmarks.neighbours [--seconds 20] [--noise malformed] [--json FILE]
 
@@ -52,7 +52,7 @@ END_TIMEOUT_S = 120.0
 MEMORY_EVERY_S = 0.25
 LARGE_BYTES = 900_000
 NOISE = ("malformed", "large", "deletes", "boots")
-BURST = 50  # messages that a noisy connection writes before it lets its other side speak
+BURST = 50  # messages that a noisy connection writes before it waits for the event loop
 
 
 class Phase(Struct, frozen=True, kw_only=True):

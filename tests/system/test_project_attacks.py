@@ -160,8 +160,8 @@ async def test_a_quiet_project_is_served_while_a_noisy_ones_requests_wait(system
         assert behind, "all of the noise was served before the boot"
         await quiet.delete(booted)
         async with asyncio.timeout(PATIENCE_S):
-            while wanted - {event["instance_uuid"] for event in noisy.events if event.get("terminal")}:
-                await asyncio.sleep(0.05)  # each of them has its end, too
+            for instance in wanted:
+                await noisy.terminal(instance)  # each of them has its end, too
         await channel.close()
 
 

@@ -39,16 +39,16 @@ class Sent:
 
 
 class Regulated:
-    """A subscription that notes what it is told."""
+    """A subscription that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def pause(self) -> None:
-        self.told.append("pause")
+        self.calls.append("pause")
 
     def resume(self) -> None:
-        self.told.append("resume")
+        self.calls.append("resume")
 
 
 def lanes_of(count: int) -> ConsumerLanes:
@@ -158,9 +158,9 @@ def test_a_lane_with_many_bytes_in_hand_is_paused_until_half_of_them_are_settled
     sent: list[Any] = [Sent("x", 40) for _ in range(4)]
     for one in sent:
         lane.hold(one)
-    assert (subscription.told, lane.held) == (["pause"], 160)
+    assert (subscription.calls, lane.held) == (["pause"], 160)
     lane.release(sent[0])
     lane.release(sent[1])
-    assert subscription.told == ["pause"]
+    assert subscription.calls == ["pause"]
     lane.release(sent[2])
-    assert (subscription.told, lane.held) == (["pause", "resume"], 40)
+    assert (subscription.calls, lane.held) == (["pause", "resume"], 40)
