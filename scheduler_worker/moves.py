@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import structlog
@@ -83,7 +82,6 @@ NOT_FENCED = "host.not_fenced"
 IMAGE_UNSUITABLE = "image.unsuitable"
 SOURCE_UNKNOWN = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
 MAX_SELECTIONS = 9  # the limit of CellMove
-MAX_HELD = 10_000  # choices that count as used at a time
 
 
 class Chosen(Struct, frozen=True, kw_only=True):
@@ -141,8 +139,7 @@ class MoveEngine:
         self._rng = rng
         self._who = process or "scheduler"
         self._started_s: float | None = None
-        self._releasing: asyncio.TimerHandle | None = None
-        self._held: deque[tuple[float, str]] = deque()  # (until, monotonic; key) of choices that count as used
+        self._expiring: asyncio.TimerHandle | None = None
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. Raises PlacementUnavailable."""
@@ -150,6 +147,7 @@ class MoveEngine:
             return {}
         if self._started_s is None:
             self._started_s = self._clock.monotonic()
+        self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
         outcomes: dict[int, Outcome] = {}
@@ -281,7 +279,7 @@ class MoveEngine:
         chosen = self._pick(pending, known, spec, source, planned)
         if isinstance(chosen, Chosen) or planned is not None:
             return chosen
-        self._release(everything=True)
+        self._selector.holds.release()
         await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
         chosen = self._pick(pending, known, spec, source, None)
         if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):
@@ -327,7 +325,6 @@ class MoveEngine:
     ) -> Chosen | NoValidHost:
         """One synchronous choice on the replica as it is now; the choice counts as used from here on."""
         request, book = pending.request, self._selector.book
-        self._release()
         requested = replace(placed_as(request, known), max_attempts=None)
         state = initial_state(PlacementRequest(request=requested, spec=spec), self._selector)
         if planned:
@@ -370,28 +367,20 @@ class MoveEngine:
         return decision is not None and decision.state is AdminState.FENCED and decision.pending is None
 
     def _hold(self, key: str, allocations: Mapping[str, Mapping[str, int]]) -> None:
-        self._release()
-        if len(self._held) >= MAX_HELD:
-            self._selector.book.forget(self._held.popleft()[1])
-        self._selector.book.assume(key, allocations)
-        self._held.append((self._clock.monotonic() + self._selector.config.choice_held_s, key))
-        self._release_later()
+        self._selector.holds.add(key, allocations, self._clock.monotonic() + self._selector.config.choice_held_s)
+        self._expire_later()
 
-    def _release_later(self) -> None:
+    def _expire_later(self) -> None:
         """Without another move no later choice would release them."""
-        if self._releasing is None and self._held:
-            left_s = max(0.0, self._held[0][0] - self._clock.monotonic())
-            self._releasing = asyncio.get_running_loop().call_later(left_s, self._release_due)
+        until = self._selector.holds.next_until
+        if self._expiring is None and until is not None:
+            left_s = max(0.0, until - self._clock.monotonic())
+            self._expiring = asyncio.get_running_loop().call_later(left_s, self._expire)
 
-    def _release_due(self) -> None:
-        self._releasing = None
-        self._release()
-        self._release_later()
-
-    def _release(self, *, everything: bool = False) -> None:
-        now_s = self._clock.monotonic()
-        while self._held and (everything or self._held[0][0] <= now_s):
-            self._selector.book.forget(self._held.popleft()[1])
+    def _expire(self) -> None:
+        self._expiring = None
+        self._selector.holds.expire(self._clock.monotonic())
+        self._expire_later()
 
     def _is_warming_up(self) -> bool:
         assert self._started_s is not None

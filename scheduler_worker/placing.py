@@ -134,6 +134,9 @@ class Placer:
         unresolved = [state for state in states if state.result is None]
         after = list(states)
         try:
+            self._selector.holds.settle()
+            if any(state.needs_newest for state in unresolved):
+                self._selector.holds.release()  # a hold never proves "no host", as an older state does not
             if any(state.needs_refresh for state in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
             with metrics.timed_stage("decide", self._clock):

@@ -35,6 +35,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
+from .history import OVER_QUOTA, why_not_claimed
 from .instance import Instance, Power, State
 from .move_doubts import adopt_arrived, ask_before_confirmed, refuse_doubted, undo_doubted
 from .move_events import (
@@ -54,7 +55,6 @@ from .move_events import (
 )
 from .move_steps import (
     CLAIMS,
-    NO_HOST,
     adopt,
     arrived,
     begin_claimed,
@@ -85,7 +85,6 @@ from .steps import Step, StepContext
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
-OVER_QUOTA = "quota.exceeded"
 _OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, MoveKind.EVACUATE})
 
 
@@ -231,7 +230,7 @@ def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepConte
         return undo(tried, event.at, context, "placement.consumer_changed", reason)
     if move_of(instance).by_kind is MoveKind.ABORT:
         return undo(tried, event.at, context, ABORTED, "")
-    return undo(tried, event.at, context, NO_HOST, event.reason or summary_of_hosts(tried))
+    return undo(tried, event.at, context, *why_not_claimed(event, event.reason or summary_of_hosts(tried)))
 
 
 def _with_books_generation(instance: Instance, event: ClaimRefused) -> Instance | None:

@@ -27,12 +27,12 @@ from .events import (
     HostMissing,
     MoveRequested,
 )
+from .history import NO_HOST
 from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext
 
-NO_HOST = "max_retries_exceeded"
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
 CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
 AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})

@@ -31,7 +31,7 @@ from .events import (
     TimedOut,
 )
 from .fences import FENCED
-from .history import summary_of
+from .history import NO_HOST, summary_of, why_not_claimed
 from .instance import NOT_TRIED, SET_BACK_GAP, Instance, State
 from .proof import is_outdated, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
@@ -82,7 +82,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
         return Step(steps.ask(left, State.RECLAIMING, event.at, context))
-    over = replace(left, code="max_retries_exceeded", reason=steps.cut(summary_of(left)))
+    over = replace(left, code=NO_HOST, reason=steps.cut(summary_of(left)))
     return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
@@ -291,7 +291,8 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
         reason = event.reason or "another client holds this instance's allocation"
         changed = replace(tried, code="placement.consumer_changed", reason=steps.cut(reason))
         return _end_failed(changed, event.at, context)
-    over = replace(tried, code="max_retries_exceeded", reason=steps.cut(summary_of(tried)))
+    code, reason = why_not_claimed(event, summary_of(tried))
+    over = replace(tried, code=code, reason=steps.cut(reason))
     return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
@@ -442,7 +443,7 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     """After a failed attempt: its remains are destroyed, and the next alternate is claimed, if there is one."""
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
-        return _give_up(instance, at, context, code="max_retries_exceeded", reason=summary_of(instance))
+        return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
     return Step(steps.ask(instance, State.RECLAIMING, at, context), (steps.destroy_here(instance, context),))
 
 

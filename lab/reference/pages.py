@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import cell_conductor.domain.render
 from berth.reference import commands
-from lab.reference import messages, metrics, routes, settings
+from lab.reference import codes, messages, metrics, routes, settings
 
 PAGES: Mapping[str, Callable[[], str]] = {
+    "codes.md": codes.render,
     "commands.md": commands.render,
     "messages.md": messages.render,
     "metrics.md": metrics.render,

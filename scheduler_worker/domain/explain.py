@@ -22,8 +22,12 @@ class ClaimLoss(Struct, frozen=True):
 # The meaning of the funnel's stable codes, in words. A code that is not here is shown as it is.
 PHRASES = {
     "host.disabled": "are disabled",
+    "host.maintenance": "are in maintenance",
+    "host.fenced": "are fenced",
     "service.down": "have a compute service that is down",
     "tenant.not_allowed": "are reserved for other projects",
+    "host.other_cell": "are in another cell",
+    "cell.disabled": "are in a cell that is disabled",
     "host.unannounced": "were never announced by a compute service",
     "host.ignored": "were ignored as requested",
     "host.not_forced": "cannot be forced by this request",
@@ -132,4 +136,6 @@ def funnel_step(name: str, before: int, rejected: Mapping[str, int]) -> FunnelSt
     """One step of a funnel; the hosts rejected and those left add up to those before."""
     left = before - sum(rejected.values())
     assert left >= 0, (name, before, rejected)
-    return FunnelStep(step=name, remaining=left, rejected=dict(rejected))
+    return FunnelStep(
+        step=name, remaining=left, rejected={reason: count for reason, count in rejected.items() if count}
+    )

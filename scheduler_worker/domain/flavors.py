@@ -37,7 +37,7 @@ def request_spec(
         if not hosts:
             return Unsatisfiable(HOST_UNKNOWN, f"there is no host {request.host}", "requested_host")
         query = replace(query, only_roots=hosts)
-    for prefilter in (_tenant_aggregate, _availability_zone, _isolated_aggregates):
+    for prefilter in (_image_traits, _tenant_aggregate, _availability_zone, _isolated_aggregates):
         shaped = prefilter(request, query, membership, config)
         if isinstance(shaped, Unsatisfiable):
             return shaped
@@ -58,8 +58,38 @@ def request_spec(
             request.availability_zone or "",
             request.host or "",
             "forced" if request.forced else "",
+            *sorted(f"{trait} {word}" for trait, word in _traits_of_image(request).items()),
         ),
     )
+
+
+def _traits_of_image(request: BuildRequest) -> dict[str, str]:
+    """{trait: `required` or `forbidden`} as the image's properties have it."""
+    properties = request.image_properties.items()
+    return {name.removeprefix(TRAIT_KEY): value for name, value in properties if name.startswith(TRAIT_KEY)}
+
+
+def _image_traits(
+    request: BuildRequest, query: Query, _membership: Membership, _config: SchedulerConfig
+) -> Query | Unsatisfiable:
+    """The traits of the image, which count as the flavor's do; of the host where the flavor has only groups."""
+    traits = _traits_of_image(request)
+    if not traits:
+        return query
+    required, forbidden = (
+        [trait for trait in sorted(traits) if traits[trait] == word] for word in ("required", "forbidden")
+    )
+    of_root = not any(amount > 0 for amount in query.resources.values())
+    known = (query.root_required, query.root_forbidden) if of_root else (query.required, query.forbidden)
+    all_required = (*known[0], *((trait,) for trait in required if (trait,) not in known[0]))
+    all_forbidden = (*known[1], *(trait for trait in forbidden if trait not in known[1]))
+    both = [trait for trait in all_forbidden if (trait,) in all_required]
+    if both or len(required) + len(forbidden) < len(traits):
+        why = f"{', '.join(both)} is required and forbidden" if both else "a trait is `required` or `forbidden`"
+        return Unsatisfiable("image.traits", f"the image's traits and the flavor's: {why}", "image_traits")
+    if of_root:
+        return replace(query, root_required=all_required, root_forbidden=all_forbidden)
+    return replace(query, required=all_required, forbidden=all_forbidden)
 
 
 def _tenant_aggregate(

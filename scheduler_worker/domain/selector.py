@@ -20,6 +20,7 @@ from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
+from scheduler_worker.domain.holds import Holds
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import (
@@ -78,6 +79,7 @@ class Selector:
         weighings: Sequence[Weighing],
     ) -> None:
         self.book = book
+        self.holds = Holds(book)
         self.table = table
         self.metrics = HostMetricsTable(
             table, max_age_s=config.metrics.max_age_s, reserved=tuple(config.metrics.weights)
@@ -313,7 +315,7 @@ class Selector:
             cells = self.table.cells
             at = cells.index(spec.cell) if spec.cell in cells else NO_SERVICE
             view = view.subset(view.cell == at)
-            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)} if before else {}))
+            funnel.append(funnel_step("cell", before, {"host.other_cell": before - len(view)}))
         elif self.table.disabled_cells and (disabled := view.in_cells(self.table.disabled_cells)).any():
             before = len(view)
             view = view.subset(~disabled)

@@ -419,6 +419,37 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
+async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> None:
+    """It counted twice for five seconds: as claimed, and as chosen; eight of eight builds behind a drain failed."""
+    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
+    hosts = await world.add_hosts("c1", 2, VCPU=2, MEMORY_MB=8192, DISK_GB=100)
+    built = world.request()
+    await world.active(built)
+    move = world.move(built, MoveKind.LIVE_MIGRATE)
+    await world.ask(move)
+    await world.claim_destination(await world.dispatched(move))
+    book = world.replicas["s1"]
+    await world.eventually(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
+    builds = [world.request(), world.request()]
+    await world.ask(*builds)
+    for build in builds:
+        assert (await world.ended(build.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
+
+
+async def test_no_build_ends_without_a_host_for_what_a_move_has_chosen(world: World) -> None:
+    """The move's cell may never claim it; and where it has, the build's claim is turned down by the book."""
+    await world.scheduler(config=replace(WARM, choice_held_s=600.0))
+    await world.add_hosts("c1", 2, VCPU=1, MEMORY_MB=8192, DISK_GB=100)
+    built = world.request()
+    await world.active(built)
+    move = world.move(built, MoveKind.LIVE_MIGRATE)
+    await world.ask(move)
+    await world.dispatched(move)
+    build = world.request()
+    await world.ask(build)
+    assert (await world.ended(build.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
+
+
 async def to_be_unshelved_elsewhere(world: World, config: SchedulerConfig) -> tuple[BuildRequest, MoveRequest]:
     """An offloaded instance of c1, and a request to unshelve it on the host of c2."""
     built = await one_active(world, config=config)

@@ -200,7 +200,7 @@ def test_alternates_are_held_to_the_limits_of_their_project() -> None:
     assert claim.limits == {"INSTANCES": 3}
     refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.OVER_LIMIT, ClaimOutcome.OVER_LIMIT))
     over = run(refused, start=stepped.instance).instance
-    assert (over.state, over.history[-1].code) == (State.GIVING_UP, "over_limit")
+    assert (over.state, over.history[-1].code, over.code) == (State.GIVING_UP, "over_limit", "quota.exceeded")
 
 
 def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:

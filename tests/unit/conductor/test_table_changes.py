@@ -16,7 +16,7 @@ from bus.contracts.moves import (
     MoveKind,
     MoveState,
 )
-from bus.contracts.placement import Claim, Release
+from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.move_events import condition_of
@@ -198,6 +198,14 @@ def test_an_unshelving_on_hosts_chosen_for_another_flavor_is_refused() -> None:
     made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER, expected_flavor="m1.old"))
     assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.REFUSED, "instance.flavor_changed")]
     assert made.instance.state is State.OFFLOADED
+
+
+def test_an_unshelving_beyond_the_quota_has_the_quotas_code() -> None:
+    made = offloaded()
+    made.apply(request(MoveKind.UNSHELVE, 2, request_id=OTHER))
+    over = replace(refused(made.instance.next_attempt), outcomes=(ClaimOutcome.OVER_LIMIT,))
+    made.apply(over, e.Released(at=231.0, consumer=UUID))
+    assert made.terminals[1:] == [(MoveKind.UNSHELVE, MoveState.FAILED, "quota.exceeded")]
 
 
 def test_an_unshelving_that_finds_no_host_leaves_it_offloaded() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from placement_worker.replica.query import Query, request_of
 from placement_worker.replica.reasons import Reasons
 from placement_worker.replica.request import Group, slots_of
-from scheduler_worker.domain.explain import phrase
+from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase
 
 EVERYTHING = request_of(
     Query(
@@ -36,3 +36,19 @@ def test_each_reason_of_the_search_has_a_phrase() -> None:
 def test_pins_have_phrases_too() -> None:
     assert phrase("providers", "ignored") == "were ignored as requested"
     assert phrase("providers", "not among those requested") == "are not among the hosts that were requested"
+
+
+def test_a_reason_of_no_host_is_no_reason() -> None:
+    funnel = (funnel_step("VCPU", 3, {"in use": 3}), funnel_step("cell", 0, {"host.other_cell": 0}))
+    assert nearest_reasons(funnel, 3) == ["3 have too little VCPU free"]
+
+
+def test_a_hosts_cell_and_state_have_phrases() -> None:
+    steps = {
+        "host.other_cell": "cell",
+        "cell.disabled": "cell",
+        "host.maintenance": "maintenance",
+        "host.fenced": "fenced",
+    }
+    phrases = {reason: phrase(step, reason) for reason, step in steps.items()}
+    assert [reason for reason, words in phrases.items() if words.startswith("were rejected by")] == []

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
+from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
 from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
@@ -141,3 +142,46 @@ def test_an_isolated_aggregate_requires_each_of_its_traits() -> None:
 
 def test_an_isolated_aggregate_and_the_default_zone_both_keep_their_hosts() -> None:
     assert passing(isolated({}, LICENSED), flavor="f", availability_zone="nova") == ["h2"]
+
+
+@pytest.mark.parametrize(
+    ("extra_specs", "properties", "required", "forbidden"),
+    [
+        ({}, {"trait:HW_CPU_X86_SGX": "required"}, (("HW_CPU_X86_SGX",),), ()),
+        ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_B": "required"}, (("CUSTOM_A",), ("CUSTOM_B",)), ()),
+        ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_A": "required"}, (("CUSTOM_A",),), ()),
+        ({}, {"trait:CUSTOM_A": "forbidden", "os_type": "linux"}, (), ("CUSTOM_A",)),
+    ],
+)
+def test_the_traits_of_an_image_count_as_a_flavors_do(
+    extra_specs: dict[str, str], properties: dict[str, str], required: tuple[Any, ...], forbidden: tuple[str, ...]
+) -> None:
+    """As in Nova. They were ignored without a word."""
+    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": Flavor(vcpus=1, extra_specs=extra_specs)}))
+    spec = hosts.spec("f", image_properties=properties)
+    assert (spec.query.required, spec.query.forbidden) == (required, forbidden)
+    assert spec.key != hosts.spec("f").key or not required or extra_specs == properties
+
+
+def test_the_traits_of_an_image_are_the_roots_where_only_groups_have_resources() -> None:
+    flavor = Flavor(vcpus=0, memory_mb=0, extra_specs={"resources1:VF": "1"})
+    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": flavor}))
+    spec = hosts.spec("f", image_properties={"trait:CUSTOM_A": "required"})
+    assert spec.query.root_required == (("CUSTOM_A",),)
+
+
+def test_an_image_requires_the_trait_of_an_isolated_aggregate() -> None:
+    spec = isolated({}, LICENSED).spec("f", image_properties=LICENSED)
+    assert spec.query.root_forbidden_aggregates == ()
+
+
+@pytest.mark.parametrize(
+    ("extra_specs", "properties"),
+    [({}, {"trait:CUSTOM_A": "perhaps"}), ({"trait:CUSTOM_A": "forbidden"}, {"trait:CUSTOM_A": "required"})],
+)
+def test_traits_of_an_image_that_can_never_be_right_end_the_build(
+    extra_specs: dict[str, str], properties: dict[str, str]
+) -> None:
+    hosts = Hosts([PLENTY], config=SchedulerConfig(flavors={"f": Flavor(vcpus=1, extra_specs=extra_specs)}))
+    found = hosts.selector.request_spec(hosts.request("f", image_properties=properties))
+    assert isinstance(found, Unsatisfiable) and found.code == "image.traits"
