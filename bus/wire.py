@@ -256,7 +256,8 @@ class Codec:
         """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
         size, most = len(body), min(self._most_bytes, MAX_BATCH_BYTES) if is_batch else self._most_bytes
         if size > most:
-            return f"the body has {size} bytes, {most} are allowed"
+            more = "more than " if size > MAX_BODY_BYTES else ""  # a reader may have cut it there
+            return f"the body has {more}{min(size, MAX_BODY_BYTES)} bytes, {most} are allowed"
         bound = self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_theirs or not is_batch else 0
         if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"

@@ -301,9 +301,9 @@ async def test_a_forged_count_of_deliveries_is_not_trusted(watched: Watched, mon
     counts: list[int] = []
     opened = Consumer._open
 
-    def noting(self: Consumer, arrived: ArrivedDelivery) -> None:
+    def noting(self: Consumer, arrived: ArrivedDelivery) -> int:
         counts.append(arrived.delivery.delivery_count)
-        opened(self, arrived)
+        return opened(self, arrived)
 
     monkeypatch.setattr(Consumer, "_open", noting)
     await watched.publish(REQUEST, headers=table({b"x-delivery-count": b"l" + struct.pack(">q", 19)}))
