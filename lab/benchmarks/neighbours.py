@@ -5,7 +5,8 @@
 Real servers, each worker its own process, and every user with the permissions that `berth permissions` prints. The
 quiet project boots one machine after the other, as one AMQP client with confirms; its latency is counted from the time
 at which a request was to leave to its event `active`. A noisy connection is another project's: it publishes without
-confirms, as fast as the broker takes it. The last phase has a noisy project in the quiet one's own lane.
+confirms, as fast as the broker takes it; one process has all of them. The last phase has a noisy project in the quiet
+one's own lane.
 
 Noise: `malformed` (small bodies that cannot be read), `large` (the same with almost a megabyte), `deletes` (of machines
 that do not exist, which are retried), `boots` (of a flavor that does not exist). Memory is resident memory of the
@@ -18,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -47,6 +47,7 @@ NOISY = 8
 PASSWORD = "benchmark"
 PLAN = SystemPlan(cells=("cell1",), schedulers=1, placements=1, compute=ComputeConfig(hosts=50))
 PAUSE_S = 0.05
+WARM_UP_S = 3  # of noise, before the first boot: its queues are full then
 FULL_AGAIN_S = 0.05
 END_TIMEOUT_S = 120.0
 MEMORY_EVERY_S = 0.25
@@ -184,12 +185,21 @@ class QuietClient:
             waiting.set_result(event["state"])
 
 
-async def make_noise(url: str, project: str, kind: str) -> None:
-    """Publish as fast as the broker takes it, until the process is killed. Prints the count each second."""
-    os.nice(19)  # a project's programs are on other machines, and take no processor from berth's
+async def make_noise(kind: str, connections: list[tuple[str, str]]) -> None:
+    """Publish on the connections, (address, project) each, until it is killed; print the count each second."""
+    counts = dict.fromkeys((project for _, project in connections), 0)
+    async with asyncio.TaskGroup() as group:
+        for url, project in connections:
+            group.create_task(publish_noise(kind, url, project, counts))
+        while True:
+            await asyncio.sleep(1.0)
+            print(sum(counts.values()), flush=True)
+
+
+async def publish_noise(kind: str, url: str, project: str, counts: dict[str, int]) -> None:
+    """Publish on one connection, as fast as the broker takes it."""
     connection = await aiormq.connect(url)
     channel = await connection.channel(publisher_confirms=False)
-    lane = lane_of(project)
     properties = Basic.Properties(content_type="application/json", delivery_mode=2)
     filling = b'{"instance_uuid":"%s","flavor":1,"hints":"' + b"x" * LARGE_BYTES + b'"}'
     bodies = {
@@ -199,46 +209,31 @@ async def make_noise(url: str, project: str, kind: str) -> None:
         "boots": ("build.request", b'{"instance_uuid":"%s","flavor":"none","project_id":"' + project.encode() + b'"}'),
     }
     head, body = bodies[kind]
-    count, shown = 0, time.monotonic()
     while True:
         for _ in range(1 if kind == "large" else BURST):
             await channel.basic_publish(
                 body % str(uuid.uuid4()).encode(),
                 exchange="berth",
-                routing_key=f"{head}.{lane}.{project}",
+                routing_key=f"{head}.{lane_of(project)}.{project}",
                 properties=properties,
             )
-            count += 1
+            counts[project] += 1
         await asyncio.sleep(0)
-        if time.monotonic() - shown >= 1.0:
-            shown = time.monotonic()
-            print(count, flush=True)
 
 
 @contextlib.contextmanager
-def noise(system: System, names: list[str], kind: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Noisy connections, each a process."""
-    made = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "lab.benchmarks.neighbours",
-                "--as-noise",
-                system.url(f"berth-project-{name}"),
-                name,
-                kind,
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    ]
+def noise(system: System, names: list[str], kind: str) -> Iterator[subprocess.Popen[str] | None]:
+    """The process with the noisy connections; None: there are none."""
+    if not names:
+        yield None
+        return
+    connections = json.dumps([(system.url(f"berth-project-{name}"), name) for name in names])
+    command = [sys.executable, "-m", "lab.benchmarks.neighbours", "--as-noise", kind, connections]
+    made = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         yield made
     finally:
-        for one in made:
-            one.kill()
+        made.kill()
 
 
 async def measure(
@@ -257,14 +252,15 @@ async def measure(
     watching = asyncio.create_task(watch())
     refused = client.refused
     with noise(system, noisy, kind) as made:
-        if noisy:
-            await asyncio.gather(*(asyncio.to_thread(one.stdout.readline) for one in made if one.stdout is not None))
+        if made is not None and made.stdout is not None:
+            for _ in range(WARM_UP_S):
+                await asyncio.to_thread(made.stdout.readline)
         begun = time.monotonic()
         while time.monotonic() - begun < seconds or not latencies:
             latencies.append(await client.boot())
             await asyncio.sleep(PAUSE_S)
         lasted_s = time.monotonic() - begun
-    sent = sum(int(lines[-1]) for one in made if (lines := one.communicate()[0].split()))
+    sent = int(made.communicate()[0].split()[-1]) if made is not None else 0
     watching.cancel()
     ranked = sorted(latencies)
     return Phase(
@@ -274,7 +270,7 @@ async def measure(
         p95_ms=round(ranked[min(len(ranked) - 1, len(ranked) * 95 // 100)], 1),
         most_ms=round(ranked[-1], 1),
         refused=client.refused - refused,
-        noise_per_s=round(sent / lasted_s, 1),
+        noise_per_s=round(sent / (lasted_s + WARM_UP_S), 1),
         memory_mb=round(max(held), 1),
     )
 
@@ -306,10 +302,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="how long each phase lasts")
     parser.add_argument("--noise", choices=NOISE, default=NOISE[0])
     parser.add_argument("--json", type=Path, help="write everything measured here")
-    parser.add_argument("--as-noise", nargs=3, metavar=("URL", "PROJECT", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--as-noise", nargs=2, metavar=("KIND", "CONNECTIONS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_noise:
-        return asyncio.run(make_noise(*options.as_noise))
+        kind, connections = options.as_noise
+        return asyncio.run(make_noise(kind, json.loads(connections)))
     with (
         real_servers(PLAN.cells, durable=True) as servers,
         tempfile.TemporaryDirectory(prefix="berth-neighbours-") as directory,

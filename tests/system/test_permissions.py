@@ -163,6 +163,25 @@ class Tenant:
                 self._changed.clear()
                 await self._changed.wait()
 
+    async def first_event(self, instance: str) -> None:
+        """Until there is an event of it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not any(event["instance_uuid"] == instance for event in self.events):
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def ended(self, instances: set[str]) -> None:
+        """Until each of them has a terminal event."""
+        left, seen = set(instances), 0
+        async with asyncio.timeout(2 * PATIENCE_S):
+            while True:
+                left -= {event["instance_uuid"] for event in self.events[seen:] if event.get("terminal")}
+                seen = len(self.events)
+                if not left:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+
     async def move(self, instance: str, kind: str, **more: Any) -> dict[str, Any]:
         """Ask for a move; its end."""
         requested = str(uuid.uuid4())
