@@ -58,6 +58,7 @@ class RabbitSubscription:
         self._cancelled = False
         self._paused = False
         self._regulating = False
+        self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def attach(self, session: Session) -> None:
         """Consume on this session."""
@@ -114,32 +115,44 @@ class RabbitSubscription:
 
     async def _follow(self) -> None:
         """Consume or not, as was last wanted. On a channel that is lost `attach` does."""
+        channel = self._channel
         try:
-            while (channel := self._channel) is not None and bool(self._tag) is self._paused and not self._cancelled:
-                with translated():
-                    if self._paused:
-                        await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-                        tag = ""
-                    else:
-                        tag = await self._consume(channel)
-                if self._channel is channel:
-                    self._tag = tag
+            while channel is not None and bool(self._tag) is self._paused and not self._cancelled:
+                async with self._changing:
+                    await self._change(channel)
+                channel = self._channel
         except BusError as error:
             log.info("bus.not_regulated", queue=self.queue, code=error.code)
         finally:
             self._regulating = False
+            if self._channel is not channel:
+                self._regulate()
+
+    async def _change(self, channel: AbstractChannel) -> None:
+        if self._cancelled or bool(self._tag) is not self._paused:
+            return
+        with translated():
+            if self._paused:
+                await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+                tag = ""
+            else:
+                tag = await self._consume(channel)
+        if self._channel is channel:
+            self._tag = tag
+        self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
         self._transport.unsubscribe(self)
-        channel = self._channel
-        try:
-            if channel is not None and not channel.is_closed and self._tag:
-                with translated():
-                    await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-        except BusError:
-            log.debug("bus.cancel_failed", queue=self.queue)
-        self._cancelled = True
+        async with self._changing:
+            channel = self._channel
+            try:
+                if channel is not None and not channel.is_closed and self._tag:
+                    with translated():
+                        await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+            except BusError:
+                log.debug("bus.cancel_failed", queue=self.queue)
+            self._cancelled = True
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""

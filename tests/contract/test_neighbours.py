@@ -190,6 +190,24 @@ async def test_a_paused_subscription_gets_nothing_until_it_is_resumed(rig: Rig) 
     assert await transport.depth(queue) == 0
 
 
+@EVERY_ADAPTER
+async def test_a_subscription_that_is_cancelled_while_it_is_resumed_gives_nothing_back(rig: Rig) -> None:
+    """It would go on at the broker, and each message given back would be one delivery nearer to its limit."""
+    transport = await rig.transport()
+    queue = await declare(transport)
+    subscription = await transport.consume(queue, Collector(), prefetch=10)
+    for _ in range(10):
+        subscription.pause()
+        await asyncio.sleep(0.001)
+        subscription.resume()
+    await subscription.cancel()
+    await transport.publish(command(b"1"))
+    got = Collector()
+    await transport.consume(queue, got, prefetch=1)
+    (delivery,) = await got.wait(1)
+    assert not delivery.redelivered
+
+
 @pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 async def test_a_lost_connection_neither_ends_a_pause_nor_makes_it_last(rig: Rig) -> None:
     transport = await rig.transport()
