@@ -13,6 +13,7 @@ from bus.cell_link import CellLink, wait_for
 from bus.cell_links import CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
+from bus.consuming.lanes import LANE_PREFETCH
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.moves import MoveEvent
@@ -436,7 +437,7 @@ def _add_requests(
             requests,
             max_batch=config.batch,
             concurrency=config.concurrency,
-            prefetch=config.prefetch,
+            prefetch=LANE_PREFETCH,
             on_malformed=lambda bad: refused_move(bad) if bad.key.startswith(MOVES) else refused_event(bad),
             paced=True,
         )

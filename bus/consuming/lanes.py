@@ -12,6 +12,11 @@ from typing import NamedTuple
 from bus.in_turn import InTurn
 from bus.port import Delivery, Subscription
 
+# The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
+# them, two batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most,
+# where the broker does not hear of a pause: it reads nothing of a connection that publishes while it is short of memory.
+LANE_PREFETCH = 32
+
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
 # more of it; it delivers again when half of them are settled. Messages on their way by then still come: no more than
 # the queue holds, which is bounded too. Ten batches of requests of the usual length fit in, so that a long line of

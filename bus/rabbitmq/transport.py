@@ -23,6 +23,7 @@ from bus.rabbitmq.receiving import hand_over_at_once
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
 
@@ -79,7 +80,7 @@ class RabbitSubscription:
             else:
                 self._on_delivery(delivery)
 
-        hand_over_at_once(channel, on_message)
+        hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
         with translated():
             await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
             self._tag = "" if self._paused else await self._consume(channel)
