@@ -13,8 +13,8 @@ from bus.in_turn import InTurn
 from bus.port import Delivery, Subscription
 
 # The unacknowledged messages of each lane that the broker delivers ahead: with 32 requests each, as a busy client sends
-# them, two batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most,
-# where the broker does not hear of a pause: it reads nothing of a connection that publishes while it is short of memory.
+# them, two batches. With bodies of a megabyte, the bound of a client's, a lane has 32 MiB of them at the very most: a
+# broker that is short of memory reads nothing of a connection that publishes, so it does not hear of a pause either.
 LANE_PREFETCH = 32
 
 # The bytes of bodies that a consumer has of one lane, waiting or being handled, before the broker is to deliver no
