@@ -143,7 +143,8 @@ class AuditSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     orphaned: Literal["propose", "repair"] = "propose"
     """`repair`: release the allocation of an instance that is deleted by the record of the schedulers and of every
-    cell, and that no host runs, when two looks in a row have found it so. All others are proposed (howto/audit.md).
+    cell, and that no host runs, when two looks in a row have found it so. All others are proposed
+    (docs/operate/audit.md).
     """
 
 

@@ -1,7 +1,7 @@
 """Queries the cell's compute services about the instances of doubted builds, before a machine is built for them.
 
 A build is doubted when it may have been begun before, by a record that the database has lost: see
-docs/explanation/destruction.md. So is a delete of an instance that a database which was set back or replaced has no
+docs/concepts/destruction.md. So is a delete of an instance that a database which was set back or replaced has no
 record of. Each service that is up is queried, with one deadline for all of them.
 """
 

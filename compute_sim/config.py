@@ -49,7 +49,7 @@ class HostSize(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unk
     numa: Annotated[int, Bound(ge=0, le=16)] = 0
     """NUMA cells. 0: as `compute.numa_share` draws."""
     devices: Annotated[tuple[Device, ...], Bound(max_length=64)] = ()
-    """Devices, each a child provider (docs/howto/nested-hosts.md)."""
+    """Devices, each a child provider (docs/use/nested-hosts.md)."""
     aggregates: Annotated[tuple[Uuid, ...], Bound(max_length=16)] = ()
     """Uuids of aggregates that the host reports it is in. Empty: operators decide."""
 
@@ -159,7 +159,7 @@ class IronicConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Names of services of this cell that do not run any more. Their nodes with instances are this service's."""
     canary_project: Word | None = None
     """Nodes that have failed take builds of this project only, until one of its builds has become active there
-    (docs/howto/bare-metal.md). Not set: there is no such trial.
+    (docs/operate/bare-metal.md). Not set: there is no such trial.
     """
 
     def __post_init__(self) -> None:
@@ -227,7 +227,7 @@ class ComputeConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     report_interval_s: Annotated[float, Bound(gt=0, le=86_400)] = 60.0
     """Seconds between two full reports of the machines, in case a change was not announced."""
     metrics_interval_s: Annotated[float, Bound(ge=0, le=86_400)] = 0.0
-    """Seconds between two publications of the driver's measurements (docs/howto/host-metrics.md). 0: none."""
+    """Seconds between two publications of the driver's measurements (docs/operate/host-metrics.md). 0: none."""
     max_builds_per_host: Annotated[int, Bound(ge=1, le=10_000)] = 10
     """Builds under way on one host. 10, as Nova's `max_concurrent_builds`."""
     max_builds: Annotated[int, Bound(ge=1, le=100_000)] = 5_000

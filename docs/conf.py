@@ -1,8 +1,8 @@
 """Sphinx builds docs/ into a site: `scripts/docs --site` writes it to .berth/site; warnings are errors."""
 
 project = "berth"
-author = "the berth developers"
-copyright = "2026, the berth developers"  # noqa: A001  (Sphinx's name)
+author = "berth maintainers"
+copyright = "2026, berth maintainers"  # noqa: A001  (Sphinx's name)
 
 extensions = ["myst_parser", "sphinxcontrib.mermaid"]
 source_suffix = {".md": "markdown"}

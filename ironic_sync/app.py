@@ -86,6 +86,7 @@ def _positions(service: Service, env: Environment, bus: Bus, config: IronicSyncC
     database = env.database(schema_of(config.name))
     positions = PostgresPositions(database)
     service.add_resource(positions.open, positions.close)
+    service.add_check("database", lambda: database.ready)
     service.add_task("identity", partial(watch_identity, database, lambda: positions.deployment, env.clock))
     bus.belongs_to(role_of(config.name), lambda: positions.deployment, lambda: database.place)
     return positions

@@ -27,8 +27,8 @@ class IronicSyncConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Settings of one ironic_sync process."""
 
     name: Annotated[str, matching(r"^[a-z0-9_]{0,32}\Z", "at most 32 of a to z, 0 to 9 and _")] = ""
-    """Which Ironic this is, where several are followed side by side (docs/howto/bare-metal.md): each has `ironic-sync`
-    processes of its own under a name of its own. Empty: the only one.
+    """Which Ironic this is, where several are followed side by side (docs/operate/bare-metal.md): each has
+    `ironic-sync` processes of its own under a name of its own. Empty: the only one.
     """
     url: str = "http://127.0.0.1:6385"
     """Ironic's API, with or without /v1."""

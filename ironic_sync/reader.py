@@ -27,7 +27,7 @@ JITTER = 0.1  # of the time between two reads of all, so that several systems do
 LIST_FROM = 100
 LIST_SHARE = 50
 # Single reads that begin in a second, while lists can be read: past it what waits becomes a list. A read is some
-# milliseconds of work; without a bound a storm's reads took so much that its notifications waited (docs/lab/metal.md).
+# milliseconds of work; without a bound a storm's reads took so much that its notifications waited.
 READS_A_SECOND = 100
 # After a list that stood for single reads nothing is read for as long as it took, and for this at least: what a storm
 # takes out of the book needs no read, and comes first.

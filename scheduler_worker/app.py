@@ -256,6 +256,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_drain(relay.drain)
     service.add_task("replica", follower.run)
     service.add_preparation(partial(_prepare_search, follower))
+    service.add_check("database", lambda: parts.store.ready)
     service.add_check("replica", follower.ready.is_set)
     for name, bus in parts.buses.items():
         service.add_refresh(partial(count_dead_letters, name, bus.transport))

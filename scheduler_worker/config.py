@@ -70,7 +70,7 @@ DEFAULT_WEIGHERS = (
 
 
 class MetricsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the metrics of hosts are weighed (docs/howto/host-metrics.md)."""
+    """How the metrics of hosts are weighed (docs/operate/host-metrics.md)."""
 
     weights: Annotated[dict[MetricName, Ratio], Bound(max_length=32)] = {}
     """{metric: ratio}. A host weighs the sum of its metrics, each times its ratio."""
@@ -86,7 +86,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings of one scheduler process.
 
     Flavors, aggregates and quotas are the initial objects of an empty system. Afterwards they are objects that
-    operators change at run time (docs/howto/objects.md).
+    operators change at run time (docs/use/objects.md).
     """
 
     default_flavors: tuple[str, ...] = tuple(DEFAULT_FLAVORS)
@@ -208,9 +208,7 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     # Bounds of the consumers
     batch: Positive = 512
-    """The most requests decided together. 512: 256 cost an eighth of the boots a second under a large backlog
-    (docs/lab/performance.md).
-    """
+    """The most requests decided together. 512: 256 cost an eighth of the boots a second under a large backlog."""
     progress_linger_s: Annotated[float, Bound(ge=0, le=1)] = 0.25
     """Seconds until an event that ends nothing is published, unless the build's next event comes first."""
     concurrency: Positive = 2

@@ -2,7 +2,7 @@
 
 Each is an edit of one line or two, made in a copy of the tree; the named tests have to fail there. The text that the
 edit replaces has to be in the file exactly once: otherwise the plant is stale, which is reported, and no failure of
-berth's. Long, and so not in CI. docs/lab/plants.md is what the last run printed.
+berth's. Long, and so not in CI.
 """
 
 from __future__ import annotations

@@ -14,13 +14,10 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from msgspec import Struct
-
-from tests.feature_plants import STATES, read
 
 ROOT = Path(__file__).parents[1]
 VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)")
@@ -30,8 +27,8 @@ ANCHOR = "tests/upgrade/earlier"
 SCHEMAS = "*/store/schema.sql"
 MIGRATIONS = "*/store/migrations/versions/*"
 # The tests of what the pages state; the suite runs them, too.
-PAGES = ("tests/unit/front/test_features.py", "tests/unit/front/test_docs.py")
-PAGES_ONLY = "derived or row or plant or planted"
+PAGES = ("tests/unit/front/test_docs.py",)
+PAGES_ONLY = "derived or features"
 LIMIT_S = 600.0
 
 
@@ -72,12 +69,6 @@ def findings(root: Path, version: str) -> Iterator[Finding]:
     yield Finding("the tree is the commit", not changed, f"{len(changed)} files differ: commit them" if changed else "")
     yield from _versions(root, version)
     yield from _changelog(root, version)
-    rows = read((root / "docs/reference/features.md").read_text())
-    counted = Counter(row.state for row in rows)
-    known = bool(rows) and set(counted) <= set(STATES)
-    yield Finding(
-        "each feature has a state", known, ", ".join(f"{state} {counted[state]}" for state in sorted(counted))
-    )
     yield from _upgrade(root)
 
 
@@ -96,7 +87,7 @@ def _versions(root: Path, version: str) -> Iterator[Finding]:
 
 def _changelog(root: Path, version: str) -> Iterator[Finding]:
     left = [path.name for path in sorted((root / "changelog.d").glob("*.*.md"))]
-    to_do = f"{len(left)} fragments: scripts/changelog {version} takes them into CHANGELOG.md; commit that"
+    to_do = f"{len(left)} fragments: run towncrier build --version {version}, and commit"
     yield Finding("no fragment of the changelog is left", not left, to_do if left else "")
     newest = SECTION.search((root / "CHANGELOG.md").read_text())
     name, day = (newest[1], newest[2]) if newest else ("nothing", "")
@@ -137,11 +128,11 @@ def _same(root: Path, last: str, path: str) -> bool:
 
 
 def pages(root: Path) -> Finding:
-    """Whether the feature table and the derived pages are up to date, by their tests."""
+    """Whether the features and the derived pages are up to date, by their tests."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-k", PAGES_ONLY, *PAGES]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     last = done.stdout.strip().splitlines()[-1:] or [done.stderr[-200:]]
-    return Finding("the feature table and the derived pages are up to date", done.returncode == 0, last[0])
+    return Finding("the features and the derived pages are up to date", done.returncode == 0, last[0])
 
 
 def build_wheel(root: Path, directory: Path) -> Path:

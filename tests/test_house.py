@@ -1,4 +1,4 @@
-"""The house rules that a machine can check: catalogue, names, prose, docstrings, sizes."""
+"""The house rules that a machine can check: catalogue, names, docstrings, sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from pkgutil import iter_modules
 
 import msgspec
@@ -17,7 +16,7 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, LANE, MESSAGES, QUEUES, REPLIES, QueueKind, Where
-from tests.kit.sources import OURS, ROOT, TESTING, WORKERS, forget, imports, nodes, parsed, sources, where, within
+from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, parsed, sources, where, within
 from tests.kit.syntax import (
     is_broad,
     is_own,
@@ -29,7 +28,6 @@ from tests.kit.syntax import (
     slots_of,
     waits_longer,
 )
-from tests.kit.words import CONVERSATION, NO_SUBJECT, PRIVATE_NAMES, PRIVATE_PROSE, comments, prose, words_of
 
 MAX_FILE_LINES = 550
 MAX_FUNCTION_LINES = 60
@@ -149,40 +147,7 @@ def test_a_public_class_name_exists_once() -> None:
     assert doubled == {}
 
 
-# --- words
-
-# Rows of docs/reference/features.md are named there alone; elsewhere the rule stands in words.
-ROW_ID = re.compile(r"\b(?:[ACDEFINRUW]-\d{1,2}|P-(?:\d{1,2}|gen)|F-[a-z]+|[Tt]rap \d+|FEATURES)\b")
-ROW_ID_ALLOWED = (
-    "tests/feature_plants.py",
-    "docs/reference/features.md",
-    "tests/unit/front/test_features.py",
-    "tests/data/",
-    "tests/test_house.py",
-)
-
-
-def prose_files() -> list[Path]:
-    """Our sources, tests and pages; not the changelog, which describes what was."""
-    return [
-        *sources(*OURS, *TESTING),
-        *sorted((ROOT / "docs").rglob("*.md")),
-        *(path for package in OURS for path in sorted((ROOT / package).rglob("*.md"))),
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-    ]
-
-
-def test_no_row_id_of_the_feature_map_outside_its_page() -> None:
-    wrong = [
-        f"{where(path, number)}: {found.group()}"
-        for path in prose_files()
-        if not str(path.relative_to(ROOT)).startswith(ROW_ID_ALLOWED)
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if (found := ROW_ID.search(line)) and "UTF-" not in line
-    ]
-    assert wrong == []
-
+# --- schemas
 
 STORES = tuple(worker for worker in WORKERS if (ROOT / worker / "store" / "migrations").is_dir())
 
@@ -220,98 +185,6 @@ def test_a_runtime_dependency_is_imported_by_what_runs_at_a_site() -> None:
 
 # Loaded by uvicorn: its parser of HTTP.
 BY_NAME = {"httptools"}
-
-
-# The benchmark's name, which its figures are published under.
-NAMES_ALLOWED = {"street"}
-# They hold the words themselves.
-RULES = tuple(
-    ROOT / name for name in ("tests/test_house.py", "tests/kit/words.py", "tests/unit/tools/test_house_rules.py")
-)
-PROSE_ALLOWED = {
-    "README.md": "`nobody` is a user of the operating system",
-    "berth/trial/embedded/postgres.py": "`nobody` is a user of the operating system",
-    "tests/integration/test_embedded.py": "`nobody` is a user of the operating system",
-}
-
-
-def defined_names(path: Path) -> Iterator[tuple[str, int]]:
-    """Classes, functions, arguments, variables and attributes that a file defines."""
-    for node in nodes(path):
-        match node:
-            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name, node.lineno
-            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name, node.lineno
-
-
-def test_no_private_word_for_what_the_field_has_a_name_for() -> None:
-    wrong = [
-        f"{where(path, line)} {name}: {PRIVATE_NAMES.get(word, 'the role, or what is sent or received')}"
-        for path in sources(*OURS, *TESTING)
-        for name, line in [*defined_names(path), (path.stem, 1)]
-        for word in words_of(name)
-        if word in PRIVATE_NAMES or PRIVATE_PROSE.fullmatch(word) or CONVERSATION.fullmatch(word)
-        if not (word in NAMES_ALLOWED and is_testing(path))
-    ]
-    assert wrong == []
-
-
-def is_testing(path: Path) -> bool:
-    """Whether it is a test, a benchmark or a script."""
-    return path.relative_to(ROOT).parts[0] in (*TESTING, "scripts")
-
-
-def test_prose_names_the_role() -> None:
-    """In sources, tests, scripts and pages. A value that a test sends may be `nobody`."""
-    pages = [path for path in prose_files() if path.suffix == ".md" or not is_testing(path)]
-    texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
-    testing = [path for path in sources(*TESTING) if path not in RULES]
-    texts += [(path, number, text) for path in testing for number, text in prose(path, PRIVATE_PROSE)]
-    texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
-    wrong = [
-        f"{where(path, number)}: {found.group()}"
-        for path, number, line in texts
-        if not str(path.relative_to(ROOT)).startswith(("docs/lab/", *PROSE_ALLOWED))
-        if (found := PRIVATE_PROSE.search(line))
-    ]
-    assert wrong == []
-
-
-def scripts() -> list[Path]:
-    """The commands of every day."""
-    return sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file())
-
-
-def test_prose_has_no_conversation() -> None:
-    """In sources, tests, scripts and pages: programs send, answer, report, request, receive."""
-    pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
-    texts = [(path, number, line) for path in pages for number, line in enumerate(path.read_text().splitlines(), 1)]
-    ours = [path for path in sources(*OURS, *TESTING) if path not in RULES]
-    texts += [(path, number, text) for path in ours for number, text in prose(path, CONVERSATION)]
-    texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
-    wrong = [
-        f"{where(path, number)}: {found.group()}"
-        for path, number, text in texts
-        if (found := CONVERSATION.search(text))
-    ]
-    assert wrong == []
-
-
-def test_a_sentence_begins_with_its_subject() -> None:
-    """In sources, tests, scripts and pages."""
-    pages = [path for path in prose_files() if path.suffix == ".md" and (ROOT / "docs" / "lab") not in path.parents]
-    texts = [
-        (path, number, line)
-        for path in pages
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if not line.startswith("#")
-    ]
-    ours = [path for path in sources(*OURS, *TESTING) if path not in RULES]
-    texts += [(path, number, text) for path in ours for number, text in prose(path, NO_SUBJECT)]
-    texts += [(path, number, text) for path in scripts() for number, text in comments(path)]
-    wrong = [f"{where(path, number)}: {text.strip()}" for path, number, text in texts if NO_SUBJECT.search(text)]
-    assert wrong == []
 
 
 # Where waits that grow are at home.

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
 from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, AsJson, Stop, out, print_json, run, settings_of
-from berth.render import render_rows
+from berth.render import printable, render_rows
 from berth.settings import Settings
 from berth.site import read_runtime
 from bus.clock import SystemClock
@@ -86,7 +86,10 @@ def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> No
 
 @baremetal.command()
 def quarantine(
-    context: typer.Context, node: NodeIdent, reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")]
+    context: typer.Context,
+    node: NodeIdent,
+    reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")],
+    as_json: AsJson = False,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
 
@@ -94,12 +97,13 @@ def quarantine(
         async with _ironic(settings_of(context)) as api:
             await _known(api, node)
             _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+        _print_maintenance(node, on=True, as_json=as_json)
 
     run(body)
 
 
 @baremetal.command()
-def release(context: typer.Context, node: NodeIdent) -> None:
+def release(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
 
     async def body() -> None:
@@ -111,8 +115,16 @@ def release(context: typer.Context, node: NodeIdent) -> None:
                     EXIT_NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}"
                 )
             _check_accepted(await api.set_maintenance(node, on=False))
+        _print_maintenance(node, on=False, as_json=as_json)
 
     run(body)
+
+
+def _print_maintenance(node: str, *, on: bool, as_json: bool) -> None:
+    if as_json:
+        print_json({"node": node, "maintenance": on})
+    else:
+        out.print(printable(f"{node}: {'in' if on else 'out of'} maintenance"), soft_wrap=True, markup=False)
 
 
 @asynccontextmanager

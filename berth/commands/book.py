@@ -24,6 +24,7 @@ from berth.commands.common import (
     open_database_in_time,
     out,
     print_json,
+    print_json_line,
     run,
     settings_of,
 )
@@ -165,6 +166,7 @@ def import_(
     from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
     replace: Annotated[bool, typer.Option("--replace", help="Also over a book that is not empty.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Make the book equal to a file or to a Placement.
 
@@ -179,11 +181,14 @@ def import_(
             if not replace:
                 await _refuse_unless_empty(database)
             if from_url is not None:
-                await _copy(store, database, from_url, token)
+                await _copy(store, database, from_url, token, as_json)
                 return
             with file.open("rb") if file is not None else contextlib.nullcontext(sys.stdin.buffer) as source:
                 changed = await _assign(store, database, parse(_bounded(source)))
-            out.print(f"imported: {changed} providers and consumers changed")
+            if as_json:
+                print_json_line({"changed": changed})
+            else:
+                out.print(f"imported: {changed} providers and consumers changed")
 
     run(_run(body))
 
@@ -192,6 +197,7 @@ def move_host(
     context: typer.Context,
     host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree moves.")],
     cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
+    as_json: AsJson = False,
 ) -> None:
     """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
@@ -207,6 +213,9 @@ def move_host(
             raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
         if moved.outcome == "in_use":
             raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+        if as_json:
+            print_json({"provider": moved.root, "before": moved.before, "cell": cell})
+            return 0
         text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
         out.print(f"{moved.root}: {text}", soft_wrap=True, markup=False)
         return 0
@@ -263,7 +272,7 @@ async def _assign(store: PostgresStore, database: Database, what: BookExport) ->
         return await export_store.assign(connection, what, store.names)
 
 
-async def _copy(store: PostgresStore, database: Database, url: str, token: str) -> None:
+async def _copy(store: PostgresStore, database: Database, url: str, token: str, as_json: bool) -> None:
     source = CopySource(url, token)
     whole = True
     try:
@@ -272,17 +281,25 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str) 
             try:
                 changed = await _assign(store, database, found)
             except InvalidExport as error:  # it moved while it was read
-                out.print(printable(f"pass {number}: {error}; again"), soft_wrap=True, markup=False)
+                _print_pass(as_json, number, f"{error}; again", error=str(error))
                 continue
             held = f"{len(found.providers)} providers, {len(found.consumers)} consumers"
-            if not changed and whole:
-                out.print(f"pass {number}: equal: {held}")
+            equal, counts = not changed and whole, (len(found.providers), len(found.consumers))
+            shown = f"equal: {held}" if equal else f"{held}; {changed} changed"
+            _print_pass(as_json, number, shown, equal=equal, providers=counts[0], consumers=counts[1], changed=changed)
+            if equal:
                 return
             whole = not changed  # a whole pass verifies that a quick pass without differences is right
-            out.print(f"pass {number}: {held}; {changed} changed")
     finally:
         await source.close()
     raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+
+
+def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None:
+    if as_json:
+        print_json_line({"pass": number, **fields})
+    else:
+        out.print(printable(f"pass {number}: {text}"), soft_wrap=True, markup=False)
 
 
 async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:

@@ -60,6 +60,16 @@ SECTIONS = {
     "cells": ObjectKind.CELL,
 }
 
+# One and several of a kind, as the help names them.
+NOUNS = {
+    ObjectKind.FLAVOR: ("flavor", "flavors"),
+    ObjectKind.AGGREGATE: ("aggregate", "aggregates"),
+    ObjectKind.QUOTA: ("quota", "quotas"),
+    ObjectKind.GROUP: ("server group", "server groups"),
+    ObjectKind.SCHEDULING: ("set of scheduling rules", "scheduling rules"),
+    ObjectKind.CELL: ("cell", "cells"),
+}
+
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
@@ -71,23 +81,22 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the changes, and 
 
 def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> typer.Typer:
     """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
+    one, several = NOUNS[kind]
     app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
     def list_(context: typer.Context, as_json: AsJson = False) -> None:
-        """List them."""
         run(lambda: _list(settings_of(context), kind, as_json=as_json))
 
     if lists:
-        app.command("list")(list_)
+        app.command("list", help=f"List all {several}.")(list_)
 
     def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
-        """Show one as TOML, as `berth apply` reads it."""
         run(lambda: _show(settings_of(context), kind, name, as_json=as_json))
 
     if shows:
-        app.command("show")(show)
+        app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
 
-    @app.command("delete")
+    @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
     def delete(
         context: typer.Context,
         names: Names,
@@ -97,7 +106,6 @@ def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: b
         dry_run: DryRun = False,
         as_json: AsJson = False,
     ) -> None:
-        """Delete them, all or none."""
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
         change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
 

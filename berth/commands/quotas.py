@@ -41,7 +41,7 @@ def list_quotas(context: typer.Context, as_json: AsJson = False) -> None:
 
 @quotas.command("show")
 def show_quota(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
-    """Show one as TOML, as `berth apply` reads it, with the project's usage."""
+    """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
 
     async def body() -> None:
         async with client(settings_of(context)) as berth:

@@ -159,6 +159,7 @@ def reset(
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
     by: By = None,
+    as_json: AsJson = False,
 ) -> None:
     """Allow what tripped the breaker.
 
@@ -173,7 +174,10 @@ def reset(
                     done.append(name)
         if not done:
             raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
-        out.print(printable(f"{service}: go, in {', '.join(done)}"), soft_wrap=True, markup=False)
+        if as_json:
+            print_json({"service": service, "cells": done})
+        else:
+            out.print(printable(f"{service}: reset in {', '.join(done)}"), soft_wrap=True, markup=False)
 
     run(body)
 

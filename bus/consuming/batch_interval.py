@@ -5,7 +5,7 @@ that takes messages as soon as they arrive fills a machine with small batches at
 Therefore the interval between two batches is at least `GAP` times the duration of the quickest recent batch. A message
 that arrives after a longer pause is taken at once. An earlier one waits for less than the interval, which is a bounded
 multiple of a single boot's duration at any load. Only the quickest duration is fed back, so the interval cannot
-oscillate. The law and measurements are in docs/explanation/performance.md, "Batches".
+oscillate. The law and measurements are in docs/concepts/performance.md, "Batches".
 """
 
 from __future__ import annotations

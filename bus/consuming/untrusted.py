@@ -34,5 +34,5 @@ class UntrustedMessages:
         delivery.ack()
         self._dropped.inc()
         if dropped := self._log.count():
-            log.warning(UNTRUSTED, queue=self._row, dropped=dropped, see="docs/howto/permissions.md")
+            log.warning(UNTRUSTED, queue=self._row, dropped=dropped, see="docs/operate/permissions.md")
         return True

@@ -179,7 +179,7 @@ class InventoryForgotten(Message, frozen=True, kw_only=True, tag="inventory.forg
 
 
 class ClaimOutcome(StrEnum):
-    """How a claim ended. Each outcome calls for another reaction (docs/explanation/architecture.md, "One boot")."""
+    """How a claim ended. Each outcome calls for another reaction (docs/concepts/architecture.md, "One boot")."""
 
     CLAIMED = "claimed"
     RACED = "raced"  # the shape it was chosen for has changed: fold in and retry the same host

@@ -29,6 +29,7 @@ from bus.faults import DatabaseForbidden, DatabaseUnavailable, DatabaseUnprepare
 from bus.persistence.address import CONNECTION_LOST, ServerUntrusted, parse_database_url
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
 from bus.persistence.revision import UnsupportedSchema, is_migrated
+from bus.persistence.uses import Uses
 from bus.retrying import DATABASE, Retrying
 from bus.tracing.context import CURRENT
 
@@ -95,9 +96,7 @@ class _Held:
     __slots__ = ("by_key", "connection", "driver", "server")
 
     def __init__(self, connection: AsyncConnection, driver: asyncpg.Connection, server: int) -> None:
-        self.server = server
-        self.connection = connection
-        self.driver = driver
+        self.connection, self.driver, self.server = connection, driver, server
         self.by_key = False
 
 
@@ -116,16 +115,15 @@ class Database:
             pool_timeout=POOL_TIMEOUT_S,
             pool_use_lifo=True,  # the last used connection is used first, so that others stay idle
         )
-        self._opened = False
-        self._closed = False
+        self._opened = self._closed = False
         # To check a connection out of SQLAlchemy's pool and in again costs more than BEGIN and COMMIT together, so
         # between two transactions connections stay checked out, in this list, the last used first.
         self._spare: list[_Held] = []
         self._slots = asyncio.Semaphore(pool_size)
         self._pool_size = pool_size
-        self._open = 0
-        self._losses = self._left_servers = 0
+        self._open = self._losses = self._left_servers = 0
         self._reachable = True
+        self._uses = Uses()
         self._probing: asyncio.Task[None] | None = None
         self._group_flush = GroupFlush(self)
         self._retrying = Retrying(DATABASE, SystemClock(), random.Random())
@@ -148,11 +146,11 @@ class Database:
 
     @property
     def ready(self) -> bool:
-        """Whether it is open and the server answered the last query (for /readyz).
+        """Whether it is open, the server takes writes, and something ends while something waits (for /readyz).
 
-        The server is probed when a connection is lost, and then until it answers; a quiet process notices, too.
+        The server is probed when a connection is lost or a write refused, and then until it takes writes again.
         """
-        return self._opened and self._reachable
+        return self._opened and self._reachable and not self._uses.hang
 
     @property
     def engine(self) -> AsyncEngine:
@@ -219,12 +217,12 @@ class Database:
 
     @asynccontextmanager
     async def _transaction(self) -> AsyncIterator[AsyncConnection]:
-        async with self._checked_out() as held, held.connection.begin():
+        async with self._uses.one(), self._checked_out() as held, held.connection.begin():
             yield held.connection
 
     @asynccontextmanager
     async def _raw(self, *, begin: bool = True) -> AsyncIterator[asyncpg.Connection]:
-        async with self._checked_out(by_key=not begin) as held:
+        async with self._uses.one(), self._checked_out(by_key=not begin) as held:
             if begin:
                 async with held.driver.transaction():
                     yield held.driver
@@ -324,13 +322,14 @@ class Database:
             self._probing.add_done_callback(self._probed)
 
     async def _probe(self) -> None:
-        """Probe the server until it answers. It counts as unavailable from the first failure on."""
+        """Probe the server until it takes writes. It counts as unavailable from the first failure on."""
         engine = self._make_engine(poolclass=NullPool)
 
         async def ask() -> None:
             try:
                 async with engine.connect() as connection:
-                    await connection.execute(text("SELECT 1"))
+                    if await connection.scalar(text("SHOW transaction_read_only")) == "on":
+                        raise DatabaseUnavailable("the server takes no writes")
             except (*CONNECTION_LOST, DBAPIError) as error:
                 raise DatabaseUnavailable(_first_line(error)) from error
 
@@ -360,6 +359,7 @@ class Database:
         """Drop a connection to a server that was made read-only, the idle ones, and those in use when they are
         returned: the server is no longer the primary. Its successor may not have the commits that were not on disk.
         """
+        self._connection_lost()
         self._losses += 1
         self._left_servers += held.server == self._left_servers
         idle, self._spare = self._spare, []

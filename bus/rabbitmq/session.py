@@ -44,7 +44,7 @@ CURRENT_VALUE = re.compile(r"current is (?:the value )?'([^']*)")
 UNKNOWN_OWNER, NO_OWNER = "unknown", "?"
 
 # The page with the remedies for queues that an earlier berth declared otherwise.
-UPGRADE = "docs/howto/upgrade.md"
+UPGRADE = "docs/operate/upgrade.md"
 
 
 class Session:

@@ -43,7 +43,7 @@ async def _log_what_is_left(session: Session, name: str) -> None:
     """Log the queues that an older berth has left beside a queue, so that no letter is forgotten there."""
     left = await session.count(name + FORMER_DEAD)
     if left is not None:
-        log.warning("bus.former_queue", queue=name + FORMER_DEAD, messages=left, see="docs/howto/run-for-real.md")
+        log.warning("bus.former_queue", queue=name + FORMER_DEAD, messages=left, see="docs/operate/deploy.md")
 
 
 class RabbitSubscription:

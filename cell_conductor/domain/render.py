@@ -10,8 +10,7 @@ from .table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 
-Derived from `cell_conductor/domain/table.py`; a test compares. Write it anew with
-`python -m cell_conductor.domain.render > docs/reference/states.md`.
+Derived from `cell_conductor/domain/table.py` by `scripts/docs`; a test compares.
 
 The state determines the allocation: one attempt's allocation is held in `building`, `active` and `deleting`;
 `reclaiming`, `adopting` and `abandoning` ask placement to release and claim in one go, `giving_up` and `releasing` ask
@@ -81,9 +80,3 @@ def _placement_requests() -> list[str]:
         "- `reverting`: `placement.revert.v1`, under the next attempt's number.",
         "- `releasing_source`, `releasing_kept`: `placement.release.v1` of the migration.",
     ]
-
-
-if __name__ == "__main__":
-    import sys
-
-    sys.stdout.write(render())

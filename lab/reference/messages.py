@@ -92,7 +92,7 @@ HEAD = f"""\
 
 Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand. The same as an AsyncAPI 3 document:
 `berth asyncapi` prints it (`--public`: without the messages between berth's own parts), and
-[`berth web`](../howto/web.md) serves it at `/api/v1/asyncapi.json`.
+[`berth web`](../use/web.md) serves it at `/api/v1/asyncapi.json`.
 
 Every bus (the API bus, and one bus a cell: a virtual host or broker of its own) has a topic exchange `{COMMANDS}` for
 commands (publish with `mandatory`: a command that no queue takes is an error), `{EVENTS}` for events (which may have
@@ -120,9 +120,9 @@ the few projects of its lane, and for no others.
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
-([Permissions](../howto/permissions.md)). Messages that `operator` alone publishes are not for a project's user. Fields
-that only an operator may use are refused under a project's key (`{FORBIDDEN}`), in a batch as alone; a message with one
-is sent to its queue itself, by the default exchange, where a project's user may not write.
+([Permissions](../operate/permissions.md)). Messages that `operator` alone publishes are not for a project's user.
+Fields that only an operator may use are refused under a project's key (`{FORBIDDEN}`), in a batch as alone; a message
+with one is sent to its queue itself, by the default exchange, where a project's user may not write.
 A project id is one word of a key, written as it is: 1 to 64 letters of `A-Z a-z 0-9 _ -`. Others are refused.
 A field that a message does not have is refused where it is stated below; elsewhere it is passed over, so that
 workers of two versions understand each other. An `inventory.update` and a `host.metrics` are refused as well, by the
@@ -145,7 +145,7 @@ without an event, and may be requested again; a build, delete or move that is on
 is given up is parked in the bus's queue `{DEAD_LETTERS}`, with the headers `berth-code` and `berth-reason` where a
 worker gave it up (`berth dead-letters list`); its routing key there is the name of the queue that gave it up, or of the
 queue whose consumer announces its end. A message that a queue of another program has dead-lettered, or that has a
-header `x-death`, is dropped without an answer ([permissions](../howto/permissions.md)).
+header `x-death`, is dropped without an answer ([permissions](../operate/permissions.md)).
 
 ## Publish a build request, follow its events
 

@@ -153,7 +153,7 @@ class MachineWatch:
     def is_untold(self, host: str, instance: str, attempt: int) -> bool:
         """Whether an attempt ran in two fleets of one name, and no worker could know of both.
 
-        A name belongs to one process at a time (docs/howto/run-for-real.md). One that dies, or loses the name with its
+        A name belongs to one process at a time (docs/operate/deploy.md). One that dies, or loses the name with its
         connection, before any conductor has recorded what it built keeps that knowledge to itself: the same command,
         sent again, is a first one to the next, and a command to destroy it finds nothing there. An outbox sends a
         command again after its record as well, when its database has lost the deletion of the row (seed 92123), or its

@@ -95,7 +95,7 @@ async def test_a_queue_of_an_earlier_berth_is_used_with_what_it_holds_and_named(
         finally:
             await transport.close()
     named = {one["queue"]: one["see"] for one in logged if one["event"] == "bus.queue_without_limit"}
-    assert named == {prefix + name: "docs/howto/upgrade.md" for name in (DEAD_LETTERS, FOREIGN)}
+    assert named == {prefix + name: "docs/operate/upgrade.md" for name in (DEAD_LETTERS, FOREIGN)}
 
 
 @on_rabbitmq
@@ -117,7 +117,7 @@ async def test_a_shared_queue_that_differs_otherwise_is_left_and_named(amqp: tup
 
 @on_rabbitmq
 async def test_a_policy_keeps_the_letters_of_a_queue_without_a_limit(own_broker: RabbitMQ) -> None:
-    """The remedy of docs/howto/upgrade.md, which needs neither a worker stopped nor a letter moved."""
+    """The remedy of docs/operate/upgrade.md, which needs neither a worker stopped nor a letter moved."""
     url = own_broker.url()
     await declare_as_before(url, "")
     own_broker.control(

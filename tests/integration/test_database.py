@@ -15,6 +15,7 @@ from sqlalchemy import text
 from berth.trial.embedded.postgres import Postgres
 from bus.faults import DatabaseForbidden, DatabaseUnavailable, Transient
 from bus.persistence import database as module
+from bus.persistence import uses
 from bus.persistence.address import DatabaseAddress
 from bus.persistence.database import Database, lock_key
 
@@ -237,6 +238,49 @@ async def test_readiness_follows_the_server_without_any_query() -> None:
         await asyncio.to_thread(server.start)
         await until(lambda: database.ready)
         await database.close()
+
+
+async def test_a_server_that_takes_no_writes_is_not_ready(empty_database: str) -> None:
+    """All of 75 s of a read-only primary the workers were ready."""
+    database = Database(empty_database, "refused")
+    await database.open()
+    admin = await asyncpg.connect(empty_database)
+    name = await admin.fetchval("SELECT quote_ident(current_database())")
+    await admin.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = on")
+    with pytest.raises(DatabaseUnavailable):
+        async with database.single() as connection:
+            await connection.execute("SET SESSION CHARACTERISTICS AS TRANSACTION READ ONLY")
+            await connection.execute("CREATE TABLE written (n int)")
+    await until(lambda: not database.ready)
+    await admin.execute("SET default_transaction_read_only = off")
+    await admin.execute(f"ALTER DATABASE {name} RESET default_transaction_read_only")
+    await until(lambda: database.ready)
+    await admin.close()
+    await database.close()
+
+
+async def test_a_server_on_which_nothing_ends_is_not_ready(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table that another session has locked, a server that hangs."""
+    monkeypatch.setattr(uses, "HUNG_S", 0.05)
+    database = Database(empty_database, "locked")
+    await database.open()
+    locking = await asyncpg.connect(empty_database)
+    async with locking.transaction():
+        await locking.execute("SELECT pg_advisory_xact_lock(7)")
+        assert database.ready, "nothing waits"
+
+        async def wait() -> None:
+            async with database.raw() as connection:
+                await connection.execute("SELECT pg_advisory_xact_lock(7)")
+
+        waiting = asyncio.create_task(wait())
+        await until(lambda: not database.ready)
+    await waiting
+    assert database.ready
+    await locking.close()
+    await database.close()
 
 
 async def test_one_lost_connection_does_not_make_the_process_unready(empty_database: str) -> None:

@@ -27,7 +27,7 @@ from tests.kit.certificates import Authority
 from tests.kit.documents import ROOT, blocks
 
 WAIT_S = 60.0
-HOWTO = ROOT / "docs" / "howto" / "tls.md"
+HOWTO = ROOT / "docs" / "operate" / "tls.md"
 USAGE = 2
 
 
@@ -47,7 +47,7 @@ def foreign_authority(directory: Path) -> Authority:
 
 
 class TlsBroker:
-    """A broker as docs/howto/tls.md configures it: at `localhost`, for clients with a certificate of our authority."""
+    """A broker as docs/operate/tls.md configures it: at `localhost`, for clients with our authority's certificate."""
 
     def __init__(self, authority: Authority) -> None:
         self.port = free_port()

@@ -1,4 +1,4 @@
-"""The commands of docs/howto/bare-metal.md, as they stand there, take a reader to a deployed node."""
+"""The commands of docs/operate/bare-metal.md, as they stand there, take a reader to a deployed node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "howto" / "bare-metal.md"
+PAGE = ROOT / "docs" / "operate" / "bare-metal.md"
 LIMIT_S = 400.0
 PAGES_DIRECTORY = ".berth/ironic/run"
 TERMINALS = 3

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The pages for users; laboratory notes and decision records are of the past.
-KINDS = ("tutorial", "howto", "explanation", "reference")
+# The pages for users; decision records are of the past.
+KINDS = ("start", "operate", "use", "concepts", "reference", "contributing")
 PAGES = (
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *ROOT.glob("*/README.md"),

@@ -1,6 +1,6 @@
 """The cost of boots in broker messages and commits, counted on the virtual clock: no other program can change that.
 
-Below full load the cost of a boot is the number of its messages and batches (docs/explanation/performance.md).
+Below full load the cost of a boot is the number of its messages and batches (docs/concepts/performance.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Steps of load on the virtual clock: batches find their size and keep it, and nothing is left when the load falls.
 
 Two stages as the scheduler and a conductor are, real consumers over memory buses, on a machine of two cores that a
-batch occupies for a fixed time and each of its items for a 25th of that (docs/explanation/performance.md, "Batches"),
+batch occupies for a fixed time and each of its items for a 25th of that (docs/concepts/performance.md, "Batches"),
 up to three times as long for reasons of the machine's own.
 """
 

@@ -1,4 +1,4 @@
-"""Deliberate defects are found, each within a bounded number of seeds (table: docs/explanation/reliability.md)."""
+"""Deliberate defects are found, each within a bounded number of seeds (docs/contributing/simulation.md)."""
 
 from __future__ import annotations
 

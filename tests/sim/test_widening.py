@@ -1,4 +1,4 @@
-"""The page on reliability names every kind of thing that others do in the simulation."""
+"""The page on the simulation names every kind of thing that others do in the simulation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from lab.simulation.widening import WIDENED, Widening
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "docs" / "contributing" / "simulation.md"
 BY_NAME = "The last five kinds of the table come by their name alone."
 
 

@@ -1,4 +1,4 @@
-"""The blocks of docs/howto/nested-hosts.md, read out of the page: settings and messages of each example."""
+"""The blocks of docs/use/nested-hosts.md, read out of the page: settings and messages of each example."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bus.contracts.placement import InventoryResult, InventoryUpdate
 from compute_sim.config import ComputeConfig, Device, HostSize
 from compute_sim.fleet import Fleet
 
-PAGE = Path(__file__).parents[2] / "docs" / "howto" / "nested-hosts.md"
+PAGE = Path(__file__).parents[2] / "docs" / "use" / "nested-hosts.md"
 CELL, OLD = "cell1", "cell1-old"
 PATIENCE_S = 60.0
 

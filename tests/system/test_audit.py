@@ -164,7 +164,7 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
     (fleet,) = watched.system.fleets.values()
     fleet.put(home, Guest(on_host, 1, {home: {"VCPU": 1}}))
     took["host"] = await watched.until(("machine_without_instance", on_host))
-    print({where: (looks, round(seconds, 1)) for where, (looks, seconds) in took.items()})  # noqa: T201  (docs/lab)
+    print({where: (looks, round(seconds, 1)) for where, (looks, seconds) in took.items()})  # noqa: T201  (a figure of the run)
     assert max(looks for looks, _ in took.values()) <= MOST_LOOKS, took
     assert "not of this deployment" in watched.found["machine_without_instance", on_host].repair
     assert {subject for _, subject in watched.found} == {in_book, on_record, on_host}

@@ -1,4 +1,4 @@
-"""Hosts that are trees, booted full: each example of docs/howto/nested-hosts.md, and an upgrade in place under load."""
+"""Hosts that are trees, booted full: each example of docs/use/nested-hosts.md, and an upgrade in place under load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compute service as docs/howto/run-for-real.md and the units start it, without `compute.state_dir`."""
+"""A compute service as docs/operate/deploy.md and the units start it, without `compute.state_dir`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver of docs/tutorial/first-driver.md, read out of the page: builds are processes that can be seen."""
+"""The driver of docs/start/first-driver.md, read out of the page: builds are processes that can be seen."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bus.contracts.moves import MoveKind, MoveRequest
 from compute_sim.config import ComputeConfig
 from compute_sim.driver import Driver, NotOurs
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tutorial" / "first-driver.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "start" / "first-driver.md").read_text()
 WAIT_S = 60.0
 CELL = "cell1"
 RNG = random.Random()

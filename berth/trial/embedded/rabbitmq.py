@@ -54,7 +54,7 @@ HANDSHAKE_TIMEOUT_MS = 120_000
 # after it, which would be a second job of another thread.
 FLUSH_AS_WRITTEN = "{ra, [{wal_write_strategy, o_sync}]}"
 # It runs beside the workers: no scheduler thread of Erlang spins. They wake as usual: `+swt very_high` spares wake-ups,
-# and on a busy machine doubles the time that a message alone takes (docs/lab/quick.md).
+# and on a busy machine doubles the time that a message alone takes.
 SELDOM_AWAKE = "+sbwt none +sbwtdcpu none"
 # Erlang loads a module when it is first called, and looks for it in up to ninety directories; RabbitMQ boots with a
 # thousand. To load them all at once, before it boots, halves what a start takes of the processor. Where that fails,

@@ -59,8 +59,9 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
 
     status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL, "--json")
     assert status == 1 and listed[0]["breaker"]["lost"] == 6
-    status, _ = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL)
-    assert status == 0 and (await safety.breakers())[0].reset_by == "op"
+    status, reset = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL, "--json")
+    assert (status, reset) == (0, {"service": "s", "cells": [CELL]})
+    assert (await safety.breakers())[0].reset_by == "op"
     status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL)
     assert (status == 1 and "not_open" in output) or "is open" in output
     for store in stores:

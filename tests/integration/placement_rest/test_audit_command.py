@@ -73,14 +73,16 @@ async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, t
 async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
     host = await placement.host(VCPU=8)
 
-    async def move(cell: str) -> tuple[int | None, str]:
+    async def move(cell: str, *more: str) -> tuple[int | None, str]:
         env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
-        words = ("placement", "move-host", host, cell)
+        words = ("placement", "move-host", host, cell, *more)
         done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
         return done.returncode, done.stdout + done.stderr
 
     assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
     assert await move("cell1") == (0, f"{host}: cell1 already\n")
+    status, output = await move("cell1", "--json")
+    assert (status, json.loads(output)) == (0, {"provider": host, "before": "cell1", "cell": "cell1"})
     status, output = await move("nowhere")
     assert (status, "no cell 'nowhere'" in output) == (2, True)
     assert (await placement.claim(new_uuid(placement.rng), host, VCPU=1)).status_code == 204

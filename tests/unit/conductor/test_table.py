@@ -42,7 +42,7 @@ def test_every_state_is_reached_and_left_except_the_last() -> None:
 
 def test_docs_are_what_the_table_holds() -> None:
     page = Path(__file__).parents[3] / "docs" / "reference" / "states.md"
-    assert page.read_text() == render(), "python -m cell_conductor.domain.render > docs/reference/states.md"
+    assert page.read_text() == render(), "run scripts/docs"
 
 
 def test_an_unfulfilled_question_is_repeated() -> None:

@@ -1,4 +1,4 @@
-"""docs/explanation/architecture.md names what exists, and who may import whom is as it describes."""
+"""docs/concepts/architecture.md names what exists, and who may import whom is as it describes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from bus.contracts.catalogue import MESSAGES
 from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, sources, where, within
 
-TABLE = (ROOT / "docs" / "explanation" / "architecture.md").read_text().partition("## Where to put the next")[2]
+TABLE = (ROOT / "docs" / "concepts" / "architecture.md").read_text().partition("## Where to put the next")[2]
 NAMED = re.findall(r"`([\w./]+/[\w./]*?)(?:::(\w+))?`", TABLE)
 
 # A worker imports itself and `bus`. The one exception: schedulers embed the public, read-only copy of the book.
@@ -124,6 +124,13 @@ def test_a_cell_conductor_knows_no_message_of_the_scheduler_but_the_events_it_an
         if within(module, "bus.contracts") and module.rpartition(".")[2] in owned
     ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("worker", [worker for worker in WORKERS if worker != "compute_sim"])
+def test_a_worker_with_a_database_shows_whether_it_is_ready(worker: str) -> None:
+    """Schedulers and ironic-sync were ready for as long as theirs hung."""
+    app = (ROOT / worker / "app.py").read_text()
+    assert "env.database(" in app and 'service.add_check("database", ' in app
 
 
 # A message that a package makes and does not send: a value of its own, or of an answer to itself.

@@ -34,6 +34,18 @@ def test_the_version_is_the_packages() -> None:
     assert re.match(rf"berth {number} \(([0-9a-f]{{8}}, )?Python 3\.", printed("--version"))
 
 
+# They run until they are stopped, or what they print is a document of a form of its own.
+NO_JSON = {
+    "run", "web", "fencer", "placement serve",
+    "man", "asyncapi", "trace-settings", "placement export", "placement openapi",
+}  # fmt: skip
+
+
+def test_every_command_with_a_result_takes_json() -> None:
+    takes = {path for path, command in leaves() if any("--json" in one.opts for one in command.params)}
+    assert {path.removeprefix("berth ") for path, _ in leaves() if path not in takes} == NO_JSON
+
+
 def test_help_cuts_nothing_off_in_80_columns() -> None:
     text = printed("load", "--help")
     assert "\u2026" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from lab.reference import messages
 from lab.reference.pages import PAGES
+from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS
 
 DOCS = Path(__file__).parents[3] / "docs"
 # Sphinx keeps all that it makes to the end; to look for garbage in it is a quarter of the processor that it takes.
@@ -35,6 +37,14 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BUILD, "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert built.returncode == 0, built.stderr
+
+
+def test_features_has_the_filters_and_weighers_that_there_are_and_no_other() -> None:
+    """Names in code type are there; ProjectHostFilter is berth's own."""
+    page = (DOCS / "reference" / "features.md").read_text()
+    named = set(re.findall(r"`(\w*(?:Filter|Weigher|Isolation))`", page))
+    there = {path.rpartition(".")[2] for path in (*DEFAULT_FILTERS, *MORE_FILTERS, *DEFAULT_WEIGHERS)}
+    assert named == there - {"ProjectHostFilter"}
 
 
 def test_a_decision_record_has_its_number_a_date_and_a_status() -> None:

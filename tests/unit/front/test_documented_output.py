@@ -21,9 +21,9 @@ from tests.unit.front.test_findings import HELD, look
 UUID = "10000000-0000-4000-8000-000000000001"
 HOST = "cell1-c1-00003"
 BY = "ann@admin1"
-AUDIT, DRAINS, HOSTS = "docs/howto/audit.md", "docs/howto/drain-hosts.md", "docs/howto/operate-hosts.md"
+AUDIT, DRAINS, HOSTS = "docs/operate/audit.md", "docs/operate/drains.md", "docs/operate/hosts.md"
 # The address that `berth web` prints: `tests/browser/pages.py` reads it.
-READ_ELSEWHERE = {"docs/howto/web.md"}
+READ_ELSEWHERE = {"docs/use/web.md"}
 OMITTED = "..."
 AT = re.compile(r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ")
 

@@ -1,4 +1,4 @@
-"""The commands in README, tutorial and how-to guides are ones that berth takes: command lines,
+"""The commands in README and the pages are ones that berth takes: command lines,
 settings, the request.
 """
 
@@ -22,7 +22,7 @@ from tests.kit.certificates import Authority
 from tests.kit.documents import ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
-KINDS = ("tutorial", "howto", "explanation")
+KINDS = ("start", "operate", "use", "concepts", "contributing")
 PAGES = [path.read_text() for kind in KINDS for path in sorted((ROOT / "docs" / kind).glob("*.md"))]
 
 
@@ -58,7 +58,7 @@ def test_a_command_of_the_readme_is_understood(line: str) -> None:
 
 
 def test_the_settings_of_the_how_to_are_settings(tmp_path: Path) -> None:
-    (text,) = blocks("toml", (ROOT / "docs" / "howto" / "run-for-real.md").read_text())
+    (text,) = blocks("toml", (ROOT / "docs" / "operate" / "deploy.md").read_text())
     path = tmp_path / "berth.toml"
     path.write_text(text)
     found = read_settings(path, {})
@@ -67,7 +67,7 @@ def test_the_settings_of_the_how_to_are_settings(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("page", "scheme", "hosts"), [("tls", "amqps", 1), ("high-availability", "amqp", 3)])
 def test_the_urls_of_a_how_to_are_urls(page: str, scheme: str, hosts: int, tmp_path: Path) -> None:
-    (text,) = blocks("toml", (ROOT / "docs" / "howto" / f"{page}.md").read_text())
+    (text,) = blocks("toml", (ROOT / "docs" / "operate" / f"{page}.md").read_text())
     authority = Authority(tmp_path, "ca")
     authority.issue("worker")
     path = tmp_path / "berth.toml"

@@ -1,4 +1,4 @@
-"""The filter of docs/tutorial/first-filter.md, read out of the page and asked about hosts."""
+"""The filter of docs/start/first-filter.md, read out of the page and asked about hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from berth.settings import read_settings
 
-PAGE = (Path(__file__).parents[3] / "docs" / "tutorial" / "first-filter.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "start" / "first-filter.md").read_text()
 
 
 def block(language: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests import defects
 from tests.plants import PLANTS, ROOT, Plant
 from tests.sim.mutants import MUTANTS, UNPROVEN, Mutant
 from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
@@ -34,7 +33,3 @@ def test_a_deliberate_defect_replaces_what_there_is(mutant: Mutant) -> None:
     """`patch` raises for a name that is not there (any more)."""
     with mutant():
         pass
-
-
-def test_the_page_of_defects_is_up_to_date() -> None:
-    assert defects.PAGE.read_text() == defects.render(), "run scripts/docs"

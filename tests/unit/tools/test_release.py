@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.release import ANCHOR, ROOT, Finding, findings, git, newest_tag, wheel_findings
+from tests.release import ANCHOR, Finding, findings, git, newest_tag, wheel_findings
 
 VERSION = "0.2.0"
 SCHEMA = "placement_worker/store/schema.sql"
 MIGRATIONS = "placement_worker/store/migrations/versions"
-TABLE = "docs/reference/features.md"
 
 
 def write(root: Path, path: str, text: str) -> None:
@@ -45,12 +43,10 @@ def clone(tmp_path: Path) -> Path:
     root = tmp_path / "clone"
     root.mkdir()
     git(root, "init", "-q")
-    (root / "docs/reference").mkdir(parents=True)
-    shutil.copy(ROOT / TABLE, root / TABLE)
     packages = '[tool.setuptools.packages.find]\ninclude = ["placement_worker*"]\n'
     write(root, "pyproject.toml", f'[project]\nname = "berth"\nversion = "0.1.0"\n{packages}')
     write(root, "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026-01-01)\n\nOld.\n")
-    write(root, "changelog.d/README.md", "How to write one.\n")
+    write(root, "changelog.d/.gitignore", "!.gitignore\n")
     write(root, SCHEMA, "one")
     write(root, f"{MIGRATIONS}/0001_initial.py", "one")
     write(root, ANCHOR, f"{commit(root)}\n")
@@ -120,13 +116,6 @@ def _other_version(root: Path) -> None:
     commit(root)
 
 
-def _state_that_is_none(root: Path) -> None:
-    text = (ROOT / TABLE).read_text()
-    assert text.count("| ComputeFilter | yes |") == 1
-    write(root, TABLE, text.replace("| ComputeFilter | yes |", "| ComputeFilter | perhaps |"))
-    commit(root)
-
-
 def _edited_migration(root: Path) -> None:
     write(root, f"{MIGRATIONS}/0001_initial.py", "another")
     commit(root)
@@ -154,7 +143,6 @@ def _tagged(root: Path) -> None:
         (_fragment, ["no fragment of the changelog is left"]),
         (_undated, ["CHANGELOG.md begins with it and its day"]),
         (_other_version, ["pyproject.toml has it"]),
-        (_state_that_is_none, ["each feature has a state"]),
         (_edited_migration, ["no released migration is another"]),
         (_copied_and_edited, ["no released migration is another"]),
         (_no_migration, ["each changed schema has a migration"]),

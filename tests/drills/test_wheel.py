@@ -1,0 +1,90 @@
+"""README's wheel, installed into an empty virtualenv outside of any clone: `berth up`, a boot, `berth check`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+COMMAND_TIMEOUT_S = 300.0
+UP_TIMEOUT_S = 120.0
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
+
+
+class Installed:
+    """A virtualenv with the wheel and what its extra names, from the index, and an empty home."""
+
+    def __init__(self, place: Path) -> None:
+        self.home = place / "home"
+        self.home.mkdir()
+        self.bin = place / "venv" / "bin"
+        kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "PATH"}
+        self.env = {**kept, "HOME": str(self.home)}
+        self.run(
+            sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(place / "dist"), self._sources(place)
+        )
+        self.run(sys.executable, "-m", "venv", str(self.bin.parent))
+        (wheel,) = (place / "dist").glob("berth-*.whl")
+        constraints = str(ROOT / "constraints.txt")
+        self.run(str(self.bin / "pip"), "install", "-q", "-c", constraints, f"{wheel}[embedded]")
+
+    def run(self, *command: str) -> str:
+        """Run a command in the empty home; returns its output."""
+        done = subprocess.run(
+            command, cwd=self.home, env=self.env, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def berth(self, *words: str) -> str:
+        """What `berth` prints there."""
+        return self.run(str(self.bin / "berth"), *words)
+
+    def _sources(self, place: Path) -> str:
+        """The files that git has, so that no build of a developer is in the wheel."""
+        tree = place / "tree"
+        tree.mkdir()
+        list_files = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        files = subprocess.run(list_files, cwd=ROOT, capture_output=True, check=True).stdout
+        archive = ["tar", "--create", "--null", "--files-from=-", "--ignore-failed-read"]
+        packed = subprocess.run(archive, cwd=ROOT, input=files, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "--extract", "--directory", str(tree)], input=packed, check=True)
+        return str(tree)
+
+
+def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(tmp_path: Path) -> None:
+    installed = Installed(tmp_path)
+    up = subprocess.Popen(
+        [str(installed.bin / "berth"), "up", "--json"],
+        cwd=installed.home, env=installed.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        until(lambda: status_of(installed, "hosts", "--json") == 0, UP_TIMEOUT_S)
+        built = json.loads(installed.berth("boot", "--flavor", "m1.small", "--count", "5", "--wait", "--json"))
+        assert [one["state"] for one in built] == ["active"] * 5
+        installed.berth("check")
+    finally:
+        up.send_signal(signal.SIGINT)
+        up.communicate(timeout=COMMAND_TIMEOUT_S)
+    assert "lab" not in {path.name for path in installed.bin.parent.glob("lib/python*/site-packages/*")}
+
+
+def status_of(installed: Installed, *words: str) -> int:
+    command = [str(installed.bin / "berth"), *words]
+    return subprocess.run(command, cwd=installed.home, env=installed.env, capture_output=True, check=False).returncode
+
+
+def until(condition: Callable[[], bool], timeout_s: float) -> None:
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "berth up is not ready"
+        time.sleep(0.5)
