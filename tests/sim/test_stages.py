@@ -11,8 +11,8 @@ from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
-from lab.simulation.clock import EPOCH
 from lab.simulation.draw import plan_of
+from lab.simulation.loop import EPOCH
 from lab.simulation.plan import Plan
 from lab.simulation.run import run
 from lab.simulation.watch import Listener
