@@ -32,6 +32,7 @@ from bus.contracts.catalogue import (
     QueueKind,
     QueueRow,
     Where,
+    projects_key,
 )
 from bus.owner import DEPLOYMENT, OWNERS
 from bus.rabbitmq import parse_bus_url
@@ -194,11 +195,11 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
     for row in MESSAGES:
         if not row.key.endswith(OF_PROJECT):
             continue
-        head = row.key.removesuffix(OF_PROJECT)
+        key = projects_key(row.key, project)
         if "client" in row.publishers:
-            allowed.allow_publish(names.exchange(row.exchange), f"{_filled(head)}\\.{project}")
+            allowed.allow_publish(names.exchange(row.exchange), _filled(key))
         elif row.exchange == EVENTS and row.public:
-            allowed.allow_bind(names.exchange(row.exchange), f"{_filled(head, ONE_OR_ANY)}\\.{project}")
+            allowed.allow_bind(names.exchange(row.exchange), _filled(key, ONE_OR_ANY))
     return allowed.grant(f"project {project}", user or f"berth-project-{project}", place.broker, place.vhost)
 
 
@@ -296,7 +297,7 @@ def _allow_mark(allowed: _Allowed, mark: str, names: QueueNames) -> None:
 
 def _allow_queue(allowed: _Allowed, queue: QueueRow, names: QueueNames) -> None:
     """A queue to read from; its readers answer, retry and park what they give up."""
-    name = _filled(names.queue(queue.name))
+    name = _filled(names.queue(queue.name)) + (r"(\.[0-9]+)?" if queue.has_lanes else "")
     allowed.allow_ownership(name)
     for exchange, key in queue.bindings:
         allowed.allow_bind(names.exchange(exchange), _filled(key))

@@ -175,11 +175,13 @@ class Bus:
         )
 
     async def declare_now(self, queue: str, **fill: str) -> str:
-        """Declare a queue as `declare` does. Raises QueueLocked at once."""
-        row = BY_QUEUE[queue]
-        name, bindings = fill_in(row, {"process": self.process, **fill})
-        await self.transport.declare_queue(row, name, bindings)
-        return name
+        """Declare a queue as `declare` does, and those of its lanes. Raises QueueLocked at once."""
+        names = []
+        for row in BY_QUEUE[queue].queues:
+            name, bindings = fill_in(row, {"process": self.process, **fill})
+            await self.transport.declare_queue(row, name, bindings)
+            names.append(name)
+        return names[0]
 
     def consumer(
         self,

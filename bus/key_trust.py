@@ -47,7 +47,7 @@ BROKERS_OWN = frozenset({DEATHS, "x-first-death-exchange", "x-first-death-queue"
 _MAY_HAVE_DIED = BROKERS_OWN | {UNREAD}
 
 # The queues whose letters keep their keys. A letter with such a name as its key came back from a delay.
-KEEPING = tuple(row.name for row in QUEUES if row.keeps_keys)
+KEEPING = tuple(queue.name for row in QUEUES if row.keeps_keys for queue in row.queues)
 
 # Keys remembered of each queue, with whether its bindings take them. A client chooses the keys.
 MAX_KEYS = 4096
@@ -55,7 +55,8 @@ MAX_KEYS = 4096
 
 def published_key(delivery: Delivery, queue: str = "") -> str | None:
     """Return the routing key that a message was published with; "": it was sent to the queue itself, by a worker or an
-    operator; None: nothing shows that its publisher was allowed to use a key. queue: the name of the queue's row.
+    operator; None: nothing shows that its publisher was allowed to use a key. queue: the name of the queue's row, or of
+    the lane.
     """
     exchange = delivery.exchange
     if not exchange:
@@ -126,6 +127,8 @@ def _is_own(death: Mapping[str, object], own: tuple[str, ...]) -> bool:
     return isinstance(queue, str) and (queue.endswith(own) or _DELAYED.search(queue) is not None)
 
 
+# By the name of a row, and by that of a lane, which has bindings of its own.
+_ROWS = {**{queue.name: queue for row in QUEUES for queue in row.queues}, **BY_QUEUE}
 _DELAYED = re.compile(rf"{re.escape(DELAYED)}\.[0-9]+\Z")
 
 
@@ -142,7 +145,7 @@ def _is_bound(queue: str, key: str) -> bool:
 @cache
 def _patterns(queue: str) -> tuple[tuple[str, ...], ...]:
     """Return the bindings of a queue to the exchange of commands; a placeholder is any one word."""
-    row = BY_QUEUE.get(queue)
+    row = _ROWS.get(queue)
     bindings = row.bindings if row is not None else ()
     return tuple(
         tuple("*" if word.startswith("{") else word for word in key.split("."))

@@ -144,6 +144,14 @@ DELIVERY_FIELDS = tuple(Delivery.__annotations__)
 class Subscription(Protocol):
     """A subscription to a queue. It survives reconnections until it is cancelled."""
 
+    def pause(self) -> None:
+        """Have the broker deliver no further messages until `resume`. It does not wait: messages on their way still
+        come, and those handed over may be settled.
+        """
+
+    def resume(self) -> None:
+        """Have the broker deliver again."""
+
     async def cancel(self) -> None:
         """End the subscription. There are no new deliveries after this returns; earlier ones may still be
         acknowledged.

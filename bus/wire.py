@@ -31,7 +31,7 @@ from bus.contracts.catalogue import (
 )
 from bus.contracts.patterns import reason_of
 from bus.json_values import NUL_REASON, has_more_values, has_nul
-from bus.key_trust import published_key
+from bus.key_trust import KEEPING, published_key
 from bus.port import Delivery, Outgoing
 from bus.topology import FOREIGN
 
@@ -256,7 +256,8 @@ class Codec:
         """Why a body is not read; "": it is. The values of a batch of workers are as many as its bytes allow."""
         size, most = len(body), min(self._most_bytes, MAX_BATCH_BYTES) if is_batch else self._most_bytes
         if size > most:
-            return f"the body has {size} bytes, {most} are allowed"
+            more = "more than " if size > self._most_bytes else ""  # the transport may have cut it there
+            return f"the body has {more}{min(size, self._most_bytes)} bytes, {most} are allowed"
         bound = self._most_values or _MAX_REPLY_VALUES.get(named or "", 0) if self._is_theirs or not is_batch else 0
         if bound and size > bound and has_more_values(body, bound):
             return f"the body has more than {bound} values"
@@ -384,6 +385,11 @@ def _with_suggestion(reason: str, fields: Sequence[str]) -> str:
     found = _UNKNOWN_FIELD.search(reason)
     near = difflib.get_close_matches(found[1][:MAX_ID], fields, n=1) if found is not None else []
     return f"{reason}; did you mean `{near[0]}`?" if near else reason
+
+
+def most_bytes(queue: str) -> int:
+    """The bound of a body in a queue (its local name)."""
+    return MAX_CLIENT_BYTES if queue in KEEPING else MAX_BODY_BYTES
 
 
 def kind_of(name: str) -> type[Message] | None:

@@ -13,8 +13,10 @@ from bus.cell_link import CellLink, wait_for
 from bus.cell_links import CellLinks
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
+from bus.consuming.lanes import LANE_PREFETCH
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
+from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
@@ -73,6 +75,11 @@ def position_of_event(message: Message) -> StreamPosition | None:
     return (message.instance_uuid, message.sequence) if isinstance(message, BuildEvent) and message.sequence else None
 
 
+def project_of_event(message: Message) -> str:
+    """The project that an event is for; "": it is no event."""
+    return message.project_id if isinstance(message, BuildEvent | MoveEvent) else ""
+
+
 MOVES = "instance.move."  # how the routing keys of moves begin
 
 
@@ -111,7 +118,9 @@ def build(
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
-    _add_requests(parts, queries, status, engine, moves)
+    keep_up = partial(relay.keep_up, API)
+    requests = RequestHandler(engine, moves, parts.selector, clock=env.clock, config=config, keep_up=keep_up)
+    _add_requests(parts, queries, status, requests)
     return service
 
 
@@ -202,7 +211,9 @@ def _relay(parts: SchedulerParts) -> Relay:
         parts.store.outbox,
         parts.buses,
         clock=parts.env.clock,
-        lingering=Lingering(linger_s=parts.config.progress_linger_s, lingers=is_progress, place=position_of_event),
+        lingering=Lingering(
+            linger_s=parts.config.progress_linger_s, lingers=is_progress, place=position_of_event, line=project_of_event
+        ),
     )
     parts.store.publish_through(relay)
     return relay
@@ -415,12 +426,10 @@ def _add_requests(
     parts: SchedulerParts,
     queries: QueryHandler,
     status: StatusHandler,
-    engine: SchedulingEngine,
-    moves: MoveEngine,
+    requests: RequestHandler,
 ) -> None:
     """The queues of clients' requests, queries, and requests whose retries are exhausted."""
     service, bus, config = parts.service, parts.api, parts.config
-    requests = RequestHandler(engine, moves, parts.selector, clock=parts.env.clock, config=config)
     service.add_consumer(bus.consumer("scheduler.records", queries, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(bus.consumer("scheduler.status", status, max_batch=64, concurrency=2, prefetch=128))
     service.add_consumer(
@@ -429,7 +438,7 @@ def _add_requests(
             requests,
             max_batch=config.batch,
             concurrency=config.concurrency,
-            prefetch=config.prefetch,
+            prefetch=LANE_PREFETCH,
             on_malformed=lambda bad: refused_move(bad) if bad.key.startswith(MOVES) else refused_event(bad),
             paced=True,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 from msgspec import structs
@@ -44,15 +44,19 @@ class RequestHandler:
         *,
         clock: Clock,
         config: SchedulerConfig,
+        keep_up: Callable[[], Awaitable[None]],
     ) -> None:
+        """keep_up: waits while the events of earlier batches are not published."""
         self._engine = engine
         self._moves = moves
         self._flavors = flavors
         self._clock = clock
         self._max_age_s = max_request_age_s(config)
+        self._keep_up = keep_up
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Process a batch; one outcome for each message, in order. Raises Transient when placement does not answer."""
+        await self._keep_up()
         now = self._clock.time()
         deletes = [
             pending_delete(received, position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -15,6 +16,7 @@ from berth.load.summary import percentiles
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
 from bus.contracts.catalogue import DEAD_LETTERS, QUEUES, QueueKind, Where
+from bus.depths import waiting_in
 from bus.faults import Fault, Transient
 from bus.port import BusError, Transport
 
@@ -159,16 +161,14 @@ class Sampler:
     async def _depths(self) -> dict[str, int]:
         depths: dict[str, int] = {}
         for bus, transport in self._transports.items():
-            for queue in _queues(bus):
+            where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
+            reading = {row.name: partial(waiting_in, transport, row) for row in _WATCHED if row.where in where}
+            if bus == API:
+                reading[DEAD_LETTERS] = partial(transport.depth, DEAD_LETTERS)
+            for queue, read in reading.items():
                 with contextlib.suppress(BusError, TimeoutError):  # not there yet, or the broker is unavailable
-                    depths[queue if bus == API else f"{bus}/{queue}"] = await transport.depth(queue)
+                    depths[queue if bus == API else f"{bus}/{queue}"] = await read()
         return depths
-
-
-def _queues(bus: str) -> list[str]:
-    where = {Where.API, Where.BOTH} if bus == API else {Where.CELL, Where.BOTH}
-    names = [row.name for row in _WATCHED if row.where in where]
-    return [*names, DEAD_LETTERS] if bus == API else names
 
 
 def shares_of(hosts: Sequence[HostRecord], names: Sequence[str]) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from bus.contracts.base import Message, Refusal, tag_of
-from bus.contracts.catalogue import COMMANDS, EVENTS, MESSAGES, REPLIES, MessageRow, Where
+from bus.contracts.catalogue import COMMANDS, EVENTS, LANE, LANES, MESSAGES, REPLIES, MessageRow, Where
 from bus.wire import CAUSE, TRACEPARENT
 
 _SCHEMA = "#/components/schemas/{name}"
@@ -83,13 +83,18 @@ def _channel(row: MessageRow) -> dict[str, Any]:
         "x-bus": row.where.value,
     }
     if parameters:
-        channel["parameters"] = {
-            name: {"description": f"The message's own field `{name}`.", "location": f"$message.payload#/{name}"}
-            for name in parameters
-        }
+        channel["parameters"] = {name: _parameter(name) for name in parameters}
     if row.batch_key:
         channel["x-batch-key"] = row.batch_key
     return channel
+
+
+def _parameter(name: str) -> dict[str, str]:
+    if f"{{{name}}}" == LANE:
+        return {
+            "description": f"The CRC-32 (as in gzip and PNG) of the message's field `project_id`, modulo {LANES}.",
+        }
+    return {"description": f"The message's own field `{name}`.", "location": f"$message.payload#/{name}"}
 
 
 def _operation(row: MessageRow) -> dict[str, Any]:

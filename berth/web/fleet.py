@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import structlog
@@ -23,6 +23,7 @@ from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
 from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
+from bus.depths import waiting_in
 from bus.faults import Fault
 from bus.port import BusError, QueueMissing, Transport
 from bus.service.environment import Environment
@@ -320,7 +321,7 @@ def _view(one: ProviderState, depth: int) -> ProviderView:
 
 log = structlog.get_logger("web")
 
-# Depths are read anew at most so often, however many pages show them: it is a request a queue, 40 with four cells. A
+# Depths are read anew at most so often, however many pages show them: it is a request a queue, 72 with four cells. A
 # broker that does not answer holds up no page.
 AGE_S = 5.0
 READ_TIMEOUT_S = 3.0
@@ -379,13 +380,14 @@ class QueueReader:
     async def _read_bus(self, bus: str, services: Sequence[tuple[str, str]]) -> tuple[Sequence[QueueDepth], int] | None:
         """The depth of each queue of a bus and its dead letters; None: its broker does not answer."""
         here = Where.API if bus == API else Where.CELL
-        names = [row.name for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
-        names += [f"compute.{service}" for cell, service in services if cell == bus]
+        rows = [row for row in QUEUES if row.where in (here, Where.BOTH) and "{" not in row.name]
+        names = [f"compute.{service}" for cell, service in services if cell == bus]
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 transport = await self._transport(bus)
-                found = [QueueDepth(bus, name, await _depth(transport, name)) for name in names]
-                return found, await _depth(transport, DEAD_LETTERS)
+                found = [QueueDepth(bus, row.name, await _depth(waiting_in(transport, row))) for row in rows]
+                found += [QueueDepth(bus, name, await _depth(transport.depth(name))) for name in names]
+                return found, await _depth(transport.depth(DEAD_LETTERS))
         except (TimeoutError, BusError, Fault) as error:
             log.info("web.depths_unread", bus=bus, error=type(error).__name__)
             return None
@@ -399,8 +401,8 @@ class QueueReader:
         return transport
 
 
-async def _depth(transport: Transport, queue: str) -> int:
+async def _depth(reading: Awaitable[int]) -> int:
     try:
-        return await transport.depth(queue)
+        return await reading
     except QueueMissing:  # no worker of its role has been there yet
         return 0

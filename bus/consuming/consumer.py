@@ -28,13 +28,14 @@ from bus.clock import new_uuid
 from bus.consuming.batch_interval import BatchInterval
 from bus.consuming.in_flight import (
     SUSPECT_FROM,
-    ArrivedDelivery,
     InFlightDelivery,
     InFlightMessage,
     is_over,
     may_be_begun,
+    of_use_until,
 )
-from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received
+from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
+from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
@@ -43,7 +44,7 @@ from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
 from bus.key_trust import letters_code
-from bus.port import BusError, BusForbidden, Delivery, Subscription
+from bus.port import BusError, BusForbidden, Delivery
 from bus.under_way import UnderWay
 from bus.wire import Codec, Malformed, Read
 
@@ -72,6 +73,10 @@ MAX_PASSED_OVER = 8
 # event loop, a megabyte in 5 to 12 ms.
 MAX_OPENED_BYTES = 512 * 1024
 
+# The unreadable messages after which no further delivery is opened for a batch. A batch makes none of them cheaper, and
+# the sound requests beside them wait.
+MAX_UNREADABLE = 64
+
 # The bound of a drain's wait until the effects of handled messages are on disk. Messages whose effects are not are
 # requeued.
 FLUSHED_TIMEOUT_S = 2.0
@@ -82,7 +87,7 @@ SUSPECT_WAIT_S = 0.1
 
 
 class Consumer:
-    """Consumes one queue. start(), then run() as a side task, then drain()."""
+    """Consumes the queues of one row. start(), then run() as a side task, then drain()."""
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._deliveries: deque[ArrivedDelivery] = deque()
+        self._lanes = ConsumerLanes()
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -122,7 +127,6 @@ class Consumer:
         self._draining = False
         self._broken: BrokenInvariant | None = None
         self._under_way = UnderWay(self._arrived.set)
-        self._subscription: Subscription | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
@@ -132,14 +136,14 @@ class Consumer:
     @property
     def ready(self) -> bool:
         """Whether the consumer makes progress (for /readyz)."""
-        if self._subscription is None or not self._bus.transport.connected:
+        if not self.started or not self._bus.transport.connected:
             return False
         return self._until_available.waited_s < NOT_READY_AFTER_S
 
     @property
     def started(self) -> bool:
         """Whether the consumer is started."""
-        return self._subscription is not None
+        return bool(self._lanes.subscriptions)
 
     @property
     def in_hand(self) -> int:
@@ -147,10 +151,14 @@ class Consumer:
         return len(self._in_hand)
 
     async def start(self) -> None:
-        """Declare the queue and begin to consume. It may be called again when the bus was lost meanwhile."""
+        """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        self._subscription = await self._bus.transport.consume(self.queue, self._on_delivery, prefetch=self._prefetch)
+        self._lanes.every = [ConsumerLane(row.name) for row in self._row.queues]
+        for lane in self._lanes.every:
+            queue = self.queue + lane.name.removeprefix(self._row.name)
+            arrived = partial(self._on_delivery, lane)
+            lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         loop = asyncio.get_running_loop()
         self._failed = loop.create_future()
         self._workers = [loop.create_task(self._work(number)) for number in range(self._concurrency)]
@@ -180,10 +188,9 @@ class Consumer:
         rest.
         """
         self._draining = True
-        if self._subscription is not None:
-            await self._subscription.cancel()
-        while self._deliveries:
-            self._deliveries.popleft().delivery.nack(requeue=True)
+        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+        while self._lanes:
+            self._lanes.take().delivery.nack(requeue=True)
         self._arrived.set()
         if self._workers:
             _, late = await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
@@ -199,15 +206,15 @@ class Consumer:
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
 
-    def _on_delivery(self, delivery: Delivery) -> None:
+    def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
             return delivery.nack(requeue=True)
-        if self._untrusted.drop(delivery):
+        if self._untrusted.drop(delivery, lane.name):
             return
         now = self._bus.clock.monotonic()
         given_back_at = self._given_back.get(delivery.message_id or "", -math.inf)
         since = max(self._bus.stall_watch.waiting_since(now), given_back_at)
-        self._deliveries.append(ArrivedDelivery(delivery, now, since))
+        self._lanes.add(ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
         if self._may_take():
@@ -262,7 +269,7 @@ class Consumer:
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""
-        return len(self._deliveries) + len(self._items) + len(self._suspects)
+        return len(self._lanes) + len(self._items) + len(self._suspects)
 
     def _take(self) -> list[InFlightMessage]:
         """Take at most `max_batch` of the messages that have arrived. Suspects are taken separately, and later than
@@ -273,12 +280,13 @@ class Consumer:
         a random order, each process settles half of the remaining ones, until the message is the only one left.
         """
         self._drop_lost()
-        opened_bytes = 0
-        while self._deliveries and len(self._items) < self._max_batch and not self._draining:
-            if opened_bytes >= MAX_OPENED_BYTES and self._items:
+        opened_bytes = unreadable = 0
+        while self._lanes and len(self._items) < self._max_batch and not self._draining:
+            if self._items and (opened_bytes >= MAX_OPENED_BYTES or unreadable >= MAX_UNREADABLE):
                 break
-            opened_bytes += len(self._deliveries[0].delivery.body)
-            self._open(self._deliveries.popleft())
+            arrival = self._lanes.take()
+            opened_bytes += len(arrival.delivery.body)
+            unreadable += self._open(arrival)
         count = min(len(self._items), self._max_batch)
         if self._suspects:
             self._passed_over += 1
@@ -311,8 +319,8 @@ class Consumer:
         """
         if self._row.kind is not QueueKind.DURABLE:
             return
-        while self._deliveries and self._deliveries[0].delivery.is_lost:
-            self._note_untried(self._deliveries.popleft().delivery)
+        for delivery in self._lanes.take_lost():
+            self._note_untried(delivery)
         lost: dict[InFlightDelivery, None] = {}
         while self._items and self._items[0].in_flight.delivery.is_lost:
             lost[self._items[0].in_flight] = None
@@ -340,15 +348,19 @@ class Consumer:
         """
         return max(0, delivery.delivery_count - self._untried.get(delivery.message_id or "", 0))
 
-    def _open(self, arrival: ArrivedDelivery) -> None:
+    def _open(self, arrival: ArrivedDelivery) -> int:
+        """Read a delivery. Returns how many of its messages are unreadable."""
         delivery = arrival.delivery
         reads = self._codec.read(delivery, new_uuid(self._bus.rng))
         if arrival.may_have_waited and self._give_back(arrival, reads):
-            return
+            arrival.lane.release(delivery)
+            return 0
         self._consumed.inc(len(reads))
         if not reads:
-            return delivery.ack()
-        in_flight = InFlightDelivery(delivery, len(reads), self._tries(delivery))
+            arrival.lane.release(delivery)
+            delivery.ack()
+            return 0
+        in_flight = InFlightDelivery(delivery, arrival.lane, len(reads), self._tries(delivery))
         self._in_hand.add(in_flight)
         opened = self._suspects if in_flight.is_suspect else self._items
         exhausted = in_flight.tries > self._row.delivery_limit - LAST_DELIVERIES
@@ -363,17 +375,10 @@ class Consumer:
             )
             goes_on = may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
+        return sum(isinstance(read, Malformed) for read in reads)
 
     def _until(self, meta: Meta, since: float) -> float | None:
-        """Return the time, on this process's clock, after which an answer is of no use.
-
-        The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker
-        drops messages that wait there for too long. For a message without the time of sending, the consumer's clock
-        decides. A dead letter is handled however late it is: its end is announced.
-        """
-        if meta.deadline is None or self._row.takes_letters:
-            return None
-        return since + meta.deadline - (meta.sent_at or self._bus.clock.time())
+        return None if self._row.takes_letters else of_use_until(meta, since, self._bus.clock)
 
     def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.
@@ -400,16 +405,17 @@ class Consumer:
     async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
         now = self._bus.clock.monotonic()
         sound: list[InFlightMessage] = []
+        malformed: list[InFlightMessage] = []
         for item in items:
             if isinstance(item.received, Malformed):
-                await self._settle_one(item, number, lambda item=item: self._outcome_handler.refuse_malformed(item))  # type: ignore[misc]
-                self._close(item)
-                self._count(item.received.code, 1)
+                malformed.append(item)
             elif item.until is not None and item.until < now:
                 self._close(item)
                 self._count("expired", 1)
             else:
                 sound.append(item)
+        if malformed:
+            await self._refuse_all(malformed, number)
         if sound:
             outcomes = await self._ask(sound, number)
             if self._batch_interval is not None:
@@ -419,6 +425,13 @@ class Consumer:
             self._close_all(sound, outcomes)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
+
+    async def _refuse_all(self, malformed: Sequence[InFlightMessage], number: int) -> None:
+        bad = [item.received for item in malformed if isinstance(item.received, Malformed)]
+        await self._apply_outcomes(malformed, [Refuse(one.code, one.reason) for one in bad], number)
+        for item, one in zip(malformed, bad, strict=True):
+            self._close(item)
+            self._count(one.code, 1)
 
     async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
         """Carry out the outcomes. When that fails for one message, only this message is parked."""
@@ -518,9 +531,8 @@ class Consumer:
         if self._broken is None:
             self._broken = broken
             self._arrived.set()
-            if self._subscription is not None:
-                with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
-                    await self._subscription.cancel()
+            with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
+                await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 
     async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
         if is_over(self._row.name, items, self._bus.clock.monotonic()):

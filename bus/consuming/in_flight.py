@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from bus.clock import Clock
+from bus.consuming.lanes import ConsumerLane
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.catalogue import ENDED_BY_LETTER
@@ -25,19 +26,15 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
 
 
-class ArrivedDelivery(NamedTuple):
-    """A delivery that waits to be taken. at: when it was read, by the monotonic clock. since: the earliest time from
-    which it can have waited in this process; earlier than `at` where the process stood still.
+def of_use_until(meta: Meta, since: float, clock: Clock) -> float | None:
+    """Return the time, on this process's clock, after which an answer is of no use; None: there is no such time. since:
+    the monotonic time in seconds at which the message arrived.
+
+    The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker drops
+    messages that wait there for too long. For a message without the time of sending, the consumer's clock decides. A
+    dead letter is handled however late it is: its end is announced.
     """
-
-    delivery: Delivery
-    at: float
-    since: float
-
-    @property
-    def may_have_waited(self) -> bool:
-        """Whether it may have waited before it was read."""
-        return self.since < self.at
+    return None if meta.deadline is None else since + meta.deadline - (meta.sent_at or clock.time())
 
 
 class InFlightDelivery:
@@ -48,10 +45,11 @@ class InFlightDelivery:
     messages may be lost, so the delivery is to be requeued.
     """
 
-    __slots__ = ("again", "delivery", "open", "part", "rejected", "tries")
+    __slots__ = ("again", "delivery", "lane", "open", "part", "rejected", "tries")
 
-    def __init__(self, delivery: Delivery, count: int, tries: int) -> None:
+    def __init__(self, delivery: Delivery, lane: ConsumerLane, count: int, tries: int) -> None:
         self.delivery = delivery
+        self.lane = lane
         self.tries = tries
         self.part = max(1, count >> max(0, tries - SUSPECT_FROM + 1))  # the messages that are tried together
         self.open = count
@@ -68,6 +66,7 @@ class InFlightDelivery:
         self.open -= 1
         if self.open:
             return
+        self.lane.release(self.delivery)
         if self.again:
             self.delivery.nack(requeue=True)
         elif self.rejected:

@@ -4,6 +4,7 @@ confirms.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -66,11 +67,14 @@ class OutcomeHandler:
         """
         moves, replies = Waiter(), Waiter()
         parked: list[_Letter] = []
+        answers: list[tuple[Message, str]] = []
         for item, outcome in zip(items, outcomes, strict=True):
             received = item.received
-            if isinstance(received, Malformed):
-                continue
             parked += self._letter_of_brokers(item)
+            if isinstance(received, Malformed):
+                await self._bus.publisher.wait_for_capacity()
+                parked += self._refuse_malformed(item, received, answers, replies)
+                continue
             if isinstance(outcome, Done) and (outcome.reply is None or received.meta.reply_to is None):
                 continue
             await self._bus.publisher.wait_for_capacity()
@@ -84,11 +88,12 @@ class OutcomeHandler:
                 parked += self._dead_letters(item, outcome.code, outcome.reason)
                 self._reply(received.meta, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]), replies)
         self._bus.publisher.flush()
-        await self._sent(moves, replies, parked)
+        if answers:
+            await self._bus.publish_all(answers)
+        await self._park_all(parked)
+        await self._sent(moves, replies)
 
-    async def _sent(self, moves: Waiter, replies: Waiter, parked: Sequence[_Letter]) -> None:
-        for letter in parked:
-            await self._park(letter)
+    async def _sent(self, moves: Waiter, replies: Waiter) -> None:
         try:
             await replies.wait()
         except BusError as error:
@@ -96,9 +101,15 @@ class OutcomeHandler:
             log.info("consumer.reply_lost", queue=self.queue, code=error.code)
         await moves.wait()
 
-    async def _park(self, letter: _Letter) -> None:
-        if not letter.is_clients or await self._clients.has_room(self.queue, letter.message):
-            await park(self._bus, self.queue, letter.message)
+    async def _park_all(self, letters: Sequence[_Letter]) -> None:
+        """Park letters, all in one round of confirms. Raises the first error, after all are settled."""
+        rooms = [not one.is_clients or await self._clients.has_room(self.queue, one.message) for one in letters]
+        parking = [
+            park(self._bus, self.queue, one.message) for one, has_room in zip(letters, rooms, strict=True) if has_room
+        ]
+        for error in await asyncio.gather(*parking, return_exceptions=True):
+            if error is not None:
+                raise error
 
     def _reply(self, meta: Meta, reply: Message | None, waiter: Waiter) -> None:
         if meta.reply_to is None or reply is None:
@@ -199,23 +210,19 @@ class OutcomeHandler:
             },
             mandatory=True,
         )
-        await self._park(_Letter(letter, is_clients))
+        await self._park_all([_Letter(letter, is_clients)])
 
-    async def refuse_malformed(self, item: InFlightMessage) -> None:
+    def _refuse_malformed(
+        self, item: InFlightMessage, bad: Malformed, answers: list[tuple[Message, str]], replies: Waiter
+    ) -> list[_Letter]:
         """Answer an unreadable message by the outcome that the queue's owner returns and on its reply queue; otherwise
         dead-letter it.
         """
-        bad = item.received
-        assert isinstance(bad, Malformed)
-        answers = self._answers(structs.replace(bad, queue=self.queue))
-        moves, replies = Waiter(), Waiter()
-        parked = self._letter_of_brokers(item)
-        if answers:
-            await self._bus.publish_all([(answer, bad.meta.cause or bad.meta.id) for answer in answers])
-        if not answers or bad.meta.reply_to is not None:
-            parked += self._refuse(item, bad.code, bad.reason, replies)
-        self._bus.publisher.flush()
-        await self._sent(moves, replies, parked)
+        found = self._answers(structs.replace(bad, queue=self.queue))
+        answers += [(answer, bad.meta.cause or bad.meta.id) for answer in found]
+        if not found or bad.meta.reply_to is not None:
+            return self._refuse(item, bad.code, bad.reason, replies)
+        return []
 
     def _answers(self, bad: Malformed) -> Sequence[Message]:
         """Return the outcome of the queue's owner. An exception there makes the message a dead letter and does not end

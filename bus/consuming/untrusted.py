@@ -25,9 +25,11 @@ class UntrustedMessages:
         self._dropped = metrics.OUTCOMES.labels(bus.name, row, UNTRUSTED)
         self._log = LogInterval(bus.clock)
 
-    def drop(self, delivery: Delivery) -> bool:
-        """Acknowledge and count a delivery if its key is untrusted. False: it is not."""
-        if published_key(delivery, self._row) is not None:
+    def drop(self, delivery: Delivery, lane: str) -> bool:
+        """Acknowledge and count a delivery of a lane (the name of its row's queue) if its key is untrusted. False: it
+        is not.
+        """
+        if published_key(delivery, lane) is not None:
             return False
         delivery.ack()
         self._dropped.inc()

@@ -143,6 +143,9 @@ class _Session:
             return await self._consume(a[0], a[1], a[2])
         if what == "cancel":
             return await self._subscriptions.pop(a[0]).cancel()
+        if what in ("pause", "resume"):
+            subscription = self._subscriptions[a[0]]
+            return subscription.pause() if what == "pause" else subscription.resume()
         if what == "get":
             delivery = await transport.get(a[0])
             return None if delivery is None else self._delivery_frame(delivery)

@@ -70,6 +70,14 @@ class _LocalSubscription:
         self._transport = transport
         self._number = number
 
+    def pause(self) -> None:
+        """No new deliveries until `resume`."""
+        self._transport.send("pause", self._number)
+
+    def resume(self) -> None:
+        """Deliver again."""
+        self._transport.send("resume", self._number)
+
     async def cancel(self) -> None:
         """No new deliveries after this returns."""
         self._transport.unsubscribe(self._number)
@@ -199,6 +207,10 @@ class LocalTransport:
         assert self._writer is not None
         self._writer.write(call)
         return await answer
+
+    def send(self, what: str, *arguments: object) -> None:
+        """One call to the server whose answer does not matter."""
+        self._send(0, what, *arguments)
 
     def _send(self, *parts: object) -> None:
         if self.connected:

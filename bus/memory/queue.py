@@ -116,6 +116,7 @@ class Consumption:
         self.on_delivery = on
         self.unacked: dict[int, Stored] = {}
         self.active = True
+        self.paused = False
         self.is_lost = False  # its connection is
 
     def settle(self, stored: Stored) -> None:
@@ -258,7 +259,7 @@ class Queue:
                 return
             consumer = self.consumers.pop(0)
             self.consumers.append(consumer)  # the consumer that was served goes to the end of the round
-            if len(consumer.unacked) >= consumer.prefetch:
+            if consumer.paused or len(consumer.unacked) >= consumer.prefetch:
                 idle += 1
                 continue
             idle = 0

@@ -38,13 +38,28 @@ class MemorySubscription:
         self._prefetch = prefetch
         self._on_delivery = on_delivery
         self._consumer: Consumption | None = None
+        self._paused = False
 
     def attach(self) -> None:
         """Begin, on a connection that is up."""
         queue = self._transport.broker.queue(self._queue)
         self._consumer = Consumption(queue, self._transport, self._prefetch, self._on_delivery)
+        self._consumer.paused = self._paused
         queue.consumers.append(self._consumer)
         queue.wake()
+
+    def pause(self) -> None:
+        """No new deliveries until `resume`."""
+        self._paused = True
+        if self._consumer is not None:
+            self._consumer.paused = True
+
+    def resume(self) -> None:
+        """Deliver again."""
+        self._paused = False
+        if self._consumer is not None and self._consumer.active:
+            self._consumer.paused = False
+            self._consumer.queue.wake()
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged."""

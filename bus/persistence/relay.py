@@ -150,6 +150,13 @@ class Relay:
         while len(self._tickets) >= self._max_rows:
             await self._change()
 
+    async def keep_up(self, bus: str) -> None:
+        """Wait while a bus's lane is full. A worker calls it before it takes a batch whose messages go there: what it
+        is faster than its broker would gather in its memory, and the reports of all would wait behind those of one.
+        """
+        while self._running and self._lanes[bus].is_full:
+            await self._change()
+
     async def run(self) -> None:
         """Publish, delete and sweep until cancelled."""
         self._running = True
@@ -165,6 +172,7 @@ class Relay:
         finally:
             self._running = False
             self._group = None
+            self._changed.set()
 
     async def drain(self, grace_s: float) -> None:
         """Wait until all sent rows are confirmed and deleted. After the grace time (seconds) the rest is left to the

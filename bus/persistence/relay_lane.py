@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,6 +16,7 @@ from prometheus_client import Counter
 
 from bus.clock import Clock
 from bus.contracts.base import Message
+from bus.in_turn import InTurn
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError, BusUnavailable
 from bus.retrying import RELAY, Retrying
@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 
 LANE_PUBLISHES = 4  # the bound of concurrent publishes on one bus, if all but the last are full or slow
 LANE_BATCH = 512  # messages handed to the bus at once
+MAX_BEHIND = 2 * LANE_BATCH  # messages in a lane above which its workers make no further ones by choice
 UNAVAILABLE_LOG_INTERVAL_S = 30.0  # the interval at which an unavailable bus is logged, whatever the number of attempts
 
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
@@ -66,13 +67,15 @@ class Lingering(Struct, frozen=True):
     else leaves. place: the subject of a message, and its number among the reports on that; None: on nothing, so the
     message waits for no other. When a message with a higher number on the same subject comes meanwhile, the lingering
     one is dropped: its row adds nothing to the newer one's. keeps: instead it leaves together with that one, before it,
-    because the receiver records each.
+    because the receiver records each. line: the line in which a message waits to leave; the lines have their turns, and
+    a line keeps its order.
     """
 
     linger_s: float = 0.0
     lingers: Callable[[Message], bool] | None = None
     place: Callable[[Message], StreamPosition | None] = lambda _: None
     keeps: bool = False
+    line: Callable[[Message], Hashable] = lambda _: None
 
 
 NO_LINGERING = Lingering()
@@ -103,7 +106,8 @@ class Lane:
         self._some_linger = asyncio.Event()
         self._halves = 0  # the number of half linger times that have passed
         self._at_once = False  # the process is ending, and nothing lingers
-        self._waiting: deque[QueuedMessage] = deque()
+        self._line = lingering.line
+        self._waiting: InTurn[QueuedMessage] = InTurn()
         self._some = asyncio.Event()
         self._under_way = UnderWay(self._wake)
         self.is_unavailable = False  # while True one of its publishers retries
@@ -113,6 +117,11 @@ class Lane:
     def is_behind(self, most: int) -> bool:
         """Whether its bus is unavailable and so much waits for it that more is better left to the sweep."""
         return self.is_unavailable and len(self._waiting) + len(self._lingering) >= most
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits that more would only wait longer."""
+        return len(self._waiting) >= MAX_BEHIND
 
     def put(self, item: QueuedMessage) -> None:
         """Publish a message soon."""
@@ -128,8 +137,11 @@ class Lane:
             if is_lingering:
                 subject, number = place or (next(self._numbers), 0)
                 return self._linger(subject, number, item)
-        self._waiting.append(item)
+        self._wait(item)
         return self._wake()
+
+    def _wait(self, item: QueuedMessage) -> None:
+        self._waiting.put(self._line(item[1].message), item)
 
     def _linger(self, subject: Hashable, number: int, item: QueuedMessage) -> None:
         self._lingering[subject] = _LingeringReports(number, [item], self._halves)
@@ -145,8 +157,9 @@ class Lane:
             found.items.append(item)  # since the first
         else:
             if found is not None:
-                self._waiting.extend(self._lingering.pop(subject).items)
-            self._waiting.append(item)
+                for earlier in self._lingering.pop(subject).items:
+                    self._wait(earlier)
+            self._wait(item)
             self._wake()
 
     def _overtake(self, place: StreamPosition, item: QueuedMessage, *, is_lingering: bool) -> bool:
@@ -202,7 +215,7 @@ class Lane:
 
     def _take(self) -> list[QueuedMessage]:
         """The next batch. A lingering message is younger than the waiting ones, or about another subject."""
-        items = [self._waiting.popleft() for _ in range(min(LANE_BATCH, len(self._waiting)))]
+        items = [self._waiting.take() for _ in range(min(LANE_BATCH, len(self._waiting)))]
         while self._is_due() and len(items) < LANE_BATCH:
             items += self._lingering.pop(next(iter(self._lingering))).items  # a few more, where they are kept
         return items

@@ -45,21 +45,40 @@ def install() -> None:
         FrameReceiver.get_frame = _get_frame  # type: ignore[method-assign, assignment]
 
 
-def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None]) -> None:
-    """Have a channel that has one consumer call it with each delivery, instead of making a task for each."""
+def hand_over_at_once(channel: Any, on_message: Callable[[DeliveredMessage], None], most_bytes: int) -> None:
+    """Have a channel that has one consumer call it with each delivery, instead of making a task for each. most_bytes:
+    the bound of a body, of which a longer one keeps one byte more.
+    """
 
     async def on_deliver(frame: Basic.Deliver) -> None:
         header = await channel._get_frame()
         if not isinstance(header, ContentHeader):
             raise ValueError(f"{header!r} instead of a header")
-        message = await channel._read_content(frame, header)
+        body = await _body(channel, header.body_size, most_bytes)
         try:
-            on_message(message)
+            on_message(DeliveredMessage(delivery=frame, header=header, body=body, channel=channel))
         except Exception:  # of one message, and not of its channel
             log.exception("bus.delivery_failed")
 
     assert hasattr(channel, "_on_deliver_frame"), "aiormq's channel"
     channel._on_deliver_frame = on_deliver
+
+
+async def _body(channel: Any, size: int, most_bytes: int) -> bytes:
+    """The body of a delivery; of one beyond the bound only so much that its reader sees that.
+
+    A broker lets 128 MiB pass by default, and a scheduler has many lanes.
+    """
+    parts, seen, kept = [], 0, 0
+    while seen < size:
+        frame = await channel._get_frame()
+        if not isinstance(frame, ContentBody):
+            raise ValueError(f"{frame!r} instead of a body")
+        seen += len(frame.value)
+        if kept <= most_bytes:
+            parts.append(frame.value[: most_bytes + 1 - kept])
+            kept += len(parts[-1])
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class _First:

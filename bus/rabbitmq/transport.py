@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from aiormq.abc import AbstractChannel, DeliveredMessage
@@ -23,6 +23,7 @@ from bus.rabbitmq.receiving import hand_over_at_once
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
+from bus.wire import most_bytes
 
 log = structlog.get_logger("bus.rabbitmq")
 
@@ -56,6 +57,9 @@ class RabbitSubscription:
         self._channel: AbstractChannel | None = None
         self._tag = ""
         self._cancelled = False
+        self._paused = False
+        self._regulating = False
+        self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def attach(self, session: Session) -> None:
         """Consume on this session."""
@@ -76,26 +80,80 @@ class RabbitSubscription:
             else:
                 self._on_delivery(delivery)
 
-        hand_over_at_once(channel, on_message)
+        hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
         with translated():
             await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
-            answer = await channel.basic_consume(self.queue, on_message, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
-        self._channel, self._tag = channel, answer.consumer_tag or ""
+            self._tag = "" if self._paused else await self._consume(channel)
+        self._channel = channel
         self._acks = acks
+        self._regulate()
         channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
         channel.closing.add_done_callback(lambda _: self._ended(session, channel))
+
+    async def _consume(self, channel: AbstractChannel) -> str:
+        """Begin on this channel, where `hand_over_at_once` has the deliveries. Returns the tag of the consumption."""
+
+        def not_called(_: DeliveredMessage) -> None:
+            raise AssertionError("a delivery is handed over at once")
+
+        answer = await channel.basic_consume(self.queue, not_called, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
+        return answer.consumer_tag or ""
+
+    def pause(self) -> None:
+        """No new deliveries until `resume`."""
+        self._paused = True
+        self._regulate()
+
+    def resume(self) -> None:
+        """Deliver again."""
+        self._paused = False
+        self._regulate()
+
+    def _regulate(self) -> None:
+        if bool(self._tag) is self._paused and not self._regulating and not self._cancelled:
+            self._regulating = True
+            self._transport.run_beside(self._follow())
+
+    async def _follow(self) -> None:
+        """Consume or not, as was last wanted. On a channel that is lost `attach` does."""
+        channel = self._channel
+        try:
+            while channel is not None and bool(self._tag) is self._paused and not self._cancelled:
+                async with self._changing:
+                    await self._change(channel)
+                channel = self._channel
+        except BusError as error:
+            log.info("bus.not_regulated", queue=self.queue, code=error.code)
+        finally:
+            self._regulating = False
+            if self._channel is not channel:
+                self._regulate()
+
+    async def _change(self, channel: AbstractChannel) -> None:
+        if self._cancelled or bool(self._tag) is not self._paused:
+            return
+        with translated():
+            if self._paused:
+                await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+                tag = ""
+            else:
+                tag = await self._consume(channel)
+        if self._channel is channel:
+            self._tag = tag
+        self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
         self._transport.unsubscribe(self)
-        channel = self._channel
-        try:
-            if channel is not None and not channel.is_closed:
-                with translated():
-                    await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-        except BusError:
-            log.debug("bus.cancel_failed", queue=self.queue)
-        self._cancelled = True
+        async with self._changing:
+            channel = self._channel
+            try:
+                if channel is not None and not channel.is_closed and self._tag:
+                    with translated():
+                        await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+            except BusError:
+                log.debug("bus.cancel_failed", queue=self.queue)
+            self._cancelled = True
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -270,7 +328,11 @@ class RabbitTransport:
 
     def restore(self, subscription: RabbitSubscription, session: Session) -> None:
         """Take up a consumption again that the broker ended."""
-        task = asyncio.get_running_loop().create_task(self._restore(subscription, session))
+        self.run_beside(self._restore(subscription, session))
+
+    def run_beside(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something for a subscription, until it ends or the transport closes."""
+        task = asyncio.get_running_loop().create_task(work)
         self._restoring.add(task)
         task.add_done_callback(self._restoring.discard)
 

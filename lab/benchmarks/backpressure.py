@@ -40,6 +40,7 @@ from berth.load.summary import percentiles
 from berth.site import Site
 from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
+from bus.consuming.lanes import LANE_PREFETCH
 from bus.contracts.base import Meta
 from bus.contracts.catalogue import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
 from bus.wire import pack
@@ -47,7 +48,6 @@ from compute_sim.config import ComputeConfig
 from lab.benchmarks import probe
 from lab.benchmarks.command import measured, parser_of, write
 from lab.benchmarks.street_systems import BIG, MIX, all_hosts_known, connected
-from scheduler_worker.config import SchedulerConfig
 
 FIND_BOOTS = 3_000
 FIND_TIMES = 2
@@ -194,7 +194,7 @@ def largest_backlog(schedulers: int) -> int:
     request = draw_requests(LoadPlan(boots=1, mix=MIX, project_id="bench"), random.Random(1))[0]
     meta = Meta(id=request.instance_uuid, cause=request.instance_uuid, sent_at=time.time())
     waiting = MAX_WAITING_BYTES // len(pack(request, meta).body)
-    return waiting + schedulers * SchedulerConfig().prefetch * MAX_REQUESTS_PER_MESSAGE
+    return waiting + schedulers * LANE_PREFETCH * MAX_REQUESTS_PER_MESSAGE
 
 
 async def sustained_per_s(client: BuildClient, here: Site, rng: random.Random) -> float:

@@ -15,19 +15,24 @@ from bus.contracts.catalogue import (
     DELAY,
     EVENTS,
     FORBIDDEN,
+    LANE,
+    LANES,
     MESSAGES,
     OPERATORS,
     QUEUES,
     REPLIES,
     MessageRow,
     Where,
+    lane_of,
     taken_by,
 )
 from bus.wire import BATCH, MAX_BATCH_BYTES, MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
 
 EXAMPLE = """\
-import asyncio, json, os, uuid
+import asyncio, json, os, uuid, zlib
 import aio_pika
+
+LANE = zlib.crc32(b"demo") % 32  # of the project
 
 async def main():
     connection = await aio_pika.connect(os.environ["AMQP_URL"])
@@ -37,7 +42,7 @@ async def main():
         await events.bind("berth.events", "build.event.*.demo")
         order = {"instance_uuid": str(uuid.uuid4()), "flavor": "m1.small", "project_id": "demo"}
         message = aio_pika.Message(json.dumps(order).encode(), content_type="application/json", delivery_mode=2)
-        await (await channel.get_exchange("berth")).publish(message, "build.request.demo")
+        await (await channel.get_exchange("berth")).publish(message, f"build.request.{LANE}.demo")
         async with events.iterator() as stream:
             async for event in stream:
                 body = json.loads(event.body)
@@ -52,8 +57,10 @@ asyncio.run(main())
 """
 
 MOVE_EXAMPLE = """\
-import asyncio, json, os, uuid
+import asyncio, json, os, uuid, zlib
 import aio_pika
+
+LANE = zlib.crc32(b"demo") % 32  # of the project
 
 async def main():
     connection = await aio_pika.connect(os.environ["AMQP_URL"])
@@ -64,7 +71,7 @@ async def main():
         move = {"request_id": str(uuid.uuid4()), "instance_uuid": os.environ["INSTANCE"], "project_id": "demo"}
         move["kind"] = "stop"
         message = aio_pika.Message(json.dumps(move).encode(), content_type="application/json", delivery_mode=2)
-        await (await channel.get_exchange("berth")).publish(message, "instance.move.demo")
+        await (await channel.get_exchange("berth")).publish(message, f"instance.move.{LANE}.demo")
         async with events.iterator() as stream:
             async for event in stream:
                 body = json.loads(event.body)
@@ -105,6 +112,11 @@ bound the values of one message (below); a batch has at most {MAX_BATCH_ITEMS:,}
 | `delivery-mode` | 2 (persistent) for commands that must not be lost |
 | header `berth-cause` | the request or state change that led to this message |
 | header `traceparent` | W3C trace context: of a request, under which its trace goes on; of an event, its trace |
+
+The lane in the routing key of a client's command is the CRC-32 of the project's id, as in gzip and PNG, modulo {LANES}:
+Python's `zlib.crc32(b"demo") % {LANES}`, which is {lane_of("demo")}. `berth permissions --project demo` prints keys.
+Each lane has a queue of its own, and the schedulers take from the lanes in turn, so that a request waits for those of
+the few projects of its lane, and for no others.
 
 A message has one routing key: the one below, filled with its own fields. Under another it is not taken
 (`message.wrong_key`), in a batch as alone, so that a broker's permissions for a project's keys bind its requests, too
@@ -312,6 +324,7 @@ def _queues() -> Iterator[str]:
         size += f", {row.max_values} values in one" if row.max_values else ""
         bounds = f"{row.max_length} messages{size}" + (f", {row.ttl_s:g} s" if row.ttl_s else "")
         retries = ", ".join(f"{delay:g}" for delay in row.retry_s) or "none"
+        bound = f"{bound}, each lane to `{row.name}.{LANE}`" if row.has_lanes else bound
         yield f"| `{row.name}` | {row.where} | {row.kind} | {row.consumer} | {bound} | {retries} | {bounds} |"
 
 

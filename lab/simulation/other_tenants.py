@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.bus import API
 from bus.contracts.base import Message, Resources
-from bus.contracts.catalogue import COMMANDS, EVENTS
+from bus.contracts.catalogue import COMMANDS, EVENTS, lane_of
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.persistence.memory_database import MemoryDatabase
@@ -37,8 +37,8 @@ THEIRS = "theirs"  # another project, another source
 # --- what another client may send
 
 KEYS = (
-    (COMMANDS, "build.request.theirs"),
-    (COMMANDS, "build.delete.theirs"),
+    (COMMANDS, f"build.request.{lane_of(THEIRS)}.{THEIRS}"),
+    (COMMANDS, f"build.delete.{lane_of(THEIRS)}.{THEIRS}"),
     (COMMANDS, "build.query"),
     (COMMANDS, "placement.claim"),
     (COMMANDS, "placement.release"),

@@ -13,11 +13,13 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Handler, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
-from bus.contracts.catalogue import DEAD_LETTERS
+from bus.contracts.catalogue import BY_QUEUE, DEAD_LETTERS
+from bus.depths import waiting_in
 from tests.contract.rig import Rig, until
 
 KINDS = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 REQUESTS = "scheduler.requests"
+LANE = f"{REQUESTS}.17"  # of the project of all requests here, `p`
 
 
 class House:
@@ -90,11 +92,16 @@ async def settled(bus: Bus, queue: str = REQUESTS, dead: int = 0) -> None:
     """Until the queue is empty and this many dead letters are parked."""
 
     async def as_instructed() -> bool:
-        depths = await bus.transport.depth(queue), await bus.transport.depth(DEAD_LETTERS)
+        depths = await _waiting(bus, queue), await bus.transport.depth(DEAD_LETTERS)
         return depths == (0, dead)
 
     await until(as_instructed)
 
 
 async def depth_is(bus: Bus, queue: str, count: int) -> bool:
-    return await bus.transport.depth(queue) == count
+    return await _waiting(bus, queue) == count
+
+
+async def _waiting(bus: Bus, queue: str) -> int:
+    row = BY_QUEUE.get(queue)
+    return await bus.transport.depth(queue) if row is None else await waiting_in(bus.transport, row)

@@ -18,7 +18,7 @@ from tests.contract.rig import Rig, until
 
 pytestmark = EVERY_ADAPTER
 
-KEY = "build.request.p"
+KEY = "build.request.17.p"
 MEGABYTE = 2**20
 
 

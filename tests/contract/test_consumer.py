@@ -59,7 +59,7 @@ async def test_a_refused_command_without_a_reply_queue_is_a_dead_letter(house: H
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
     assert (letter.code, letter.reason, letter.cause) == ("request.invalid", "because", "why")
-    assert (letter.exchange, letter.routing_key) == (COMMANDS, "build.request.p")
+    assert (letter.exchange, letter.routing_key) == (COMMANDS, "build.request.17.p")
     assert letter.died_at is not None and abs(letter.died_at - before) < 60
     assert json.loads(letter.body)["flavor"] == "m1.small"
 
@@ -83,7 +83,7 @@ async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, 
     bus = await house.bus()
     handler = Answering()
     await house.consume(bus, REQUESTS, handler)
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body))
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=body))
     await bus.publish(boot(1))
     await handler.wait(1)
     await settled(bus, dead=1)
@@ -102,7 +102,7 @@ async def test_an_invalid_request_is_answered_with_a_refusal(house: House) -> No
     await bus.transport.publish(
         Outgoing(
             exchange=COMMANDS,
-            routing_key="build.request.p",
+            routing_key="build.request.17.p",
             body=b"{}",
             reply_to="client.reply.somebodys",
             correlation_id="1",
@@ -130,7 +130,7 @@ async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House)
 
     await house.consume(bus, REQUESTS, Answering(), on_malformed=answer)
     for body in (b'{"crash":1}', b"{}"):
-        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=body))
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=body))
     (event,) = await events.wait(1)
     assert json.loads(event.body)["code"] == "message.invalid"
     await settled(bus, dead=1)
@@ -150,7 +150,7 @@ async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batc
     await bus.transport.publish(
         Outgoing(
             exchange=COMMANDS,
-            routing_key="build.request.p",
+            routing_key="build.request.17.p",
             body=json.dumps({"instance_uuid": boot().instance_uuid, "flavour": "m1.small", "project_id": "p"}).encode(),
             content_type=content_type,
             reply_to="client.reply.somebodys",
@@ -182,7 +182,7 @@ async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
     bad = ['{"meta":{"id":7},"body":{}}', '{"meta":{"id":"8"},"body":{"type":"x"}}', '{"meta":{"id":"9"}}', "{}"]
     body = f"[{','.join([good[0], *bad, good[1]])}]".encode()
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, content_type=BATCH)
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.17.p", body=body, content_type=BATCH)
     )
     await settled(bus, dead=len(bad))
     await handler.wait(len(good))  # they are handled after the bad ones are parked
@@ -195,14 +195,14 @@ async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_
     handler = Answering()
     await house.consume(bus, REQUESTS, handler)
     body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
-    headers = {"berth-key": "build.delete.p"}
+    headers = {"berth-key": "build.delete.17.p"}
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.delete.evil", body=body, headers=headers, message_id="m")
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.18.evil", body=body, headers=headers, message_id="m")
     )
     for _ in range(2):
         await settled(bus, dead=1)
         (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
-        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.evil")
+        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.18.evil")
         await settled(bus, dead=1)  # what was looked at is given back
         assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
     assert handler.got == []
@@ -231,7 +231,7 @@ async def test_metadata_that_cannot_travel_ends_its_message_and_not_the_worker(
     body = {"type": "build.request.v1", "instance_uuid": boot(1).instance_uuid, "flavor": "f", "project_id": "p"}
     packed = json.dumps([{"meta": meta, "body": body}]).encode()
     await bus.transport.publish(
-        Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=packed, content_type=BATCH)
+        Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=packed, content_type=BATCH)
     )
     await settled(bus, dead=1)
     (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
@@ -304,7 +304,7 @@ async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house
     held = asyncio.Event()
 
     async def all_fetched() -> bool:
-        return await bus.transport.depth(REQUESTS) == 0
+        return await depth_is(bus, REQUESTS, 0)
 
     async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
         uuids = [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
@@ -451,7 +451,7 @@ async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> N
     assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
     assert len({received.meta.cause for received in await handler.wait(5)}) == 5
     await settled(bus, dead=0)
-    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.p", body=b"{"))
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=b"{"))
     await settled(bus, dead=1)
     assert await dead_letters.purge(bus.transport, REQUESTS) == 1
 
@@ -604,7 +604,7 @@ async def test_deliveries_of_many_bytes_are_opened_in_several_batches(
     sizes: list[int] = []
 
     async def all_fetched() -> bool:
-        return await bus.transport.depth(REQUESTS) == 0
+        return await depth_is(bus, REQUESTS, 0)
 
     async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
         if not sizes:

@@ -16,7 +16,7 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS
 from bus.key_trust import letters_code
 from bus.port import BusUnavailable, Delivery
 from bus.wire import batch, pack
-from tests.contract.house import KINDS, REQUESTS, Answering, House, boot, depth_is, settled
+from tests.contract.house import KINDS, LANE, REQUESTS, Answering, House, boot, depth_is, settled
 from tests.contract.rig import PATIENCE_S, Collector, Rig, until
 
 pytestmark = KINDS
@@ -47,7 +47,7 @@ class Mortal:
 async def deliver_together(bus: Bus, messages: Sequence[BuildRequest], name: str = "") -> None:
     """As one broker message, whose id begins with a name."""
     packed = [pack(message, Meta(id=f"{name}.{number}")) for number, message in enumerate(messages)]
-    await bus.transport.publish(batch(packed, COMMANDS, "build.request.p", mandatory=True))
+    await bus.transport.publish(batch(packed, COMMANDS, "build.request.17.p", mandatory=True))
 
 
 async def test_a_consumer_killed_in_the_middle_of_a_batched_delivery_loses_none_of_it(house: House) -> None:
@@ -86,7 +86,7 @@ async def test_from_its_third_delivery_on_a_message_is_taken_apart_and_from_its_
         if len(counts) <= tries:
             delivery.nack(requeue=True)
 
-    looking = await bus.transport.consume(REQUESTS, give_back, prefetch=1)
+    looking = await bus.transport.consume(LANE, give_back, prefetch=1)
     await until(lambda: len(counts) == tries + 1)
     assert counts == [*range(tries + 1)]
     await looking.cancel()
@@ -183,7 +183,7 @@ async def test_a_flapping_bus_exhausts_nothing_that_no_handler_ever_had(house: H
             if consumer.in_hand or consumer._waiting() or not watching.transport.connected:
                 return False
             with contextlib.suppress(BusUnavailable):
-                if await bus.transport.depth(REQUESTS) or await watching.transport.depth(REQUESTS):
+                if not (await depth_is(bus, REQUESTS, 0) and await depth_is(watching, REQUESTS, 0)):
                     return False
         return len({one.meta.id for one in handler.got}) == 96
 
@@ -200,7 +200,7 @@ async def test_what_a_consumer_gives_up_on_is_not_taken_by_the_next(house: House
     await bus.declare(GIVEN_UP)
     await bus.publish(boot(1))
     held = Collector(ack=False)
-    await bus.transport.consume(REQUESTS, held, prefetch=1)
+    await bus.transport.consume(LANE, held, prefetch=1)
     (delivery,) = await held.wait(1)
     delivery.nack(requeue=False)
     await until(lambda: depth_is(bus, GIVEN_UP, 1))

@@ -24,7 +24,7 @@ from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 
 pytestmark = pytest.mark.rabbitmq
 
-KEY = "build.request.p"
+KEY = "build.request.17.p"
 TEXT = b"S"
 
 

@@ -14,10 +14,11 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
-from bus.consuming.in_flight import ArrivedDelivery
+from bus.consuming.lanes import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildAccepted
-from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
+from bus.depths import waiting_in
 from bus.key_trust import letters_code
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
@@ -27,7 +28,7 @@ from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 
 pytestmark = pytest.mark.rabbitmq
 
-KEY = "build.request.p"
+KEY = "build.request.17.p"
 FF = b"\xff" * 200
 FULL = b"\xff" * 255
 REQUEST = json.dumps({"instance_uuid": boot(1).instance_uuid, "flavor": "m1.small", "project_id": "p"}).encode()
@@ -149,7 +150,7 @@ async def settled_with(watched: Watched, dead: int) -> None:
     transport = watched.bus.transport
 
     async def as_instructed() -> bool:
-        return (await transport.depth(REQUESTS), await transport.depth(DEAD_LETTERS)) == (0, dead)
+        return (await waiting_in(transport, BY_QUEUE[REQUESTS]), await transport.depth(DEAD_LETTERS)) == (0, dead)
 
     await until(as_instructed)
 
@@ -220,12 +221,12 @@ async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: 
 
 
 async def test_keys_of_bytes_and_of_full_length_are_read(watched: Watched) -> None:
-    for key in (b"build.request." + b"\xff" * 241, b"build.request." + b"p" * 241, b"build.request.\0"):
+    for key in (b"build.request.0." + b"\xff" * 239, b"build.request.0." + b"p" * 239, b"build.request.0.\0"):
         await watched.publish(b"{", key=key)
         await watched.publish(REQUEST, key=key)
     await settled_with(watched, dead=6)
     letters = await dead_letters.list_dead(watched.bus.transport, REQUESTS)
-    assert letters[0].routing_key == "build.request." + "\\xff" * 241
+    assert letters[0].routing_key == "build.request.0." + "\\xff" * 239
     assert {one.code for one in letters} == {"message.malformed", "message.wrong_key"}
 
 
@@ -269,7 +270,7 @@ async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     async def breaks(*_: object) -> None:
         raise ValueError("cannot be written")
 
-    monkeypatch.setattr(handling, "refuse_malformed", breaks)
+    monkeypatch.setattr(handling, "apply", breaks)
     monkeypatch.setattr(handling, "park", breaks)
     transport = watched.bus.transport
     await watched.bus.declare("scheduler.given_up")
@@ -300,9 +301,9 @@ async def test_a_forged_count_of_deliveries_is_not_trusted(watched: Watched, mon
     counts: list[int] = []
     opened = Consumer._open
 
-    def noting(self: Consumer, arrived: ArrivedDelivery) -> None:
+    def noting(self: Consumer, arrived: ArrivedDelivery) -> int:
         counts.append(arrived.delivery.delivery_count)
-        opened(self, arrived)
+        return opened(self, arrived)
 
     monkeypatch.setattr(Consumer, "_open", noting)
     await watched.publish(REQUEST, headers=table({b"x-delivery-count": b"l" + struct.pack(">q", 19)}))

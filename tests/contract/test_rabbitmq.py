@@ -52,9 +52,9 @@ Close([]).
 # The same as `rabbitmqctl set_vm_memory_high_watermark`. %s: a share of the machine's memory.
 MEMORY_LIMIT = "vm_memory_monitor:set_vm_memory_high_watermark(%s)."
 
-# The same as `rabbitmqctl delete_queue scheduler.requests`.
+# The same as `rabbitmqctl delete_queue scheduler.requests.17`.
 DELETE_REQUESTS = """
-{ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests">>)),
+{ok, Queue} = rabbit_amqqueue:lookup(rabbit_misc:r(<<"/">>, queue, <<"scheduler.requests.17">>)),
 {ok, _} = rabbit_amqqueue:delete(Queue, false, false, <<"tests">>).
 """
 
@@ -331,7 +331,7 @@ async def _publish_badly(
     await channel.basic_publish(
         msgspec.json.encode(message),
         exchange=exchange,
-        routing_key="build.request.p",
+        routing_key="build.request.17.p",
         properties=aiormq.spec.Basic.Properties(content_type="application/json", **properties),
     )
     await connection.close()

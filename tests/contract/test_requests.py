@@ -21,7 +21,7 @@ from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell
 from bus.contracts.operations import ForgetHost, HostForgotten
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import BusUnavailable, Outgoing, Unroutable
-from tests.contract.house import KINDS, REQUESTS, Answering, House, accepted, boot, settled
+from tests.contract.house import KINDS, LANE, REQUESTS, Answering, House, accepted, boot, settled
 from tests.contract.rig import PATIENCE_S, Collector, until
 
 BEGUN_S = 3.0  # the time-out of a requester whose request has begun by then
@@ -41,7 +41,7 @@ async def test_a_foreign_client_needs_no_more_than_json_and_a_routing_key(house:
         await bus.transport.publish(
             Outgoing(
                 exchange=COMMANDS,
-                routing_key="build.request.p",
+                routing_key="build.request.17.p",
                 body=body,
                 reply_to="client.reply.somebodys",
                 correlation_id=correlation_id,
@@ -212,7 +212,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     if how == "redelivered":
         other = await house.bus()
         taken = Collector(ack=False)
-        await other.transport.consume(queue, taken, prefetch=1)
+        await other.transport.consume(LANE, taken, prefetch=1)
         await taken.wait(1)
         await other.close()  # with the message
     await house.consume(bus, REQUESTS, handler)
@@ -345,4 +345,4 @@ def late_by(bus: Bus, s: float = 1.0) -> dict[str, int]:
 
 def delete(headers: Mapping[str, int | str]) -> Outgoing:
     body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
-    return Outgoing(exchange=COMMANDS, routing_key="build.delete.p", body=body, headers=headers)
+    return Outgoing(exchange=COMMANDS, routing_key="build.delete.17.p", body=body, headers=headers)

@@ -143,7 +143,7 @@ async def _to_broker(world: _Brokered, seed: int, numbers: range, stalls: Stalls
 
     async def requests_are_taken() -> bool:
         """A full queue refuses messages, and a publisher without confirms does not learn which."""
-        return await world.buses[API].transport.depth("scheduler.requests") == 0
+        return await world.buses[API].transport.depth("scheduler.requests.17") == 0
 
     while sent < len(numbers):
         # A broker may close the channel over a message of ours: the next ones go through a new one.
@@ -213,7 +213,7 @@ def _foreign(seed: int, number: int, kinds: Sequence[msgspec.inspect.Type]) -> t
         tree["project_id"] = rng.choice(("p", "q"))
     if kind is not kinds[0] and isinstance(tree, dict):
         tree.pop("flavor")
-    key = b"build.request.p" if kind is kinds[0] else b"build.delete.p"
+    key = b"build.request.17.p" if kind is kinds[0] else b"build.delete.17.p"
     if rng.random() < 0.3:
         tree = hostile.spoiled(tree, rng)
     body = hostile.as_json(tree)

@@ -15,11 +15,13 @@ from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 from bus.bus import API
 from bus.consuming import dead_letters
 from bus.consuming.dead_letters import DeadLetter
+from bus.contracts.catalogue import lane_of
 from bus.wire import MAX_LETTER_BYTES
 from tests.system.small import Small, small_processes
 
 PATIENCE_S = 60.0
 PROJECT = "bad"
+KEY = f"build.request.{lane_of(PROJECT)}.{PROJECT}"
 BATCH = "application/vnd.berth.batch+json"
 
 pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -55,7 +57,7 @@ class Client:
         self,
         body: bytes,
         *,
-        key: str = f"build.request.{PROJECT}",
+        key: str = KEY,
         exchange: str = "berth",
         content_type: str = "application/json",
         answer: bool = False,
@@ -177,7 +179,7 @@ async def test_what_names_no_requester_is_a_dead_letter(
 ) -> None:
     letter = await client.letter("scheduler.requests", await client.publish(body, **properties))
     assert letter.code == code
-    assert letter.reason and letter.routing_key == f"build.request.{PROJECT}"
+    assert letter.reason and letter.routing_key == KEY
     assert letter.body == body[:MAX_LETTER_BYTES] or letter.code == "message.too_large"
     await client.assert_all_goes_on()
 

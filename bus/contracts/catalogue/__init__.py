@@ -4,6 +4,7 @@ Two kinds of bus: the API bus, and one bus per cell. Both have the same exchange
 routing key (`{project_id}`) is a field of the message; one in a queue name (`{service}`) is given by its consumer.
 """
 
+from bus.contracts.catalogue.lanes import LANE, LANES, lane_of
 from bus.contracts.catalogue.lookup import (
     BY_QUEUE,
     BY_TYPE,
@@ -13,6 +14,7 @@ from bus.contracts.catalogue.lookup import (
     destination,
     may_come_under,
     project_of,
+    projects_key,
     routing_key,
     taken_by,
     why_not_under,
@@ -55,6 +57,8 @@ __all__ = [
     "EVENTS",
     "FORBIDDEN",
     "GIVEN_UP",
+    "LANE",
+    "LANES",
     "MAX_REQUESTS_PER_MESSAGE",
     "MAX_WAITING_BYTES",
     "MAX_WAITING_MESSAGES",
@@ -72,9 +76,11 @@ __all__ = [
     "Where",
     "destination",
     "forbidden",
+    "lane_of",
     "may_come_under",
     "operators_rights",
     "project_of",
+    "projects_key",
     "routing_key",
     "taken_by",
     "why_not_under",

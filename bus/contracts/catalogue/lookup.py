@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from bus.contracts.base import Message
+from bus.contracts.catalogue.lanes import LANE, LANES, lane_of
 from bus.contracts.catalogue.messages import MESSAGES
 from bus.contracts.catalogue.queues import QUEUES
 from bus.contracts.catalogue.rights import OPERATORS, forbidden, operators_rights
@@ -25,8 +26,14 @@ OF_PROJECT = ".{project_id}"  # how the key template of a message ends that is b
 
 # A project id as a word of a routing key: as it is, since the contract allows no other letters (`base.Word`).
 _PROJECT = re.compile(r"[A-Za-z0-9_\-]{1,64}")
-_OF_PROJECTS = frozenset(
-    row.key.removesuffix(OF_PROJECT) for row in MESSAGES if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
+# The words before the project in the keys of clients' commands, by lane.
+_OF_LANES = tuple(
+    frozenset(
+        row.key.removesuffix(OF_PROJECT).replace(LANE, str(lane))
+        for row in MESSAGES
+        if row.exchange == COMMANDS and row.key.endswith(OF_PROJECT)
+    )
+    for lane in range(LANES)
 )
 
 
@@ -68,9 +75,17 @@ def why_not_under(message: Message, key: str) -> str:
 
 
 def project_of(key: str) -> str:
-    """The project that the routing key of a client's command names; empty: it is no such key."""
+    """The project that the routing key of a client's command names; empty: it is no such key.
+
+    With another lane than the project's it is none: no project may publish under it.
+    """
     head, _, last = key.rpartition(".")
-    return last if head in _OF_PROJECTS and _PROJECT.fullmatch(last) else ""
+    return last if _PROJECT.fullmatch(last) and head in _OF_LANES[lane_of(last)] else ""
+
+
+def projects_key(template: str, project_id: str) -> str:
+    """A key template of one project's messages, with the project and its lane filled in."""
+    return template.replace(LANE, str(lane_of(project_id))).replace(OF_PROJECT, f".{project_id}")
 
 
 @cache
@@ -79,7 +94,14 @@ def _key_of(kind: type[Message]) -> tuple[str, Callable[[Message], Any]]:
     template = BY_TYPE[kind].key
     names = [part[1:-1] for part in template.split(".") if part.startswith("{")]
     form = ".".join("%s" if part.startswith("{") else part for part in template.split("."))
+    if "lane" in names:
+        readers = [_lane if name == "lane" else attrgetter(name) for name in names]
+        return form, lambda message: tuple(read(message) for read in readers)
     return form, attrgetter(*names) if names else lambda _: ()
+
+
+def _lane(message: Any) -> int:
+    return lane_of(message.project_id)
 
 
 @cache

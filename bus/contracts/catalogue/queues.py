@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bus.contracts.catalogue.rows import COMMANDS, DEAD, EVENTS, GIVEN_UP, QueueKind, QueueRow, Where
 
-# Requests that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that accepted requests
-# are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
+# Requests of a lane that no scheduler has taken yet. Past this a client is refused at once (bus.full), so that accepted
+# requests are answered within seconds: some thirteen thousand requests, at two thousand a second seven seconds' work.
 MAX_WAITING_BYTES = 2 * 2**20
 MAX_WAITING_MESSAGES = 20_000
 # A scheduler takes a few hundred broker messages ahead. With few requests in each it does not take the queue's whole
@@ -36,7 +36,11 @@ QUEUES: tuple[QueueRow, ...] = (
         where=Where.API,
         kind=QueueKind.DURABLE,
         consumer="scheduler_worker",
-        bindings=((COMMANDS, "build.request.#"), (COMMANDS, "build.delete.#"), (COMMANDS, "instance.move.#")),
+        bindings=(
+            (COMMANDS, "build.request.{lane}.#"),
+            (COMMANDS, "build.delete.{lane}.#"),
+            (COMMANDS, "instance.move.{lane}.#"),
+        ),
         retry_s=RETRY_S,
         max_length=MAX_WAITING_MESSAGES,
         max_bytes=MAX_WAITING_BYTES,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from bus.contracts.base import Message, tag_of
+from bus.contracts.catalogue.lanes import LANE, LANES
 
 COMMANDS = "berth"  # topic; mandatory: a command that no queue takes is an error of its publisher
 EVENTS = "berth.events"  # topic; an event may have no listener
@@ -53,6 +55,7 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     redeliveries (a consumer died or gave no answer) before the broker gives it up. max_length: messages; past it a
     publisher is refused (durable, expiring) or the oldest goes (private).
     declared_by: a worker that declares it besides its reader, so that its messages there are kept from the beginning.
+    A row with `{lane}` in its bindings has a queue for each lane besides the one of its name (`queues`).
     keeps_keys: programs that are not berth's publish to it; a message of it that the broker gives up keeps its routing
     key, which the broker alone knows to be its publisher's. max_bytes: the same of their bodies; 0: not bounded. (One
     message may carry many requests; bytes go with them.) max_values: values that one message may have, by an upper
@@ -74,6 +77,20 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     keeps_keys: bool = False
 
     @property
+    def has_lanes(self) -> bool:
+        """Whether there is a queue for each lane besides the one of this name."""
+        return any(LANE in key for _, key in self.bindings)
+
+    @property
+    def queues(self) -> tuple[QueueRow, ...]:
+        """The queues of this row, a row each: the one of its name, and those of the lanes.
+
+        A lane has the bindings of its number and the same bounds. A retry of its messages comes back to the queue of
+        the row's name, to which no project may publish.
+        """
+        return _queues_of(self)
+
+    @property
     def takes_letters(self) -> bool:
         """Whether it gets copies of dead letters.
 
@@ -90,6 +107,23 @@ class QueueRow(Struct, frozen=True, kw_only=True):
     def has_letters(self) -> bool:
         """Whether a message that this queue gives up is a dead letter."""
         return self.kind is QueueKind.DURABLE and not self.takes_letters
+
+
+@cache
+def _queues_of(row: QueueRow) -> tuple[QueueRow, ...]:
+    if not row.has_lanes:
+        return (row,)
+    shared = tuple((exchange, key) for exchange, key in row.bindings if LANE not in key)
+    of_lanes = tuple((exchange, key) for exchange, key in row.bindings if LANE in key)
+    lanes = (
+        structs.replace(
+            row,
+            name=f"{row.name}.{lane}",
+            bindings=tuple((exchange, key.replace(LANE, str(lane))) for exchange, key in of_lanes),
+        )
+        for lane in range(LANES)
+    )
+    return (structs.replace(row, bindings=shared), *lanes)
 
 
 class MessageRow(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import pytest
 
 from bus.bus import API
 from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest, member_uuids
+from bus.contracts.catalogue import lane_of
 from bus.contracts.placement import Release, ReleaseResult
 from scheduler_worker.domain import decisions
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
@@ -29,7 +30,7 @@ async def in_doubt(world: World) -> set[str]:
 
 
 async def until_acknowledged(world: World) -> None:
-    queue = world.brokers[API].queue("scheduler.requests")
+    queue = world.brokers[API].queue(f"scheduler.requests.{lane_of('demo')}")
     await world.eventually(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))
 
 

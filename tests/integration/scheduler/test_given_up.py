@@ -126,9 +126,9 @@ async def test_a_forged_record_of_the_broker_deletes_no_other_projects_machine(b
     await brokered.ask(request)
     await brokered.ended(request.instance_uuid, BuildState.SCHEDULED)
     await brokered.stop("before")
-    death = record_of(brokered.prefix, "build.delete.demo")
+    death = record_of(brokered.prefix, "build.delete.0.demo")
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id="demo")
-    await brokered.expired(delete, key="build.delete.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
+    await brokered.expired(delete, key="build.delete.18.evil", headers=table({b"x-death": b"A" + long(b"F" + death)}))
     await brokered.scheduler("after")
     refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.project_id, refused.code) == ("evil", "message.wrong_key"), "of its own project, and no other"
@@ -146,10 +146,10 @@ async def test_a_malformed_request_that_expires_has_an_event_of_its_own_project_
     """Its publisher forges the broker's record of a death: `refused` was published in the other project's stream."""
     request = brokered.request()
     await brokered.stop("before")
-    deaths = table({b"x-death": b"A" + long(b"F" + record_of(brokered.prefix, "build.request.demo"))})
+    deaths = table({b"x-death": b"A" + long(b"F" + record_of(brokered.prefix, "build.request.0.demo"))})
     async with raw_publisher(brokered.amqp_url) as raw:
         body = encode(request).replace(b"m1.small", b"x" * 4000)
-        key = "build.request.evil"
+        key = "build.request.18.evil"
         await raw.publish(brokered.prefix + COMMANDS, key, body, expiration=AT_ONCE, headers=deaths)
     await brokered.scheduler("after")
     refused = await brokered.ended(request.instance_uuid, BuildState.REFUSED)

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from bus.contracts.catalogue import lane_of
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_forgotten_claims import running
 from tests.integration.scheduler.test_twins import CONFIG, Gate
@@ -33,7 +34,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none_however_yo
     event = await world.ended(request.instance_uuid)
     assert host in await world.used()
     await world.kill("s2")
-    queue = world.brokers["api"].queue("scheduler.requests")
+    queue = world.brokers["api"].queue(f"scheduler.requests.{lane_of(request.project_id)}")
     await world.eventually(lambda: len(queue) == 1)
     await world.scheduler("s3", CONFIG)
     await world.eventually(lambda: len(queue) == 0 and not any(one.unacked for one in queue.consumers))

@@ -13,7 +13,7 @@ from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
 from bus.port import UNREAD, Delivery, Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
-MINE, VICTIMS = "build.delete.mine", "build.delete.victim"
+MINE, VICTIMS = "build.delete.19.mine", "build.delete.9.victim"
 REQUESTS = "scheduler.requests"
 CODEC = wire.Codec([BuildRequest, DeleteRequest], queue=REQUESTS)
 

@@ -17,10 +17,11 @@ from pamqp.commands import Basic, Channel, Queue
 from pamqp.header import ContentHeader
 from pamqp.heartbeat import Heartbeat
 
+from bus.rabbitmq import receiving
 from bus.rabbitmq.receiving import MAX_FRAME_BYTES, Cut
 
 FRAMES: list[Any] = [
-    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.p"),
+    Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.17.p"),
     ContentHeader(body_size=3, properties=Basic.Properties(message_id="m", headers={"a": 1})),
     ContentBody(b"\xce\x01\x00"),
     Basic.Ack(7, True),
@@ -98,6 +99,25 @@ async def test_a_connection_receives_all_and_reports_when_it_ends_within_a_frame
     assert [(size, channel, shown(frame)) for size, channel, frame in found] == plain(BYTES)
     with pytest.raises(AMQPConnectionError):
         await receiver.get_frame()
+
+
+async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that() -> None:
+    """A broker lets 128 MiB pass, and each lane of a scheduler takes such a message."""
+    sizes = (0, 1, 400, 1000, 1001, 5000)
+    frames = []
+    for size in sizes:
+        frames.append(ContentHeader(body_size=size))
+        frames += [ContentBody(b"x" * min(400, size - start)) for start in range(0, size, 400)]
+
+    async def next_frame() -> object:
+        return frames.pop(0)
+
+    channel = SimpleNamespace(_get_frame=next_frame, _on_deliver_frame=None)
+    got: list[int] = []
+    receiving.hand_over_at_once(channel, lambda message: got.append(len(message.body)), 1000)
+    while frames:
+        await channel._on_deliver_frame(Basic.Deliver("tag", 1, False, "berth", "key"))  # type: ignore[misc]
+    assert got == [0, 1, 400, 1000, 1001, 1001]
 
 
 async def test_a_lost_connection_is_reported_as_by_aiormq() -> None:

@@ -17,7 +17,7 @@ from msgspec import structs
 from bus import wire
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildEvent, BuildQuery, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.catalogue import BY_TYPE, RETURN, project_of
+from bus.contracts.catalogue import BY_TYPE, LANES, RETURN, lane_of, project_of
 from bus.contracts.drains import DrainStart
 from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.operations import AdminState, SetAdminState
@@ -27,7 +27,7 @@ from bus.key_trust import BROKERS_OWN
 from bus.port import Outgoing
 
 UUID = "00000000-0000-0000-0000-000000000001"
-KEY = "build.delete.p"
+KEY = "build.delete.17.p"
 CODEC = wire.Codec([BuildRequest, DeleteRequest], queue="scheduler.requests")
 METAS = st.builds(
     Meta,
@@ -63,7 +63,7 @@ def delete(number: int = 1) -> DeleteRequest:
 
 
 def arrived(body: bytes, **changed: Any) -> Any:
-    return Arrived(Outgoing(exchange="berth", routing_key="build.delete.p", body=body), **changed)
+    return Arrived(Outgoing(exchange="berth", routing_key="build.delete.17.p", body=body), **changed)
 
 
 def read(delivery: Any) -> list[wire.Read | wire.Malformed]:
@@ -121,9 +121,9 @@ def test_no_json_makes_it_raise(value: object) -> None:
     [
         ({"type": "build.delete.v1"}, {}, DeleteRequest),
         ({}, {"type": "build.delete.v1", "exchange": "", "routing_key": "scheduler.requests"}, DeleteRequest),
-        ({}, {"routing_key": "build.delete.p"}, DeleteRequest),
+        ({}, {"routing_key": "build.delete.17.p"}, DeleteRequest),
         ({}, {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": KEY}}, DeleteRequest),
-        ({"flavor": "f"}, {"routing_key": "build.request.p"}, BuildRequest),
+        ({"flavor": "f"}, {"routing_key": "build.request.17.p"}, BuildRequest),
     ],
 )
 def test_the_type_comes_from_the_property_the_body_or_the_key(body: dict[str, str], changed: Any, kind: type) -> None:
@@ -183,7 +183,7 @@ def test_item_16_a_request_of_very_many_values_is_not_read() -> None:
     for many in ([[]] * 40_000, [0] * 70_000, [{}] * 40_000):
         body = request(config_drive={"network_data": {"a": many}})
         for content_type in (None, wire.BATCH):
-            (got,) = read(arrived(body, routing_key="build.request.p", content_type=content_type))
+            (got,) = read(arrived(body, routing_key="build.request.17.p", content_type=content_type))
             assert isinstance(got, wire.Malformed) and got.code == wire.TOO_LARGE, got.reason
             assert str(wire.MAX_CLIENT_VALUES) in got.reason and len(body) <= wire.MAX_CLIENT_BYTES
 
@@ -203,14 +203,14 @@ def test_the_largest_request_is_read() -> None:
         networks=[{"port": UUID}] * 16,
         volumes=[{"volume_id": UUID, "properties": {"a": "b" * 16_000}}] * 16,
     )
-    (got,) = read(arrived(body, routing_key="build.request.p"))
+    (got,) = read(arrived(body, routing_key="build.request.17.p"))
     assert isinstance(got, wire.Read), got.reason
     assert not has_more_values(body, wire.MAX_CLIENT_VALUES // BY_TYPE[BuildRequest].max_batch)
 
 
 def test_what_is_in_a_string_is_no_value() -> None:
     """Four requests with tables as user data were refused as one message, and none of them was answered."""
-    key, several = "build.request.p", {"networks": [{"port": UUID}] * 16}
+    key, several = "build.request.17.p", {"networks": [{"port": UUID}] * 16}
     bodies = [
         request(config_drive={"user_data": table}, **several)
         for table in (",[{" * 21_845, '{"a\\\\":["b",\\"1]},\n' * 3_000, "\\" * 60_000 + '"')
@@ -261,16 +261,18 @@ def test_a_newline_at_the_end_is_not_part_of_a_name(field: str) -> None:
 
 
 OTHERS_KEYS = [
-    "build.delete.evil",
+    "build.delete.18.evil",
+    "build.delete.18.p",
     "build.delete.p.p",
-    "build.delete.",
-    "build.delete",
-    "build.request.p",
-    "build.delete.P",
+    "build.delete.17.p.p",
+    "build.delete.17.",
+    "build.delete.17",
+    "build.request.17.p",
+    "build.delete.17.P",
 ]
 
 
-@pytest.mark.parametrize("key", [*OTHERS_KEYS, "build.delete.p\n", "build.delete.#"])
+@pytest.mark.parametrize("key", [*OTHERS_KEYS, "build.delete.17.p\n", "build.delete.17.#"])
 @pytest.mark.parametrize("named", [None, "build.delete.v1"])
 def test_item_7_a_body_of_another_project_than_its_key_is_not_taken(key: str, named: str | None) -> None:
     """The broker lets a project publish under its own key; its body might name any project's machine."""
@@ -291,12 +293,14 @@ def test_item_7_the_foreign_message_in_a_batch_is_not_taken_and_its_neighbours_a
 def test_item_7_a_second_key_in_a_header_does_not_count() -> None:
     """RabbitMQ routes by the header CC as well, and some versions check permissions for the first key only."""
     for headers in ({"CC": [KEY]}, {"berth-key": KEY}):
-        (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, routing_key="build.delete.evil", headers=headers))
+        (got,) = read(
+            arrived(wire.pack(delete(), Meta(id="m")).body, routing_key="build.delete.18.evil", headers=headers)
+        )
         assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
 
 
 def test_item_7_what_goes_back_from_the_dead_letters_is_read_under_its_first_key() -> None:
-    changed = {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": "build.delete.evil"}}
+    changed = {"exchange": "", "routing_key": "scheduler.requests", "headers": {"berth-key": "build.delete.18.evil"}}
     (got,) = read(arrived(wire.pack(delete(), Meta(id="m")).body, **changed))
     assert isinstance(got, wire.Malformed) and got.code == wire.WRONG_KEY
 
@@ -351,12 +355,14 @@ def test_a_client_is_answered_where_replies_go(reply_to: str) -> None:
 @given(st.text(max_size=70))
 def test_a_project_is_one_word_of_a_key_or_none(name: str) -> None:
     words = set(name) <= set(ascii_letters + digits + "_-") and 0 < len(name) <= 64
-    assert project_of(f"build.request.{name}") == (name if words else "")
-    assert project_of(f"build.event.active.{name}") == ""
+    lane = lane_of(name)
+    assert project_of(f"build.request.{lane}.{name}") == (name if words else "")
+    others = (f"build.request.{(lane + 1) % LANES}", "build.request", "build.request.", f"build.event.active.{lane}")
+    assert {project_of(f"{other}.{name}") for other in others} == {""}
 
 
 def test_a_project_with_dots_is_no_project() -> None:
-    assert project_of("build.delete.a.b") == project_of("build.delete.b\n") == project_of("b") == ""
+    assert project_of("build.delete.a.b") == project_of("build.delete.25.b\n") == project_of("b") == ""
 
 
 @pytest.mark.parametrize(
@@ -370,14 +376,14 @@ def test_a_project_with_dots_is_no_project() -> None:
 def test_a_field_that_a_clients_request_does_not_have_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
     """It was dropped silently: a mistyped `hostt` was built anywhere."""
     body = msgspec.json.encode({"instance_uuid": UUID, "flavor": "f", "project_id": "p", **fields})
-    (found,) = read(arrived(body, routing_key="build.request.p"))
+    (found,) = read(arrived(body, routing_key="build.request.17.p"))
     assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
     assert named in found.reason, found.reason
 
 
 def test_a_field_that_a_delete_does_not_have_is_refused_by_name() -> None:
     body = msgspec.json.encode({"type": "build.delete.v1", "instance_uuid": UUID, "project_id": "p", "forced": True})
-    (found,) = read(arrived(body, routing_key="build.delete.p"))
+    (found,) = read(arrived(body, routing_key="build.delete.17.p"))
     assert isinstance(found, wire.Malformed) and found.code == wire.INVALID
     assert "unknown field `forced`" in found.reason, found.reason
 
@@ -401,7 +407,7 @@ def test_a_message_that_was_read_alone_is_read_when_its_retry_travels_with_other
     """It was refused then as beyond its bounds: an accepted request became a dead letter without a terminal event."""
     request = BuildRequest(instance_uuid=UUID, flavor="m1.small", project_id="p")
     packed = wire.pack(request, Meta(id="x"))
-    alone = Outgoing(exchange="berth", routing_key="build.request.p", body=packed.body, **properties)  # type: ignore[arg-type]
+    alone = Outgoing(exchange="berth", routing_key="build.request.17.p", body=packed.body, **properties)  # type: ignore[arg-type]
     (read,) = CODEC.read(Arrived(alone), "new")
     assert isinstance(read, wire.Read)
     assert len(read.meta.id.encode()) <= wire.MAX_ID
@@ -425,7 +431,7 @@ def test_a_message_does_not_bring_its_own_record_of_a_death(name: str, content_t
 def test_what_comes_back_after_a_delay_has_been_read_before() -> None:
     """Whatever its headers hold: the broker has written some of them."""
     message = wire.single(wire.pack(delete(), Meta(id="m")), RETURN, "scheduler.requests")
-    headers = {"x-death": [], "berth-key": "build.delete.evil"}
+    headers = {"x-death": [], "berth-key": "build.delete.18.evil"}
     assert read(Arrived(message, headers=headers)) == [wire.Read(delete(), Meta(id="m"))]
 
 

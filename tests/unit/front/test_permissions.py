@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from berth.cli import app
 from berth.permissions import Grant, PermissionRole, commands, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings
-from bus.contracts.catalogue import MESSAGES, QUEUES
+from bus.contracts.catalogue import MESSAGES, QUEUES, projects_key
 
 REAL = Settings(
     bus=BusSettings(url="amqp://u:p@mq.example:5673/be%2Frth", prefix="s1."),
@@ -99,12 +99,12 @@ def test_the_catalogues_rows_are_allowed_to_those_they_name() -> None:
         "operator": PermissionRole.OPERATOR,
     }
     settings = Settings()
-    for queue in QUEUES:
+    for queue in [one for row in QUEUES for one in row.queues]:
         name = re.sub(r"\{[a-z]+\}", "some-1", queue.name)
         grants = of_role(role_of[queue.consumer], settings)
         assert any(allows(one.read, name) and allows(one.configure, name) and allows(one.write, name) for one in grants)
     for message in MESSAGES:
-        key = re.sub(r"\{[a-z_]+\}", "some-1", message.key)
+        key = re.sub(r"\{[a-z_]+\}", "some-1", projects_key(message.key, "some-1"))
         for publisher in message.publishers:
             grants = (
                 [of_project("some-1", settings)] if publisher == "client" else of_role(role_of[publisher], settings)
@@ -123,8 +123,9 @@ def test_item_7_a_project_id_that_is_no_word_has_no_permissions(name: str) -> No
 def test_a_projects_patterns_take_its_own_keys_only() -> None:
     grant = of_project("p-0", Settings())
     commands_, events = grant.topics["berth"], grant.topics["berth.events"]
-    assert allows(commands_.write, "build.request.p-0") and allows(commands_.write, "build.delete.p-0")
-    for key in ("build.request.p-01", "build.request.p.p-0", "build.query", "build.request.p", "xbuild.request.p-0"):
+    assert allows(commands_.write, "build.request.1.p-0") and allows(commands_.write, "build.delete.1.p-0")
+    others = ("26.p-01", "1.p-01", "p.p-0", "p-0", "2.p-0", "01.p-0", "17.p")
+    for key in ("build.query", "xbuild.request.1.p-0", *(f"build.request.{other}" for other in others)):
         assert not allows(commands_.write, key)
     assert allows(events.read, "build.event.*.p-0") and allows(events.read, "build.event.active.p-0")
     for key in ("build.event.#.p-0", "build.event.*.*", "#", "build.event.*.p", "build.events", "build.event.a.b.p-0"):

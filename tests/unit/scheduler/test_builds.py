@@ -102,7 +102,7 @@ def test_announcements_rise_and_hold_one_terminal_each(events: list[BuildEvent])
 
 
 def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
-    def malformed(body: bytes, key: str = "build.request.demo") -> Malformed:
+    def malformed(body: bytes, key: str = "build.request.0.demo") -> Malformed:
         return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q", key=key)
 
     (published,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
@@ -124,7 +124,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
     """A project that names another's machine must not end that machine's build for those who wait for it."""
     body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
     for code in ("message.invalid", "message.wrong_key"):
-        forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.evil")
+        forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.18.evil")
         (published,) = refused_event(forged)
         assert (published.project_id, published.code) == ("evil", code)
 

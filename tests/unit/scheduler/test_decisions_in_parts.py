@@ -230,6 +230,9 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         async def process(self, _moves: object) -> dict[int, Outcome]:
             return {}
 
+    async def no_wait() -> None:
+        pass
+
     cluster = cluster_of([WIDE])
     steps = Turns(monkeypatch, (handlers, "pending_build"))
     handler = handlers.RequestHandler(
@@ -238,6 +241,7 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         cluster.hosts.selector,
         clock=cluster.clock,
         config=cluster.hosts.config,
+        keep_up=no_wait,
     )
     batch = [
         Received(message=cluster.hosts.request(), meta=Meta(id=str(at), cause="", sent_at=1.0), bus="api", queue="q")
