@@ -148,6 +148,7 @@ class DrainPlanner:
         if isinstance(found, Refusal):
             return found
         target, hosts = found
+        self._selector.holds.settle()
         instances = await self.instances_on(hosts, query.limit + 1)
         instances, more = instances[: query.limit], len(instances) > query.limit
         instances.sort(key=self._order)

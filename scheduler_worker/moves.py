@@ -46,6 +46,7 @@ from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST, RETRIES
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
+from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.move_events import clash_event, event_of, recorded
 from scheduler_worker.domain.moves import (
     CHANGED,
@@ -245,7 +246,10 @@ class MoveEngine:
             return Chosen()  # its cell offloads it
         spec = self._spec(request, known, page, source)
         if changes_image(request, known):  # if its flavor is gone no filter can be run: its cell decides
-            return (None if isinstance(spec, Unsatisfiable) else self._suits(spec, source)) or Chosen()
+            if isinstance(spec, Unsatisfiable):
+                failure = Refusal(code=IMAGE_UNSUITABLE, reason=spec.reason) if spec.code == IMAGE_TRAITS else None
+                return Chosen(failure=failure)
+            return self._suits(spec, source) or Chosen()
         if isinstance(spec, Unsatisfiable):
             hosts = int(self._selector.book.rows_of_roots().size)
             return Chosen(
@@ -277,10 +281,13 @@ class MoveEngine:
     ) -> Chosen | NoValidHost:
         """The hosts to try. "No host" is decided on the newest state only, and without the holds of other moves."""
         chosen = self._pick(pending, known, spec, source, planned)
-        if isinstance(chosen, Chosen) or planned is not None:
+        if isinstance(chosen, Chosen):
             return chosen
-        self._selector.holds.release()
+        if planned is not None:
+            self._selector.holds.release()
+            return self._pick(pending, known, spec, source, planned)
         await self._follower.refresh(timeout_s=self._selector.config.raced_wait_s)
+        self._selector.holds.release()
         chosen = self._pick(pending, known, spec, source, None)
         if isinstance(chosen, Chosen) or not self._may_leave_cell(pending.request, known):
             return chosen
@@ -346,7 +353,7 @@ class MoveEngine:
         finally:
             book.forget(leaving)
         if planned is None:
-            self._hold(request.request_id, choice.selected.options[0].allocations)
+            self._hold(request.request_id, _beside(self._leaves(known, source), choice.selected.options[0].allocations))
         cell = self._selector.cell_of(choice.selected.uuid) if state.spec.cell is None else None
         return Chosen(selections=selections, passed=choice.passed, cell=cell)
 
@@ -524,3 +531,14 @@ def _detail(move: RecordedMove, chosen: Chosen | None) -> str:
     names = ", ".join(selection.host for selection in chosen.selections)
     cell = move.cell if chosen.cell is None else chosen.cell
     return f"to cell {cell}: {names} of {chosen.passed} candidates"
+
+
+def _beside(
+    leaves: Mapping[str, Mapping[str, int]], allocations: Mapping[str, Mapping[str, int]]
+) -> dict[str, dict[str, int]]:
+    """What a claim adds to the usage of each provider: what is held there is counted once, the larger of the two."""
+    added = {
+        uuid: {name: more for name, amount in share.items() if (more := amount + leaves.get(uuid, {}).get(name, 0)) > 0}
+        for uuid, share in allocations.items()
+    }
+    return {uuid: share for uuid, share in added.items() if share}

@@ -135,8 +135,6 @@ class Placer:
         after = list(states)
         try:
             self._selector.holds.settle()
-            if any(state.needs_newest for state in unresolved):
-                self._selector.holds.release()  # a hold never proves "no host", as an older state does not
             if any(state.needs_refresh for state in unresolved):
                 await self._follower.refresh(timeout_s=self._config.raced_wait_s)  # one round trip, shared
             with metrics.timed_stage("decide", self._clock):
@@ -182,6 +180,8 @@ class Placer:
         """One pass, in parts: each choice is assumed, so that the next one sees it."""
         decided: list[PlacementState] = []
         async with self._deciding:
+            if any(state.needs_newest for state in states):
+                self._selector.holds.release()  # a hold never proves "no host", as an older state does not
             decisions = self._decision_round()
             for _ in decisions.in_parts(states, decided):
                 await next_turn()

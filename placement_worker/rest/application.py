@@ -81,6 +81,10 @@ class Application:
         metrics.count_answer(
             exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began
         )
+        if not exchange.request.parts:
+            # The version document, or why there is none: keystoneauth requests it in the parent of a nova-scheduler's
+            # workers, which would share the connection and read each other's answers.
+            response.headers.append((b"connection", b"close"))
         await _send(send, exchange, response)
 
     async def _answer(self, exchange: _Exchange, headers: Mapping[bytes, bytes], receive: Receive) -> Response:

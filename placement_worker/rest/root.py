@@ -8,11 +8,7 @@ from placement_worker.rest.versions import RANGE
 
 
 async def home(api: Api, request: HttpRequest) -> Response:
-    """GET the version document, which needs no token.
-
-    The connection ends with it: keystoneauth reads the document in the parent of a nova-scheduler's workers, which
-    would share the connection and read each other's answers.
-    """
+    """GET the version document, which needs no token."""
     version = {
         "id": f"v{RANGE[0]}",
         "max_version": RANGE[1],
@@ -20,6 +16,4 @@ async def home(api: Api, request: HttpRequest) -> Response:
         "status": "CURRENT",
         "links": [{"rel": "self", "href": ""}],
     }
-    response = json_response({"versions": [version]}).set_modified(request, api.clock.time())
-    response.headers.append((b"connection", b"close"))
-    return response
+    return json_response({"versions": [version]}).set_modified(request, api.clock.time())

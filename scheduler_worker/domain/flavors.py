@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest
@@ -17,6 +19,7 @@ __all__ = ["FlavorInvalid", "ParsedFlavor", "parse", "request_spec"]
 
 ZONE_KEY = "availability_zone"
 TRAIT_KEY = "trait:"
+IMAGE_TRAITS = "image.traits"
 HOST_UNKNOWN = "host.unknown"
 NOT_FORCED = "host.not_forced"
 
@@ -58,22 +61,21 @@ def request_spec(
             request.availability_zone or "",
             request.host or "",
             "forced" if request.forced else "",
-            *sorted(f"{trait} {word}" for trait, word in _traits_of_image(request).items()),
+            *sorted(f"{trait} {word}" for trait, word in traits_of_image(request.image_properties).items()),
         ),
     )
 
 
-def _traits_of_image(request: BuildRequest) -> dict[str, str]:
+def traits_of_image(properties: Mapping[str, str]) -> dict[str, str]:
     """{trait: `required` or `forbidden`} as the image's properties have it."""
-    properties = request.image_properties.items()
-    return {name.removeprefix(TRAIT_KEY): value for name, value in properties if name.startswith(TRAIT_KEY)}
+    return {name.removeprefix(TRAIT_KEY): value for name, value in properties.items() if name.startswith(TRAIT_KEY)}
 
 
 def _image_traits(
     request: BuildRequest, query: Query, _membership: Membership, _config: SchedulerConfig
 ) -> Query | Unsatisfiable:
     """The traits of the image, which count as the flavor's do; of the host where the flavor has only groups."""
-    traits = _traits_of_image(request)
+    traits = traits_of_image(request.image_properties)
     if not traits:
         return query
     required, forbidden = (
@@ -86,7 +88,7 @@ def _image_traits(
     both = [trait for trait in all_forbidden if (trait,) in all_required]
     if both or len(required) + len(forbidden) < len(traits):
         why = f"{', '.join(both)} is required and forbidden" if both else "a trait is `required` or `forbidden`"
-        return Unsatisfiable("image.traits", f"the image's traits and the flavor's: {why}", "image_traits")
+        return Unsatisfiable(IMAGE_TRAITS, f"the image's traits and the flavor's: {why}", "image_traits")
     if of_root:
         return replace(query, root_required=all_required, root_forbidden=all_forbidden)
     return replace(query, required=all_required, forbidden=all_forbidden)

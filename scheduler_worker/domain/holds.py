@@ -19,9 +19,9 @@ class _Held(Struct, frozen=True):
 class Holds:
     """The choices in order of time. A claim is the cell's, so this process learns of it by the feed alone.
 
-    A hold ends when the usage of its providers has risen by its amounts: that claim, or another one of the size, is
-    counted now, and a hold beside it would count the room twice. It ends at its time as well, and before a decision
-    that no host is left.
+    A hold ends when the usage of its providers has risen by its amounts: the claim is counted now, and a hold beside it
+    would count the room twice. Another request's claim of that size ends it early; the move's then races as any other.
+    It ends at its time as well, and before a decision that no host is left.
     """
 
     def __init__(self, book: Book) -> None:
@@ -49,8 +49,8 @@ class Holds:
 
     def expire(self, now: float) -> None:
         """Drop those whose time is over."""
-        for key in [key for key, held in self._held.items() if held.until <= now]:
-            self._drop(key)
+        while self._held and next(iter(self._held.values())).until <= now:
+            self._drop(next(iter(self._held)))
 
     def settle(self) -> None:
         """Drop those whose claims the feed has brought since the last look."""

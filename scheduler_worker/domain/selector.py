@@ -19,7 +19,7 @@ from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
-from scheduler_worker.domain.flavors import ZONE_KEY, ParsedFlavor, request_spec
+from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
 from scheduler_worker.domain.holds import Holds
 from scheduler_worker.domain.host_metrics import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
@@ -330,13 +330,21 @@ class Selector:
         return view, (*funnel, *steps)
 
     def suits_rebuild(self, host_uuid: str, spec: RequestSpec) -> NoValidHost | None:
-        """Whether the filters that look at an image let an instance stay on its host: None, or what they reject."""
+        """Whether an image's traits and the filters that look at images let an instance stay on its host: None, or what
+        they reject.
+        """
         row = self.book.row_of(host_uuid)
         if row is None:
             return None
         view = self._view(np.array([row], dtype=np.intp))
         if not view.known.all():
             return NoValidHost((funnel_step("announced", 1, {UNANNOUNCED: 1}),), unannounced=1)
+        traits = traits_of_image(spec.image_properties)
+        if traits:  # as in Nova: some provider of the host has each that is required
+            members = np.flatnonzero(self.book.root == row).tolist()
+            here = {trait for member in members for trait in self.book.traits_of(member)}
+            if any((word == "required") != (trait in here) for trait, word in traits.items()):
+                return NoValidHost((funnel_step("image_traits", 1, {IMAGE_TRAITS: 1}),))
         filters = [one for one in self.filters if runs_on_rebuild(one) and applies_to(one, spec)]
         view, steps = filtered(view, spec, filters)
         return None if len(view) else NoValidHost(steps)

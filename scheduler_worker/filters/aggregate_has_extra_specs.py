@@ -28,14 +28,14 @@ class AggregateInstanceExtraSpecsFilter:
         """Only to flavors with such extra specs."""
         return bool(self._required(spec))
 
-    def _required(self, spec: RequestSpec) -> dict[str, str]:
-        return unscoped_specs(spec.extra_specs) | scoped_specs(spec.extra_specs, SCOPE)
+    def _required(self, spec: RequestSpec) -> list[tuple[str, str]]:
+        return [*unscoped_specs(spec.extra_specs).items(), *scoped_specs(spec.extra_specs, SCOPE).items()]
 
     def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
         """Each key in turn; a host is rejected by the first that does not match."""
         passed = np.ones(len(view), dtype=np.bool_)
         rejected: Counter[str] = Counter()
-        for key, value in self._required(spec).items():
+        for key, value in self._required(spec):
             mine = np.zeros(len(view), dtype=np.bool_)
             for aggregate in view.membership.with_key(key):
                 if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):

@@ -34,8 +34,6 @@ class NodeChange:
         self._config = config
         self._clock = clock
         self._requested = False  # this run has requested it of the node, and Ironic has not refused
-        self._accepted = 0  # power actions that Ironic has accepted
-        self._earlier_error: str | None = None  # the node's last error before the first of them
 
     async def run(self) -> ChangeResult:
         """Change it. Raises ChangeFault, NotOurs, or DriverUnavailable (only before anything was requested)."""
@@ -78,19 +76,15 @@ class NodeChange:
     async def _power(self, node: IronicNode, wanted: str) -> bool:
         if node.provision_state not in BUILT:
             raise ChangeFault("node.not_active", f"the node is {node.condition}")
-        if node.target_power_state is not None:
-            return False  # on its way
+        if node.target_power_state is not None or (self._requested and node.reservation is not None):
+            # On its way. Ironic holds the node's lock from its acceptance of an action to the end, and clears the error
+            # of an earlier one only when it takes the action up.
+            return False
         if node.power_state == wanted:
             return True
-        # Ironic accepts an action before it takes it up and clears the last error, and holds the node's lock from the
-        # acceptance to the end. So another error is of this action, and the same one is after a second acceptance.
-        if self._accepted and node.last_error and (self._accepted > 1 or node.last_error != self._earlier_error):
+        if self._requested and node.last_error:
             raise ChangeFault("node.power_failed", f"the node is {node.condition}", runs=node.runs)
-        refused = await self._api.power(node.uuid, wanted)
-        self._check_answer(refused, f"to {wanted}")
-        if refused is None:
-            self._earlier_error = self._earlier_error if self._accepted else node.last_error
-            self._accepted += 1
+        self._check_answer(await self._api.power(node.uuid, wanted), f"to {wanted}")
         return False
 
     async def _rescue(self, node: IronicNode) -> bool:

@@ -109,6 +109,7 @@ class IronicNode(Struct, frozen=True):
     instance_uuid: str | None = None
     instance_info: msgspec.Raw = msgspec.Raw(b"{}")
     last_error: str | None = None
+    reservation: str | None = None  # the conductor that holds its lock
     protected: bool | None = None
     protected_reason: str | None = None
     retired: bool | None = None

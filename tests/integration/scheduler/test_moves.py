@@ -316,6 +316,33 @@ async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no
     assert (await world.dispatched(fits)).selections == ()
 
 
+@pytest.mark.parametrize(
+    ("word", "traits", "is_refused"),
+    [
+        ("required", ("CUSTOM_B",), True),
+        ("required", ("CUSTOM_A",), False),
+        ("forbidden", ("CUSTOM_A",), True),
+        ("forbidden", ("CUSTOM_B",), False),
+        ("perhaps", ("CUSTOM_A",), True),
+    ],
+)
+async def test_a_rebuild_is_held_to_the_traits_of_its_image(
+    world: World, word: str, traits: tuple[str, ...], is_refused: bool
+) -> None:
+    """Nova's rule. An instance of an image that its host cannot carry would have no host to move to, either."""
+    built = await one_active(world, 1)
+    ((host, _),) = world.hosts["c1"].items()
+    await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, traits)
+    book = world.replicas["s1"]
+    await world.eventually(lambda: book.traits_of(book.row_of(host)) == traits)
+    rebuild = world.move(built, MoveKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": word})
+    if is_refused:
+        assert await refused(world, rebuild) == "image.unsuitable"
+    else:
+        await world.ask(rebuild)
+        assert (await world.dispatched(rebuild)).selections == ()
+
+
 async def test_an_instance_moves_by_the_properties_of_the_image_that_it_was_rebuilt_from(world: World) -> None:
     built = await one_active(world, config=OF_IMAGES)
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]

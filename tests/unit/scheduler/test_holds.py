@@ -76,3 +76,11 @@ def test_a_hold_ends_at_its_time_and_all_end_when_they_are_released() -> None:
     assert (room.free(0), room.free(1)) == (7, 8), "one request is held once"
     room.holds.release()
     assert (room.free(0), room.free(1)) == (8, 8) and room.holds.next_until is None
+
+
+def test_many_holds_of_one_time_end_together() -> None:
+    room = Room()
+    for number in range(8):
+        room.hold(str(number), number % 2, until=1.0)
+    room.holds.expire(1.0)
+    assert (room.free(0), room.free(1), room.holds.next_until) == (8, 8, None)
