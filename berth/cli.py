@@ -13,15 +13,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from berth.commands.options import as_command
+
 # The command's name: its module in `berth.commands`, and there the function, or the application of several commands.
 COMMANDS = {
     "up": ("processes", "up"),
     "run": ("run", "run_role"),
     "config": ("processes", "config"),
-    "boot": ("boot", "boot"),
-    "delete": ("builds", "delete"),
-    "show": ("builds", "show"),
-    "list": ("builds", "list_builds"),
+    "boot": ("instances", "boot"),
+    "delete": ("instances", "delete"),
+    "show": ("instances", "show"),
+    "list": ("instances", "list_builds"),
     "migrate": ("moves", "migrate"),
     "resize": ("moves", "resize"),
     "confirm": ("moves", "confirm"),
@@ -37,20 +39,20 @@ COMMANDS = {
     "start": ("moves", "start"),
     "stop": ("moves", "stop"),
     "moves": ("moves", "moves"),
-    "hosts": ("hosts", "app"),
-    "host-metrics": ("host_metrics", "host_metrics"),
-    "fencer": ("fencer", "fencer"),
-    "services": ("services", "app"),
-    "workers": ("workers", "workers"),
+    "hosts": ("hosts", "hosts"),
+    "host-metrics": ("hosts", "host_metrics"),
+    "fencer": ("serving", "fencer"),
+    "services": ("hosts", "services"),
+    "workers": ("hosts", "workers"),
     "drain": ("drain", "drain"),
     "drains": ("drain", "drains"),
     "load": ("load", "load"),
-    "trace-settings": ("trace", "trace_settings"),
-    "check": ("check", "check"),
-    "audit": ("audit", "audit"),
-    "web": ("web", "web"),
-    "permissions": ("permissions", "permissions"),
-    "asyncapi": ("asyncapi", "asyncapi"),
+    "trace-settings": ("load", "trace_settings"),
+    "check": ("audits", "check"),
+    "audit": ("audits", "audit"),
+    "web": ("serving", "web"),
+    "permissions": ("documents", "permissions"),
+    "asyncapi": ("documents", "asyncapi"),
     "flavors": ("edits", "flavors"),
     "aggregates": ("edits", "aggregates"),
     "quotas": ("edits", "quotas"),
@@ -60,13 +62,13 @@ COMMANDS = {
     "apply": ("objects", "apply"),
     "objects": ("objects", "objects"),
     "audit-log": ("objects", "audit_log"),
-    "backup": ("backup", "backup"),
-    "restore": ("backup", "restore"),
-    "db": ("db", "app"),
-    "man": ("man", "man"),
-    "bus": ("bus", "app"),
-    "dead-letters": ("dead_letters", "app"),
-    "placement": ("placement", "app"),
+    "backup": ("databases", "backup"),
+    "restore": ("databases", "restore"),
+    "db": ("databases", "db"),
+    "man": ("documents", "man"),
+    "bus": ("databases", "bus"),
+    "dead-letters": ("dead_letters", "dead_letters"),
+    "placement": ("placement", "placement"),
     "quarantine": ("safety", "quarantine"),
     "breaker": ("safety", "breaker"),
     "baremetal": ("baremetal", "baremetal"),
@@ -101,7 +103,7 @@ def load(name: str) -> Any:
     if isinstance(found, typer.Typer):
         alone.add_typer(found, name=name)
     else:
-        alone.command(name)(found)
+        alone.command(name)(as_command(found))
     return typer.main.get_group(alone).commands[name]
 
 

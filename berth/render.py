@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
@@ -10,19 +11,21 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
-from berth.audit.invariants import InvariantVerdict
 from bus.contracts.build import FunnelStep, HostScore
 from bus.contracts.stages import Stamps, durations
 
 if TYPE_CHECKING:  # what a load needs is imported by who loads
-    from berth.load import Failure, LoadReport
-
-FAILURES_SHOWN = 12
+    from berth.audit.invariants import InvariantVerdict
 
 
 def counted(number: int, what: str) -> str:
     """A number with its noun (which takes an s): "1 host", "2 hosts"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def utc(at: float | None) -> str:
+    """A time as day and time of day; of none nothing."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""
 
 
 def printable(text: str) -> str:
@@ -58,59 +61,6 @@ def _cell(cell: str | Text) -> Text:
 
 def _padded(cell: Text, width: int) -> Text:
     return Text.assemble(cell, " " * (width - cell_len(cell.plain)))
-
-
-def failures_in_words(failed: int, planned: int) -> str:
-    """How many builds failed, and how many of them as planned."""
-    if not planned:
-        return f"{failed} failed"
-    return f"{failed} failed as planned" if failed == planned else f"{failed} failed, {planned} of them as planned"
-
-
-def render_load(report: LoadReport, console: Console, *, planned_failures: int = 0) -> None:
-    """The load's summary. planned_failures: how many of them failed as planned."""
-    console.print(
-        f"[bold]{report.active}[/bold] of {report.requests} active in {report.seconds:.2f} s: "
-        f"[bold]{report.boots_per_s:.0f} boots a second[/bold]"
-        + (f", {failures_in_words(report.failed, planned_failures)}" if report.failed else "")
-        + (f", {report.refused} refused" if report.refused else "")
-        + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else ""),
-        soft_wrap=True,
-    )
-    console.print(f"alternates used: {report.alternates_used}, active after attempt: {_counts(report.attempts)}")
-    render_rows(
-        console,
-        ["milliseconds until the client's event", *(f"{name:>6}" for name in _PERCENTILES)],
-        [
-            [stage, *(f"{figures[name]:6.0f}" if name in figures else "" for name in _PERCENTILES)]
-            for stage, figures in report.stages_ms.items()
-        ],
-    )
-    render_failures(report.failures, console)
-
-
-_PERCENTILES = ("p50", "p90", "p95", "p99", "max")
-
-
-def render_failures(failures: Sequence[Failure], console: Console) -> None:
-    """Failures, like ones together: each reason once with its funnel, and how many share it."""
-    groups: dict[tuple[str, str, str], list[Failure]] = {}
-    for failure in failures:
-        # A funnel's sentence is the same for all alike; where hosts were tried, each build has its own.
-        reason = failure.reason if failure.funnel else ""
-        groups.setdefault((failure.flavor, failure.code, reason), []).append(failure)
-    for (flavor, code, _), alike in list(groups.items())[:FAILURES_SHOWN]:
-        first = alike[0]
-        example = "" if first.funnel or len(alike) == 1 else "for example "
-        line = Text.assemble(
-            (f"{len(alike)} x ", "red"),
-            printable(f"{flavor} {code}: {example}{first.reason}"),
-            (f" ({first.instance_uuid}{', ...' if len(alike) > 1 else ''})", "dim"),
-        )
-        console.print(line, soft_wrap=True)
-        render_funnel(first.funnel, console, indent=6)
-    if len(groups) > FAILURES_SHOWN:
-        console.print(f"... and {len(groups) - FAILURES_SHOWN} other kinds of failure")
 
 
 def render_funnel(funnel: Sequence[FunnelStep], console: Console, *, indent: int = 2) -> None:
@@ -152,7 +102,3 @@ def render_verdicts(verdicts: Sequence[InvariantVerdict], console: Console) -> N
             console.print(f"       [red]... {verdict.breaches} in all[/red]")
         for missing in verdict.not_judged:
             console.print(f"       [yellow]not judged: {escape(printable(missing))}[/yellow]", soft_wrap=True)
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in counts.items()) or "none"

@@ -1,4 +1,4 @@
-"""Sphinx builds docs/ into a site: `scripts/docs --site` writes it to .berth/site; warnings are errors."""
+"""Sphinx builds docs/ into a site: `scripts/nightly docs --site` writes it to .berth/site; warnings are errors."""
 
 project = "berth"
 author = "berth maintainers"

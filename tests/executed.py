@@ -1,6 +1,6 @@
-"""The tests that a run of .ci/run executed, in one line, read from the files that its steps left in a folder.
+"""One line for what a run of .ci/run or scripts/nightly executed, read from the files that its steps left.
 
-    python -m tests.executed FOLDER
+    python -m tests.executed FOLDER FILE ...
 
 Exit status 1, and no such line, when a file is missing or cannot be read, reports a failure, or nothing at all.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -20,9 +20,8 @@ class Untold(Exception):
 
 
 class Step(NamedTuple):
-    """One step's file, how to count what was done, whether all of it passed, and how that is printed."""
+    """How to count what one step's file shows was done, whether all of it passed, and how that is printed."""
 
-    file: str
     count: Callable[[Any], int]
     passed: Callable[[Any], bool]
     words: str
@@ -36,85 +35,75 @@ def _suites(report: ElementTree.Element, name: str) -> int:
     return sum(int(suite.attrib[name]) for suite in report.iter("testsuite"))
 
 
-STEPS = (
-    Step(
-        "pytest.xml",
+def _of_pytest(words: str) -> Step:
+    return Step(
         lambda content: _suites(content, "tests") - _suites(content, "skipped"),
         lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
-        "{} tests (pytest)",
-    ),
-    Step(
-        "mutants.xml",
-        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
-        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
-        "{} tests of deliberate defects",
-    ),
-    Step(
-        "drills.xml",
-        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
-        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
-        "{} drills",
-    ),
-    Step(
-        "postgresql-16.xml",
-        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
-        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
-        "{} tests on PostgreSQL 16.2",
-    ),
-    Step(
-        "demo.json",
+        words,
+    )
+
+
+def _of_placement(words: str) -> Step:
+    return Step(lambda content: content["passed"], lambda content: content["failed"] == 0, words)
+
+
+def _of_simulation(words: str) -> Step:
+    return Step(lambda content: content["requests"], lambda content: content["failed"] == [], words)
+
+
+def _of_requests(words: str, counted: str = "requests") -> Step:
+    return Step(lambda content: content[counted], lambda content: content["passed"] is True, words)
+
+
+STEPS = {
+    "pytest.xml": _of_pytest("{} tests (pytest)"),
+    "mutants.xml": _of_pytest("{} tests of deliberate defects"),
+    "drills.xml": _of_pytest("{} drills"),
+    "postgresql-16.xml": _of_pytest("{} tests on PostgreSQL 16.2"),
+    "ironic.xml": _of_pytest("Ironic {} tests"),
+    "ironic-drill.xml": _of_pytest("Ironic {} drills"),
+    "demo.json": Step(
         lambda content: content["requests"],
         lambda content: bool(content["verdicts"]) and all(verdict["holds"] is True for verdict in content["verdicts"]),
         "demo {} boots",
     ),
-    Step(
-        "conformance.json", lambda content: content["passed"], lambda content: content["failed"] == 0, "conformance {}"
-    ),
-    Step(
-        "differential.json",
+    "conformance.json": _of_placement("conformance {}"),
+    "conformance-memory.json": _of_placement("conformance in memory {}"),
+    "differential.json": Step(
         lambda content: content["requests"],
         lambda content: content["failed"] == 0 and content["failures"] == [],
         "differential {} requests",
     ),
-    Step(
-        "simulate.json",
-        lambda content: content["requests"],
-        lambda content: content["failed"] == [],
-        "simulation {} requests",
+    "simulate.json": _of_simulation("simulation {} requests"),
+    "simulate-alone.json": _of_simulation("simulation alone {} requests"),
+    "mutation.json": Step(
+        lambda content: content["killed"],
+        lambda content: content["checked"] == content["killed"] + len(content["survivors"]),
+        "mutation {} killed",
     ),
-    Step(
-        "simulate-alone.json",
-        lambda content: content["requests"],
-        lambda content: content["failed"] == [],
-        "simulation alone {} requests",
-    ),
-    Step(
-        "clients.json",
+    "clients.json": Step(
         lambda content: sum(life["steps"] for life in content.values() if isinstance(life, dict)),
         lambda content: content["passed"] is True,
         "clients {} calls",
     ),
-    Step(
-        "bad-input.json",
+    "bad-input.json": _of_requests("bad input {} requests"),
+    "bad-input-web.json": _of_requests("bad input to the HTTP API {} requests"),
+    "pages.json": _of_requests("pages {} steps", "steps"),
+    "fuzz.json": _of_requests("fuzz {} inputs", "inputs"),
+    "chaos.json": Step(
         lambda content: content["requests"],
-        lambda content: content["passed"] is True,
-        "bad input {} requests",
+        lambda content: (
+            content["lost"] == content["doubled"] == content["leaked"] == content["overcommitted"] == 0
+            and content["at_rest"] is True
+            and bool(content["invariants"])
+            and all(content["invariants"].values())
+        ),
+        "chaos {} builds",
     ),
-    Step(
-        "bad-input-web.json",
-        lambda content: content["requests"],
-        lambda content: content["passed"] is True,
-        "bad input to the HTTP API {} requests",
+    "street.json": Step(
+        lambda content: content["boots"], lambda content: content["invariants_hold"] is True, "street {} boots"
     ),
-    Step("pages.json", lambda content: content["steps"], lambda content: content["passed"] is True, "pages {} steps"),
-    Step(
-        "ironic.xml",
-        lambda content: _suites(content, "tests") - _suites(content, "skipped"),
-        lambda content: _suites(content, "failures") == _suites(content, "errors") == 0,
-        "Ironic {} tests",
-    ),
-    Step(
-        "side-by-side.json",
+    "side-by-side.json": Step(
         lambda content: content["built"],
         lambda content: (
             content["failed"] == content["broken"] == content["not_migrated"] == []
@@ -124,13 +113,16 @@ STEPS = (
         "two versions side by side {} builds",
         needs="the commits of earlier versions",
     ),
-    Step("fuzz.json", lambda content: content["inputs"], lambda content: content["passed"] is True, "fuzz {} inputs"),
-)
+}
 
 
-def executed(folder: Path) -> str:
-    """The line; raises Untold."""
-    return "all passed: " + ", ".join(_in_words(folder / step.file, step) for step in STEPS)
+def executed(folder: Path, files: Sequence[str]) -> str:
+    """The line of these files; raises Untold."""
+    if not files:
+        raise Untold("no step left a file")
+    if unknown := [name for name in files if name not in STEPS]:
+        raise Untold(f"no step leaves {', '.join(unknown)}")
+    return "all passed: " + ", ".join(_in_words(folder / name, STEPS[name]) for name in files)
 
 
 def _in_words(path: Path, step: Step) -> str:
@@ -156,7 +148,7 @@ def _counted(path: Path, step: Step) -> int:
 def main() -> int:
     """Print the line; 0 when there is one."""
     try:
-        sys.stdout.write(f"==== {executed(Path(sys.argv[1]))}\n")
+        sys.stdout.write(f"==== {executed(Path(sys.argv[1]), sys.argv[2:])}\n")
     except Untold as untold:
         sys.stderr.write(f"==== {untold}\n")
         return 1

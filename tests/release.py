@@ -1,4 +1,4 @@
-"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (scripts/release).
+"""The content of a release, and whether all parts agree on it: `python -m tests.release [VERSION]` (a nightly step).
 
 Nothing is changed but the directory that the wheel goes into, and nothing is tagged or pushed.
 """

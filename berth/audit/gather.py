@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from berth.added_cells import with_added_cells
 from berth.audit.invariants import (
     ALIVE,
     AT_REST,
@@ -28,7 +27,7 @@ from berth.audit.invariants import (
     ServiceDownFact,
     SourceFact,
 )
-from berth.site import Site, process_name
+from berth.site import Site, process_name, with_added_cells
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent

@@ -7,7 +7,7 @@ client's event stream. `check_invariants` compares them. Gathering is `berth.aud
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from math import floor
@@ -187,97 +187,49 @@ class InvariantVerdict(Struct, frozen=True, kw_only=True):
     not_judged: tuple[str, ...] = ()
 
 
+class _Invariant(Struct, frozen=True):
+    """One row of the table. of: the facts that are looked at; None there: they are not known, and it is not judged."""
+
+    name: str
+    of: str
+    sentence: str
+    breaches: Callable[[Facts], Iterator[str]]
+    not_judged: Callable[[Facts], Iterator[str]] = lambda _: iter(())
+
+
 def check_invariants(facts: Facts) -> tuple[InvariantVerdict, ...]:
     """Judge every invariant that the facts suffice for, in the order of `berth check`'s output."""
-    return (*_always_checked(facts), *_checked_where_known(facts))
+    return tuple(_verdict(one, facts) for one in _INVARIANTS if getattr(facts, one.of) is not None)
 
 
-def _always_checked(facts: Facts) -> list[InvariantVerdict]:
-    """The invariants that every collection of facts suffices for."""
-    unreported = tuple(_unreported(facts))
-    return [
-        _verdict(
-            "capacity",
-            "used <= capacity on every provider and class, unless its inventory shrank under it",
-            len(facts.inventories),
-            _over_capacity(facts),
-        ),
-        _verdict(
-            "book_adds_up",
-            "the book's usage is the sum of its allocations",
-            len(facts.inventories),
-            iter(facts.audit),
-        ),
-        _verdict(
-            "one_terminal_state",
-            "every accepted request is on record and ends in exactly one terminal state",
-            len(facts.requests),
-            _terminal(facts),
-            tuple(_unsettled_down(facts)),
-        ),
-        _verdict(
-            "built_once", "no instance runs twice, or in two cells", len(facts.instances), _twice(facts), unreported
-        ),
-        _verdict(
-            "hosts_instances_allocations_agree",
-            "at rest, hosts, instances and allocations agree on what runs",
-            len(facts.instances),
-            _agreement(facts),
-            unreported,
-        ),
-        _verdict("feed_has_no_hole", "the change feed has no hole", facts.feed[2], _feed(facts)),
-        _verdict(
-            "effects_have_a_cause", "every effect traces back to one request", len(facts.allocations), _caused(facts)
-        ),
-    ]
+def _verdict(one: _Invariant, facts: Facts) -> InvariantVerdict:
+    found = list(one.breaches(facts))
+    return InvariantVerdict(
+        name=one.name,
+        sentence=one.sentence,
+        holds=not found,
+        checked=_looked_at(facts, one.of),
+        breaches=len(found),
+        examples=tuple(found[:MAX_EXAMPLES]),
+        not_judged=tuple(one.not_judged(facts)),
+    )
 
 
-def _checked_where_known(facts: Facts) -> list[InvariantVerdict]:
-    """The invariants whose facts not every caller collects: None means that they are unknown."""
-    verdicts: list[InvariantVerdict] = []
-    if facts.down is not None:
-        verdicts.append(
-            _verdict(
-                "services_there",
-                "every compute service reports, or was stopped on purpose",
-                len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts)),
-                (f"{one.cell}: {one.service}: {one.why}" for one in facts.down if not one.is_expected),
-            )
-        )
-    if facts.moves is not None:
-        verdicts.append(
-            _verdict("moves_end", "every request about an instance has ended", len(facts.moves), _open_moves(facts))
-        )
-    if facts.gangs is not None:
-        sentence = "of machines that start together enough were started, or none"
-        verdicts.append(_verdict("gangs_whole", sentence, len(facts.gangs), _partial_gangs(facts.gangs)))
-    if facts.breakers is not None:
-        verdicts.append(
-            _verdict("breakers_closed", "no breaker is open", len(facts.breakers), _open_breakers(facts.breakers))
-        )
-    if facts.quarantine is not None:
-        verdicts.append(
-            _verdict(
-                "quarantine_decided",
-                "no machine in quarantine, unless an operator keeps it there",
-                len(facts.quarantine),
-                _quarantined(facts.quarantine),
-            )
-        )
-    if facts.changes is not None:
-        verdicts.append(
-            _verdict("generations_rise", "generations only rise", len(facts.changes), _generations(facts.changes))
-        )
-    if facts.connections is not None:
-        verdicts.append(
-            _verdict(
-                "no_upcall",
-                "no message from a cell to anything above it except announcements",
-                len(facts.connections),
-                _upward(facts.connections),
-            )
-        )
-    return verdicts
+def _looked_at(facts: Facts, of: str) -> int:
+    match of:
+        case "feed":
+            return facts.feed[2]
+        case "down":
+            return len({(one.cell, one.service) for one in facts.instances if one.service} | _down(facts))
+    return len(getattr(facts, of))
+
+
+def _miscounted(facts: Facts) -> Iterator[str]:
+    return iter(facts.audit)
+
+
+def _silent_services(facts: Facts) -> Iterator[str]:
+    return (f"{one.cell}: {one.service}: {one.why}" for one in facts.down or () if not one.is_expected)
 
 
 def _open_moves(facts: Facts) -> Iterator[str]:
@@ -289,8 +241,8 @@ def _open_moves(facts: Facts) -> Iterator[str]:
             yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
 
 
-def _partial_gangs(gangs: Sequence[GangFact]) -> Iterator[str]:
-    for gang in gangs:
+def _partial_gangs(facts: Facts) -> Iterator[str]:
+    for gang in facts.gangs or ():
         enough = min(gang.min_count, gang.members - gang.withdrawn)
         if 0 < gang.sent < enough:
             yield f"{gang.uuid}: {gang.sent} of {gang.members} were started, and {enough} start together"
@@ -313,21 +265,6 @@ def _unsettled_down(facts: Facts) -> Iterator[str]:
         stuck = sum(i.state not in AT_REST for i in facts.instances if (i.cell, i.service) == (one.cell, one.service))
         if stuck:
             yield f"{stuck} instances that are under way at {one.service} of {one.cell} ({one.why})"
-
-
-def _verdict(
-    name: str, sentence: str, checked: int, breaches: Iterator[str], not_judged: tuple[str, ...] = ()
-) -> InvariantVerdict:
-    found = list(breaches)
-    return InvariantVerdict(
-        name=name,
-        sentence=sentence,
-        holds=not found,
-        checked=checked,
-        breaches=len(found),
-        examples=tuple(found[:MAX_EXAMPLES]),
-        not_judged=not_judged,
-    )
 
 
 def _over_capacity(facts: Facts) -> Iterator[str]:
@@ -466,8 +403,8 @@ def _running(
             yield f"{uuid}: runs, but is no active instance"
 
 
-def _open_breakers(breakers: Sequence[BreakerFact]) -> Iterator[str]:
-    for one in breakers:
+def _open_breakers(facts: Facts) -> Iterator[str]:
+    for one in facts.breakers or ():
         if one.is_open:
             since = datetime.fromtimestamp(one.tripped_at, UTC).strftime("%Y-%m-%d %H:%M:%S")
             yield (
@@ -476,8 +413,8 @@ def _open_breakers(breakers: Sequence[BreakerFact]) -> Iterator[str]:
             )
 
 
-def _quarantined(machines: Sequence[QuarantineFact]) -> Iterator[str]:
-    for one in machines:
+def _quarantined(facts: Facts) -> Iterator[str]:
+    for one in facts.quarantine or ():
         if not one.is_kept:
             decided = f", released to {one.verdict}, still there" if one.verdict else ": see `berth quarantine list`"
             yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
@@ -505,16 +442,16 @@ def _caused(facts: Facts) -> Iterator[str]:
             yield f"{instance.instance_uuid}: mapped to another cell than {instance.cell}"
 
 
-def _upward(connections: Sequence[tuple[str, str, bool]]) -> Iterator[str]:
-    for process, bus, in_cell in connections:
+def _upward(facts: Facts) -> Iterator[str]:
+    for process, bus, in_cell in facts.connections or ():
         if in_cell and bus == "api":
             yield f"{process} has a connection to the API bus"
 
 
-def _generations(changes: Sequence[Change]) -> Iterator[str]:
+def _generations(facts: Facts) -> Iterator[str]:
     last: dict[str, int] = {}
     used: dict[str, dict[str, int]] = {}  # by provider, of the classes that a change has named
-    for change in changes:
+    for change in facts.changes or ():
         provider, known = change.provider, last.get(change.provider, -1)
         if change.removed:
             last.pop(provider, None)
@@ -530,3 +467,40 @@ def _generations(changes: Sequence[Change]) -> Iterator[str]:
 def _is_freed(change: Change, before: Mapping[str, int]) -> bool:
     """Whether usage falls and nothing else: DELETE /allocations leaves the generation, as the real Placement's does."""
     return change.used is not None and all(amount <= before.get(name, amount) for name, amount in change.used.items())
+
+
+_INVARIANTS = (
+    _Invariant(
+        "capacity",
+        "inventories",
+        "used <= capacity on every provider and class, unless its inventory shrank under it",
+        _over_capacity,
+    ),
+    _Invariant("book_adds_up", "inventories", "the book's usage is the sum of its allocations", _miscounted),
+    _Invariant(
+        "one_terminal_state",
+        "requests",
+        "every accepted request is on record and ends in exactly one terminal state",
+        _terminal,
+        _unsettled_down,
+    ),
+    _Invariant("built_once", "instances", "no instance runs twice, or in two cells", _twice, _unreported),
+    _Invariant(
+        "hosts_instances_allocations_agree",
+        "instances",
+        "at rest, hosts, instances and allocations agree on what runs",
+        _agreement,
+        _unreported,
+    ),
+    _Invariant("feed_has_no_hole", "feed", "the change feed has no hole", _feed),
+    _Invariant("effects_have_a_cause", "allocations", "every effect traces back to one request", _caused),
+    _Invariant("services_there", "down", "every compute service reports, or was stopped on purpose", _silent_services),
+    _Invariant("moves_end", "moves", "every request about an instance has ended", _open_moves),
+    _Invariant("gangs_whole", "gangs", "of machines that start together enough were started, or none", _partial_gangs),
+    _Invariant("breakers_closed", "breakers", "no breaker is open", _open_breakers),
+    _Invariant(
+        "quarantine_decided", "quarantine", "no machine in quarantine, unless an operator keeps it there", _quarantined
+    ),
+    _Invariant("generations_rise", "changes", "generations only rise", _generations),
+    _Invariant("no_upcall", "connections", "no message from a cell to anything above it except announcements", _upward),
+)

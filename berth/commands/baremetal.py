@@ -10,121 +10,91 @@ import typer
 from msgspec.structs import replace
 
 from berth.client.baremetal import QUARANTINE, NodeRecord, flavor_classes, node_record, unserved
-from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, AsJson, Stop, out, print_json, run, settings_of
-from berth.render import printable, render_rows
+from berth.commands.common import AsJson, Exit, Stop, out, print_json, print_result, print_rows
+from berth.commands.options import CommandGroup
+from berth.render import render_rows
 from berth.settings import Settings
 from berth.site import read_runtime
 from bus.clock import SystemClock
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 
-baremetal = typer.Typer(no_args_is_help=True, help="Ironic's nodes, and their faults.")
+baremetal = CommandGroup(no_args_is_help=True, help="Ironic's nodes, and their faults.")
 
 NodeIdent = Annotated[str, typer.Argument(help="The node's UUID or name.", metavar="NODE")]
 
 
 @baremetal.command("list")
-def list_nodes(context: typer.Context, as_json: AsJson = False) -> None:
+async def list_nodes(settings: Settings, as_json: AsJson = False) -> None:
     """List all nodes, with the fault of each."""
-
-    async def body() -> None:
-        _show(await _records(settings_of(context)), as_json)
-
-    run(body)
+    _show(await _records(settings), as_json)
 
 
 @baremetal.command()
-def problems(context: typer.Context, as_json: AsJson = False) -> None:
+async def problems(settings: Settings, as_json: AsJson = False) -> int:
     """List nodes that no build can go to and why, and flavors that no node can serve. Exit status 1 when there are."""
-
-    async def body() -> int:
-        settings = settings_of(context)
-        found = await _records(settings)
-        wrong = [node for node in found if node.problems]
-        flavors = unserved(flavor_classes(settings.scheduler.flavors), found)
-        if as_json:
-            print_json({"nodes": wrong, "flavors": flavors})
-        else:
-            if wrong:
-                _show(wrong, as_json=False)
-            for flavor in flavors:
-                out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
-        return EXIT_NO if wrong or flavors else 0
-
-    run(body)
+    found = await _records(settings)
+    wrong = [node for node in found if node.problems]
+    flavors = unserved(flavor_classes(settings.scheduler.flavors), found)
+    if as_json:
+        print_json({"nodes": wrong, "flavors": flavors})
+    else:
+        if wrong:
+            _show(wrong, as_json=False)
+        for flavor in flavors:
+            out.print(f"flavor {flavor}: no node has the class that it requests", soft_wrap=True, markup=False)
+    return Exit.NO if wrong or flavors else 0
 
 
 @baremetal.command()
-def show(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> None:
+async def show(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
     """Show one node: what berth makes of it, and Ironic's own words."""
-
-    async def body() -> None:
-        settings = settings_of(context)
-        async with _ironic(settings) as api:
-            raw = await api.raw_node(node)
-        if raw is None:
-            raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
-        record = node_record(raw, flavor_classes(settings.scheduler.flavors))
-        if as_json:
-            print_json(record)
-            return
-        rows = [
-            ("uuid", record.uuid),
-            ("name", record.name),
-            ("class", record.resource_class),
-            ("flavors", ", ".join(record.serves)),
-            ("state", record.state),
-            ("power", record.power),
-            ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
-            *(("problem", problem) for problem in record.problems),
-            ("Ironic's reason", record.ironic_reason),
-        ]
-        render_rows(out, ("what", "value"), [row for row in rows if row[1]])
-
-    run(body)
+    async with _ironic(settings) as api:
+        raw = await api.raw_node(node)
+    if raw is None:
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
+    record = node_record(raw, flavor_classes(settings.scheduler.flavors))
+    if as_json:
+        print_json(record)
+        return
+    rows = [
+        ("uuid", record.uuid),
+        ("name", record.name),
+        ("class", record.resource_class),
+        ("flavors", ", ".join(record.serves)),
+        ("state", record.state),
+        ("power", record.power),
+        ("instance", f"{record.instance} ({'ours' if record.ours else 'foreign'})" if record.instance else ""),
+        *(("problem", problem) for problem in record.problems),
+        ("Ironic's reason", record.ironic_reason),
+    ]
+    render_rows(out, ("what", "value"), [row for row in rows if row[1]])
 
 
 @baremetal.command()
-def quarantine(
-    context: typer.Context,
+async def quarantine(
+    settings: Settings,
     node: NodeIdent,
     reason: Annotated[str, typer.Option(help="Why; Ironic shows it.")],
     as_json: AsJson = False,
 ) -> None:
     """Put a node into maintenance in Ironic, with a reason: no build goes there. Instances on it continue to run."""
-
-    async def body() -> None:
-        async with _ironic(settings_of(context)) as api:
-            await _known(api, node)
-            _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
-        _print_maintenance(node, on=True, as_json=as_json)
-
-    run(body)
+    async with _ironic(settings) as api:
+        await _known(api, node)
+        _check_accepted(await api.set_maintenance(node, on=True, reason=f"{QUARANTINE}{reason}"))
+    print_result({"node": node, "maintenance": True}, as_json, f"{node}: in maintenance")
 
 
 @baremetal.command()
-def release(context: typer.Context, node: NodeIdent, as_json: AsJson = False) -> None:
+async def release(settings: Settings, node: NodeIdent, as_json: AsJson = False) -> None:
     """Take a node out of the maintenance that `quarantine` set; another's maintenance is left alone."""
-
-    async def body() -> None:
-        async with _ironic(settings_of(context)) as api:
-            raw = await _known(api, node)
-            reason = str(raw.get("maintenance_reason") or "")
-            if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
-                raise Stop(
-                    EXIT_NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}"
-                )
-            _check_accepted(await api.set_maintenance(node, on=False))
-        _print_maintenance(node, on=False, as_json=as_json)
-
-    run(body)
-
-
-def _print_maintenance(node: str, *, on: bool, as_json: bool) -> None:
-    if as_json:
-        print_json({"node": node, "maintenance": on})
-    else:
-        out.print(printable(f"{node}: {'in' if on else 'out of'} maintenance"), soft_wrap=True, markup=False)
+    async with _ironic(settings) as api:
+        raw = await _known(api, node)
+        reason = str(raw.get("maintenance_reason") or "")
+        if not raw.get("maintenance") or not reason.startswith(QUARANTINE):
+            raise Stop(Exit.NO, "node.not_quarantined", f"node {node} is not in quarantine by berth: {reason or '-'}")
+        _check_accepted(await api.set_maintenance(node, on=False))
+    print_result({"node": node, "maintenance": False}, as_json, f"{node}: out of maintenance")
 
 
 @asynccontextmanager
@@ -139,7 +109,7 @@ async def _ironic(settings: Settings) -> AsyncIterator[IronicApi]:
     try:
         yield api
     except DriverUnavailable as fault:
-        raise Stop(EXIT_UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
+        raise Stop(Exit.UNAVAILABLE, "ironic.unavailable", f"{config.url}: {fault}") from fault
     finally:
         await api.close()
 
@@ -153,31 +123,20 @@ async def _records(settings: Settings) -> list[NodeRecord]:
 async def _known(api: IronicApi, node: str) -> dict[str, Any]:
     raw = await api.raw_node(node)
     if raw is None:
-        raise Stop(EXIT_NO, "node.unknown", f"Ironic has no node {node}")
+        raise Stop(Exit.NO, "node.unknown", f"Ironic has no node {node}")
     return raw
 
 
 def _check_accepted(refused: Refused | None) -> None:
     if refused is not None:
-        raise Stop(EXIT_NO, "ironic.refused", str(refused))
+        raise Stop(Exit.NO, "ironic.refused", str(refused))
 
 
 def _show(nodes: Sequence[NodeRecord], as_json: bool) -> None:
-    if as_json:
-        print_json(nodes)
-        return
-    rows = [
-        (
-            node.uuid,
-            node.resource_class or "-",
-            node.state,
-            node.power,
-            node.instance or "-",
-            "; ".join(
-                (*node.problems, *([f"Ironic: {node.ironic_reason}"] if node.problems and node.ironic_reason else []))
-            )
-            or "-",
-        )
-        for node in nodes
-    ]
-    render_rows(out, ("node", "class", "state", "power", "instance", "problem"), rows)
+    print_rows(nodes, as_json, ("node", "class", "state", "power", "instance", "problem"), _row)
+
+
+def _row(node: NodeRecord) -> list[str]:
+    reason = [f"Ironic: {node.ironic_reason}"] if node.problems and node.ironic_reason else []
+    problem = "; ".join((*node.problems, *reason))
+    return [node.uuid, node.resource_class or "-", node.state, node.power, node.instance or "-", problem or "-"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from uuid import UUID
@@ -12,24 +12,22 @@ from uuid import UUID
 import asyncpg
 import typer
 
-from berth.added_cells import with_added_cells
 from berth.audit.unclaimed import catch_up, claim_again, find_unclaimed, reported_of
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
     AsJson,
+    Exit,
     Stop,
     database_of,
     open_database_in_time,
     out,
     print_json,
     print_json_line,
-    run,
-    settings_of,
+    print_line,
+    print_result,
 )
 from berth.render import printable
-from berth.site import Site
+from berth.settings import Settings
+from berth.site import Site, with_added_cells
 from bus.contracts.placement import Release
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
@@ -69,8 +67,8 @@ WHERE instance_uuid = ANY($1::uuid[]) AND (NOT terminal OR (claim_in_doubt AND s
 """
 
 
-def audit(
-    context: typer.Context,
+async def audit(
+    settings: Settings,
     repair: Annotated[bool, typer.Option("--repair", help="Repair the findings that can be repaired.")] = False,
     consumers: Annotated[
         Path | None, typer.Option(help="UUIDs of all that may hold something, one a line: for a book that Nova writes.")
@@ -79,7 +77,7 @@ def audit(
         bool, typer.Option("--evict", help="With --repair: also release the newest allocations that exceed capacity.")
     ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Find the flaws of the book.
 
     Orphaned, missing, doubled and miscounted allocations, and capacity exceeded.
@@ -95,16 +93,12 @@ def audit(
     without whom it would fit: they run, and an operator has to move them; --evict releases them all the same: for
     machines that are known to be gone. Exit status 1 while anything is wrong.
     """
-
-    async def body() -> int:
-        if evict and not repair:
-            raise Stop(EXIT_USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
-        here = database_of(settings_of(context))
-        found = await audited(here, repair=repair, evict=evict, consumers=consumers)
-        _print_found(found, as_json)
-        return EXIT_NO if any(found[kind] for kind in found if kind != "repaired") else 0
-
-    run(body)
+    if evict and not repair:
+        raise Stop(Exit.USAGE, "audit.evict", "--evict is a part of repairing: --repair --evict")
+    here = database_of(settings)
+    found = await audited(here, repair=repair, evict=evict, consumers=consumers)
+    _print_found(found, as_json)
+    return Exit.NO if any(found[kind] for kind in found if kind != "repaired") else 0
 
 
 async def audited(
@@ -142,26 +136,19 @@ async def audited(
     }
 
 
-def export(
-    context: typer.Context, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
+async def export(
+    settings: Settings, file: Annotated[Path | None, typer.Argument(help="Else standard output.")] = None
 ) -> None:
     """Write the whole book, as it is at one moment, as JSON lines."""
-
-    async def body() -> None:
-        async with _book(database_of(settings_of(context))) as (store, database), database.raw() as connection:
+    with _explained():
+        async with _book(database_of(settings)) as (store, database), database.raw() as connection:
             found = await export_store.read(connection, store.names)
-        rows = lines(found)
-        if file is None:
-            sys.stdout.buffer.writelines(rows)
-        else:
-            with file.open("wb") as target:
-                target.writelines(rows)
-
-    run(_run(body))
+        with file.open("wb") if file is not None else contextlib.nullcontext(sys.stdout.buffer) as target:
+            target.writelines(lines(found))
 
 
-def import_(
-    context: typer.Context,
+async def import_(
+    settings: Settings,
     file: Annotated[Path | None, typer.Argument(help="A file that export wrote; else standard input.")] = None,
     from_url: Annotated[str | None, typer.Option(help="Copy a live OpenStack Placement instead.")] = None,
     token: Annotated[str, typer.Option(envvar="OS_TOKEN", help="An administrator's token there.")] = "admin",
@@ -175,9 +162,8 @@ def import_(
     With --from-url it copies while both run, pass after pass, until a pass over everything finds nothing
     new: then the copy is equal, and the command prints that.
     """
-
-    async def body() -> None:
-        async with _book(database_of(settings_of(context))) as (store, database):
+    with _explained():
+        async with _book(database_of(settings)) as (store, database):
             if not replace:
                 await _refuse_unless_empty(database)
             if from_url is not None:
@@ -188,39 +174,30 @@ def import_(
             if as_json:
                 print_json_line({"changed": changed})
             else:
-                out.print(f"imported: {changed} providers and consumers changed")
-
-    run(_run(body))
+                print_line(f"imported: {changed} providers and consumers changed")
 
 
-def move_host(
-    context: typer.Context,
+async def move_host(
+    settings: Settings,
     host: Annotated[str, typer.Argument(help="A provider's name or UUID; its whole tree moves.")],
     cell: Annotated[str, typer.Argument(help="The cell whose bus may report and claim it from now on.")],
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Give an empty host to another cell. Stop its compute service first, start it on the new cell's bus afterwards.
 
     Exit status 1 while a consumer holds something there.
     """
-
-    async def body() -> int:
-        here = database_of(settings_of(context))
-        async with _book(here) as (_, database), database.raw() as connection:
-            moved = await host_cells.move_host(connection, host, here.check_cell(cell))
-        was = moved.before or "no cell"
-        if moved.outcome == "unknown":
-            raise Stop(EXIT_NO, "host.unknown", f"the book has no provider {host!r}")
-        if moved.outcome == "in_use":
-            raise Stop(EXIT_NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
-        if as_json:
-            print_json({"provider": moved.root, "before": moved.before, "cell": cell})
-            return 0
-        text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
-        out.print(f"{moved.root}: {text}", soft_wrap=True, markup=False)
-        return 0
-
-    run(body)
+    here = database_of(settings)
+    async with _book(here) as (_, database), database.raw() as connection:
+        moved = await host_cells.move_host(connection, host, here.check_cell(cell))
+    was = moved.before or "no cell"
+    if moved.outcome == "unknown":
+        raise Stop(Exit.NO, "host.unknown", f"the book has no provider {host!r}")
+    if moved.outcome == "in_use":
+        raise Stop(Exit.NO, "host.in_use", f"{moved.holders} hold something on {moved.root}, of {was}")
+    text = f"{was} -> {cell}" if moved.outcome == "moved" else f"{cell} already"
+    print_result({"provider": moved.root, "before": moved.before, "cell": cell}, as_json, f"{moved.root}: {text}")
+    return 0
 
 
 # --- parts
@@ -237,18 +214,16 @@ async def _book(here: Site) -> AsyncIterator[tuple[PostgresStore, Database]]:
         await store.close()
 
 
-def _run(body: Any) -> Any:
-    async def inner() -> int | None:
-        try:
-            result: int | None = await body()
-        except InvalidExport as error:
-            raise Stop(EXIT_USAGE, "book.export", str(error)) from error
-        except OSError as error:
-            reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
-            raise Stop(EXIT_USAGE, "book.file", reason) from error
-        return result
-
-    return inner
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raises Stop for a file that cannot be used."""
+    try:
+        yield
+    except InvalidExport as error:
+        raise Stop(Exit.USAGE, "book.export", str(error)) from error
+    except OSError as error:
+        reason = f"cannot use {error.filename}: {error.strerror}" if error.filename else str(error)
+        raise Stop(Exit.USAGE, "book.file", reason) from error
 
 
 def _bounded(source: Any) -> Iterable[bytes]:
@@ -261,7 +236,7 @@ def _bounded(source: Any) -> Iterable[bytes]:
 async def _refuse_unless_empty(database: Database) -> None:
     async with database.raw() as connection:
         if await connection.fetchval("SELECT EXISTS (SELECT FROM providers)"):
-            raise Stop(EXIT_USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
+            raise Stop(Exit.USAGE, "book.not_empty", "the book is not empty; --replace replaces it by the import")
 
 
 async def _assign(store: PostgresStore, database: Database, what: BookExport) -> int:
@@ -292,14 +267,14 @@ async def _copy(store: PostgresStore, database: Database, url: str, token: str, 
             whole = not changed  # a whole pass verifies that a quick pass without differences is right
     finally:
         await source.close()
-    raise Stop(EXIT_NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
+    raise Stop(Exit.NO, "book.never_equal", f"still changing after {MAX_PASSES} passes; run it again")
 
 
 def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None:
     if as_json:
         print_json_line({"pass": number, **fields})
     else:
-        out.print(printable(f"pass {number}: {text}"), soft_wrap=True, markup=False)
+        print_line(f"pass {number}: {text}")
 
 
 async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
@@ -349,12 +324,12 @@ def uuids_of(path: Path) -> frozenset[str]:
                     try:
                         found.add(str(UUID(line.strip())))
                     except ValueError:
-                        raise Stop(EXIT_USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
+                        raise Stop(Exit.USAGE, "audit.consumers", f"{path}, line {number}: not a UUID") from None
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Stop(EXIT_USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
+        raise Stop(Exit.USAGE, "audit.consumers", f"cannot read {path}: {reason}") from error
     if not found:  # an empty list would make an orphan of every consumer
-        raise Stop(EXIT_USAGE, "audit.consumers", f"{path} names no consumer")
+        raise Stop(Exit.USAGE, "audit.consumers", f"{path} names no consumer")
     return frozenset(found)
 
 
@@ -368,7 +343,7 @@ async def _rows(here: Site, schema: str, statement: str, *arguments: object) -> 
     except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
         # Without knowing every cell's instances any of theirs would look orphaned.
         raise Stop(
-            EXIT_UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
+            Exit.UNAVAILABLE, "audit.blind", f"{schema} has never been started here: which instances live is unknown"
         ) from error
     finally:
         await database.close()

@@ -10,9 +10,10 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from enum import IntEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import asyncpg
 import msgspec
@@ -23,10 +24,11 @@ from rich.text import Text
 
 from berth.client import BuildClient
 from berth.in_process import WorkerEnded
-from berth.render import printable_lines
+from berth.render import printable, printable_lines, render_rows
 from berth.settings import Settings, check_urls, read_settings
 from berth.site import Site, process_name
 from berth.trial.embedded.process import DirectoryInaccessible, ServerFailed, ServerMissing
+from bus.contracts.base import MAX_REASON
 from bus.contracts.cells import CellsPage, CellsQuery
 from bus.faults import (
     DatabaseUnavailable,
@@ -45,18 +47,37 @@ from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from bus.service.watchdog import watchdog_of_this_process, watched_loop
 
-EXIT_NO = 1  # the answer is no: a build failed, an invariant is broken
-EXIT_USAGE = 2  # wrong use, settings or credentials
-EXIT_UNAVAILABLE = 3  # bus or database out of reach
-EXIT_TIME = 4  # time ran out
+
+class Exit(IntEnum):
+    """The statuses of commands beside 0 and, where it was interrupted, 130."""
+
+    NO = 1  # the answer is no: a build failed, an invariant is broken
+    USAGE = 2  # wrong use, settings or credentials
+    UNAVAILABLE = 3  # bus or database out of reach
+    TIME = 4  # time ran out
+
 
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
+
+
+def parse_uuid(text: str) -> str:
+    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
+    try:
+        return str(uuid.UUID(text))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a UUID") from None
+
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Timeout = Annotated[float, typer.Option("--timeout", min=0.1, max=86_400, help="Seconds to wait at most.")]
 
 By = Annotated[str | None, typer.Option("--by", help="Who decides; else the user and host of this command.")]
+Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
+Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
+Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
+
+T = TypeVar("T")
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -87,17 +108,9 @@ def make_directory(state: Path) -> None:
         state.mkdir(parents=True, exist_ok=True)
         writable = os.access(state, os.W_OK | os.X_OK)
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "state.unusable", f"cannot make {state}: {fault.strerror or fault}") from fault
     if not writable:
-        raise Stop(EXIT_USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
-
-
-def parse_uuid(text: str) -> str:
-    """A UUID as people write it (upper case, without dashes) in the one spelling that the bus knows."""
-    try:
-        return str(uuid.UUID(text))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a UUID") from None
+        raise Stop(Exit.USAGE, "state.unusable", f"{state} is not ours to write to; set state_dir")
 
 
 def decided_by(by: str | None) -> str:
@@ -115,6 +128,36 @@ async def check_cell(berth: BuildClient, settings: Settings, name: str | None) -
     known = sorted({*settings.cells, *(one.name for one in page.cells)})
     if name not in known:
         raise SettingsError("cell.unknown", f"there is no cell {name!r}; there are {', '.join(known)}")
+
+
+def check_reason(reason: str, *, least: int = 0) -> None:
+    """Raises BadParameter for a reason that no message may carry."""
+    if not least <= len(reason) <= MAX_REASON:
+        bounds = f"{least} to {MAX_REASON}" if least else f"at most {MAX_REASON}"
+        raise typer.BadParameter(f"{bounds} characters", param_hint="--reason")
+
+
+def print_line(text: str) -> None:
+    """Print one line for a person, with whatever a name in it holds."""
+    out.print(Text(printable(text)), soft_wrap=True)
+
+
+def print_result(data: object, as_json: bool, line: str) -> None:
+    """Print a result as JSON, or as one line."""
+    if as_json:
+        print_json(data)
+    else:
+        print_line(line)
+
+
+def print_rows(
+    items: Collection[T], as_json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
+) -> None:
+    """Print items as JSON, or as a table with a row for each."""
+    if as_json:
+        print_json(items)
+    else:
+        render_rows(out, columns, [row(one) for one in items])
 
 
 def print_json(data: object) -> None:
@@ -160,27 +203,27 @@ def print_stop(stop: Stop) -> None:
 
 # Faults in the words of a user, first match first: (fault, exit status, sentence; `{}` is the fault's own text).
 _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
-    (SettingsError, EXIT_USAGE, "{}"),
-    (Unroutable, EXIT_UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
-    (PublishRefused, EXIT_UNAVAILABLE, "the queue is full: publish more slowly"),
-    (BrokerUntrusted, EXIT_USAGE, "the broker is not trusted: {}"),
-    (BusOwnedByAnother, EXIT_USAGE, "{}"),
-    (BusForbidden, EXIT_USAGE, "the broker refuses these credentials: {}"),
-    (BusUnavailable, EXIT_UNAVAILABLE, "the bus is out of reach: {}"),
-    (RequestUnconfirmed, EXIT_TIME, "{}: is it out of disk, or of memory? see its log"),
-    (RequestTimeout, EXIT_TIME, "no answer in time: is a scheduler running?"),
-    (DatabaseUnprepared, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
-    (Forbidden, EXIT_USAGE, "{}"),
-    (NotConfigured, EXIT_USAGE, "{}"),
-    (DatabaseUnavailable, EXIT_UNAVAILABLE, "the database is out of reach: {}"),
-    (asyncpg.UndefinedTableError, EXIT_UNAVAILABLE, "no worker has prepared this database yet: {}"),
-    (Transient, EXIT_UNAVAILABLE, "{}"),
-    (ServerMissing, EXIT_USAGE, "{}"),
-    (DirectoryInaccessible, EXIT_USAGE, "{}"),
-    (ServerFailed, EXIT_UNAVAILABLE, "{}"),
-    (BusError, EXIT_NO, "{}"),
-    (Fault, EXIT_NO, "{}"),
-    (TimeoutError, EXIT_TIME, "time ran out"),
+    (SettingsError, Exit.USAGE, "{}"),
+    (Unroutable, Exit.UNAVAILABLE, "the bus has no queue for this yet: has a scheduler ever been started?"),
+    (PublishRefused, Exit.UNAVAILABLE, "the queue is full: publish more slowly"),
+    (BrokerUntrusted, Exit.USAGE, "the broker is not trusted: {}"),
+    (BusOwnedByAnother, Exit.USAGE, "{}"),
+    (BusForbidden, Exit.USAGE, "the broker refuses these credentials: {}"),
+    (BusUnavailable, Exit.UNAVAILABLE, "the bus is out of reach: {}"),
+    (RequestUnconfirmed, Exit.TIME, "{}: is it out of disk, or of memory? see its log"),
+    (RequestTimeout, Exit.TIME, "no answer in time: is a scheduler running?"),
+    (DatabaseUnprepared, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Forbidden, Exit.USAGE, "{}"),
+    (NotConfigured, Exit.USAGE, "{}"),
+    (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
+    (asyncpg.UndefinedTableError, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
+    (Transient, Exit.UNAVAILABLE, "{}"),
+    (ServerMissing, Exit.USAGE, "{}"),
+    (DirectoryInaccessible, Exit.USAGE, "{}"),
+    (ServerFailed, Exit.UNAVAILABLE, "{}"),
+    (BusError, Exit.NO, "{}"),
+    (Fault, Exit.NO, "{}"),
+    (TimeoutError, Exit.TIME, "time ran out"),
 )
 
 
@@ -202,7 +245,7 @@ def explain(fault: BaseException) -> Stop | None:
         return explain(fault.exceptions[0])
     if isinstance(fault, WorkerEnded):
         why = explain(fault.__cause__) if fault.__cause__ is not None else None
-        status = EXIT_NO if why is None else why.status
+        status = Exit.NO if why is None else why.status
         return Stop(status, "up.worker_died" if why is None else why.code, f"{fault}; see the log above")
     for kind, status, sentence in _MEANINGS:
         if isinstance(fault, kind):
@@ -232,7 +275,7 @@ async def open_in_time(opening: Coroutine[Any, Any, None]) -> None:
             await opening
     except TimeoutError as fault:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "bus.unavailable",
             f"no answer from the bus within {OPEN_TIMEOUT_S:g} s: does its broker run, and is bus.url its address?",
         ) from fault
@@ -243,7 +286,7 @@ def database_of(settings: Settings) -> Site:
     site = Site(settings)
     if site.database_url is None:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "database.unavailable",
             "no database: set database.url (BERTH_DATABASE__URL), or start `berth up`",
         )
@@ -260,7 +303,7 @@ async def open_database_in_time(opening: Coroutine[Any, Any, None]) -> None:
             await opening
     except TimeoutError as error:
         raise Stop(
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
             "database.unavailable",
             f"no answer from the database within {OPEN_TIMEOUT_S:g} s: does it run, and is database.url its address?",
         ) from error

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, TypeVar
 
 import typer
 from rich.text import Text
 
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_USAGE,
-    AsJson,
-    Stop,
-    err,
-    open_in_time,
-    out,
-    print_json,
-    run,
-    settings_of,
-)
+from berth.commands.common import AsJson, Exit, Stop, err, open_in_time, out, print_json, print_result, run, settings_of
 from berth.commands.expired import send_back
-from berth.render import printable, render_rows
+from berth.commands.options import CommandGroup
+from berth.render import printable, render_rows, utc
+from berth.settings import Settings
 from berth.site import Site
 from bus.bus import API
 from bus.consuming import dead_letters as letters
@@ -40,7 +30,7 @@ BARRED = {
 
 T = TypeVar("T")
 
-app = typer.Typer(no_args_is_help=True, help="Messages that were given up: look, send back, drop.")
+dead_letters = CommandGroup(no_args_is_help=True, help="Messages that were given up: look, send back, drop.")
 
 Queue = Annotated[
     str,
@@ -50,55 +40,45 @@ BusName = Annotated[str, typer.Option("--bus", help="`api`, or a cell's name.")]
 Limit = Annotated[int, typer.Option(min=1, max=MAX_SHOWN, help="The most to list, oldest first.")]
 
 
-@app.command("list")
-def list_letters(
-    context: typer.Context,
+@dead_letters.command("list")
+async def list_letters(
+    settings: Settings,
     queue: Annotated[str | None, typer.Argument(help="One queue; without it, all are counted.")] = None,
     bus: BusName = API,
     limit: Limit = 100,
     as_json: AsJson = False,
 ) -> None:
     """Count dead letters by bus and by queue, or list those of one queue."""
-
-    async def body() -> None:
-        site = Site(settings_of(context))
-        if queue is None:
-            _show_counts(await _counts(site), as_json)
-            return
-        found = await _on(site, bus, lambda transport: letters.list_dead(transport, queue, limit))
-        if as_json:
-            print_json([_plain(letter) for letter in found])
-            return
-        rows = [[le.id, le.code, _when(le.died_at), le.type, le.routing_key, le.reason] for le in found]
-        render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
-
-    run(body)
+    site = Site(settings)
+    if queue is None:
+        _show_counts(await _counts(site), as_json)
+        return
+    found = await _on(site, bus, lambda transport: letters.list_dead(transport, queue, limit))
+    if as_json:
+        print_json([_plain(letter) for letter in found])
+        return
+    rows = [[le.id, le.code, utc(le.died_at), le.type, le.routing_key, le.reason] for le in found]
+    render_rows(out, ["id", "code", "died at (UTC)", "type", "routing key", "reason"], rows)
 
 
-@app.command()
-def show(context: typer.Context, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False) -> None:
+@dead_letters.command()
+async def show(settings: Settings, queue: Queue, letter_id: str, bus: BusName = API, as_json: AsJson = False) -> None:
     """Show one dead letter whole. Its body may hold secrets."""
-
-    async def body() -> None:
-        found = await _on(
-            Site(settings_of(context)), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN)
-        )
-        letter = next((letter for letter in found if letter.id == letter_id), None)
-        if letter is None:
-            raise Stop(EXIT_NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
-        plain = {**_plain(letter), "headers": {name: str(value) for name, value in letter.headers.items()}}
-        if as_json:
-            print_json(plain)
-            return
-        for name, value in plain.items():
-            out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
-
-    run(body)
+    found = await _on(Site(settings), bus, lambda transport: letters.list_dead(transport, queue, MAX_SHOWN))
+    letter = next((letter for letter in found if letter.id == letter_id), None)
+    if letter is None:
+        raise Stop(Exit.NO, "letter.unknown", f"{queue} has no dead letter {letter_id}")
+    plain = {**_plain(letter), "headers": {name: str(value) for name, value in letter.headers.items()}}
+    if as_json:
+        print_json(plain)
+        return
+    for name, value in plain.items():
+        out.print(f"{name:12} {printable(str(value))}", soft_wrap=True, markup=False)
 
 
-@app.command()
-def replay(
-    context: typer.Context,
+@dead_letters.command()
+async def replay(
+    settings: Settings,
     queue: Queue,
     ids: Annotated[list[str] | None, typer.Argument(help="Which; none with --all.")] = None,
     every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
@@ -115,35 +95,30 @@ def replay(
     if bool(ids) == every:
         raise typer.BadParameter("name the letters, or give --all")
 
-    async def body() -> None:
-        wanted = None if every else ids
-        site = Site(settings_of(context))
-        back = await _on(
-            site,
-            bus,
-            lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
-        )
-        if as_json:
-            print_json({"replayed": back.sent, "too_old": back.too_old, "barred": back.barred})
-        else:
-            out.print(printable(f"{len(back.sent)} sent back to {queue}"), soft_wrap=True, markup=False)
-        if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
-            raise Stop(EXIT_NO, "letter.unknown", f"not found: {', '.join(unknown)}")
-        for code, why in BARRED.items():
-            if barred := [ident for ident, found in back.barred.items() if found == code]:
-                raise Stop(EXIT_NO, code, f"{len(barred)} {why}: {_named(barred)}")
-        if back.too_old:
-            reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
-            raise Stop(EXIT_NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
-
-    run(body)
+    wanted = None if every else ids
+    site = Site(settings)
+    back = await _on(
+        site,
+        bus,
+        lambda transport: send_back(transport, queue, wanted, site.settings, now=site.clock.time(), old=old),
+    )
+    found = {"replayed": back.sent, "too_old": back.too_old, "barred": back.barred}
+    print_result(found, as_json, f"{len(back.sent)} sent back to {queue}")
+    if unknown := sorted(set(ids or ()) - {*back.sent, *back.too_old, *back.barred}):
+        raise Stop(Exit.NO, "letter.unknown", f"not found: {', '.join(unknown)}")
+    for code, why in BARRED.items():
+        if barred := [ident for ident, found in back.barred.items() if found == code]:
+            raise Stop(Exit.NO, code, f"{len(barred)} {why}: {_named(barred)}")
+    if back.too_old:
+        reason = "expired, or older than deletes and releases are remembered: left there (--old sends them, too)"
+        raise Stop(Exit.NO, "letter.too_old", f"{len(back.too_old)} {reason}: {_named(back.too_old)}")
 
 
 def _named(ids: Sequence[str]) -> str:
     return ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
 
 
-@app.command()
+@dead_letters.command()
 def purge(
     context: typer.Context,
     queue: Queue,
@@ -153,14 +128,11 @@ def purge(
 ) -> None:
     """Throw the dead letters of a queue away, for good."""
     if not yes and not typer.confirm(f"Throw away all dead letters of {queue}?"):
-        raise SystemExit(EXIT_NO)
+        raise SystemExit(Exit.NO)
 
     async def body() -> None:
         gone = await _on(Site(settings_of(context)), bus, lambda transport: letters.purge(transport, queue))
-        if as_json:
-            print_json({"purged": gone})
-        else:
-            out.print(f"{gone} thrown away")
+        print_result({"purged": gone}, as_json, f"{gone} thrown away")
 
     run(body)
 
@@ -173,7 +145,7 @@ async def _on(site: Site, bus: str, work: Callable[[Transport], Awaitable[T]]) -
     try:
         return await work(transport)
     except QueueMissing as fault:
-        raise Stop(EXIT_USAGE, fault.code, f"there is no such queue: {fault}") from fault
+        raise Stop(Exit.USAGE, fault.code, f"there is no such queue: {fault}") from fault
     finally:
         await transport.close()
 
@@ -222,7 +194,3 @@ def _plain(letter: DeadLetter) -> dict[str, object]:
         "cut_from_bytes": letter.cut_from,
         "bars_replay": letter.bars_replay,
     }
-
-
-def _when(at: float | None) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S") if at else ""

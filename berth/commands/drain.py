@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-from datetime import UTC, datetime
 from typing import Annotated
 
 import typer
@@ -15,25 +14,25 @@ from rich.text import Text
 from berth.client import BuildClient
 from berth.client import drains as client_drains
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
     AsJson,
     By,
+    Exit,
+    Reason,
     Stop,
     Timeout,
+    check_reason,
     client,
     decided_by,
     out,
     parse_uuid,
     print_json,
-    run,
-    settings_of,
+    print_line,
+    print_rows,
 )
-from berth.commands.options import with_options
-from berth.render import counted, printable, render_rows
+from berth.commands.options import CommandGroup
+from berth.render import counted, printable, render_rows, utc
 from berth.settings import Settings
 from bus.clock import new_uuid
-from bus.contracts.base import MAX_REASON
 from bus.contracts.drains import (
     MAX_AT_ONCE,
     MAX_DEADLINE_S,
@@ -50,10 +49,9 @@ from bus.contracts.drains import (
 )
 from bus.contracts.moves import MoveKind
 
-drains = typer.Typer(invoke_without_command=True)
+drains = CommandGroup()
 
 Id = Annotated[str, typer.Argument(help="The drain's id.", metavar="DRAIN")]
-Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
 Deadline = Annotated[
     float | None,
     typer.Option("--deadline", min=0.1, max=MAX_DEADLINE_S, help="Seconds, after which no further move begins."),
@@ -61,11 +59,8 @@ Deadline = Annotated[
 
 
 class DrainOptions(Struct, frozen=True, kw_only=True):
-    """The options of `berth drain`."""
+    """The options of a drain, whatever it is of."""
 
-    target: Annotated[
-        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
-    ] = None
     plan: Annotated[
         bool,
         typer.Option("--plan", "--dry-run", help="Only print the destinations, and the instances that cannot move."),
@@ -81,29 +76,32 @@ class DrainOptions(Struct, frozen=True, kw_only=True):
     )
     detach: Annotated[bool, typer.Option("--detach", help="Print the drain's id, and do not follow it.")] = False
     drain_id: Annotated[
-        str | None, typer.Option("--id", help="The drain's id; one that is on record is followed, not begun again.")
+        str | None,
+        typer.Option(
+            "--id",
+            parser=parse_uuid,
+            metavar="UUID",
+            help="The drain's id; one that is on record is followed, not begun again.",
+        ),
     ] = None
     reason: Reason = "drain"
-    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None
     by: By = None
     timeout: Timeout = 3600.0
     as_json: AsJson = False
 
-    @property
-    def kind(self) -> MoveKind:
-        """How each instance is moved."""
-        return MoveKind.MIGRATE if self.cold else MoveKind.LIVE_MIGRATE
 
-
-@with_options
-def drain(
-    context: typer.Context,
+async def drain(
+    settings: Settings,
     name: Annotated[
         str, typer.Argument(help="Name or UUID of a host, a compute service, a cell or an aggregate.", metavar="TARGET")
     ],
+    target: Annotated[
+        DrainTarget | None, typer.Option("--target", help="The kind of the target, if its name is ambiguous.")
+    ] = None,
+    cell: Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")] = None,
     *,
     options: DrainOptions,
-) -> None:
+) -> int:
     """Move every instance off a host, service, cell or aggregate.
 
     Schedulers carry it out: it goes on when this command ends. The hosts are disabled first, together.
@@ -111,24 +109,20 @@ def drain(
     Ctrl-C stops the drain: it begins nothing more. Exit status 1 when an instance could not move, 4 when not all have
     been moved.
     """
-    start = _start_of(name, options)
-    as_json = options.as_json
+    check_reason(options.reason)
+    kind = MoveKind.MIGRATE if options.cold else MoveKind.LIVE_MIGRATE
     if options.plan:
-        query = DrainQuery(host=name, target=options.target, cell=options.cell, kind=options.kind)
-        run(lambda: _plan(settings_of(context), query, as_json=as_json))
-    timeout_s = options.timeout
-    run(lambda: _drain(settings_of(context), start, detach=options.detach, timeout_s=timeout_s, as_json=as_json))
-
-
-def _start_of(name: str, options: DrainOptions) -> DrainStart:
-    """The begin of the drain. Raises typer.BadParameter."""
-    _check(options.reason)
-    return DrainStart(
-        drain=_new_id() if options.drain_id is None else parse_uuid(options.drain_id),
+        async with client(settings) as berth:
+            query = DrainQuery(host=name, target=target, cell=cell, kind=kind)
+            planned = await client_drains.plan(berth.bus, query)
+        _show_plan(planned, options.as_json)
+        return Exit.NO if any(not one.hosts for one in planned.moves) else 0
+    command = DrainStart(
+        drain=options.drain_id or new_uuid(random.SystemRandom()),
         name=name,
-        target=options.target,
-        cell=options.cell,
-        kind=options.kind,
+        target=target,
+        cell=cell,
+        kind=kind,
         at_once=options.at_once,
         per_minute=options.rate,
         deadline_s=options.deadline,
@@ -136,141 +130,106 @@ def _start_of(name: str, options: DrainOptions) -> DrainStart:
         reason=options.reason,
         by=decided_by(options.by),
     )
-
-
-async def _plan(settings: Settings, query: DrainQuery, *, as_json: bool) -> int:
-    """Print the plan of a drain, and begin nothing; the exit status."""
-    async with client(settings) as berth:
-        planned = await client_drains.plan(berth.bus, query)
-    _show_plan(planned, as_json)
-    return EXIT_NO if any(not one.hosts for one in planned.moves) else 0
-
-
-async def _drain(settings: Settings, command: DrainStart, *, detach: bool, timeout_s: float, as_json: bool) -> int:
-    """Begin a drain, which schedulers plan once, and follow it; the exit status."""
     async with client(settings) as berth:
         begun = await client_drains.start(berth.bus, command)
-        if detach:
-            _show(begun, as_json)
+        if options.detach:
+            _show(begun, options.as_json)
             return 0
-        if not as_json:
+        if not options.as_json:
             show_begun(begun)
-        stop = DrainCommand(drain=command.drain, action=DrainAction.STOP, by=command.by, reason="Ctrl-C")
-        return _ended(await _follow(berth, command.drain, timeout_s, stop, as_json), as_json)
+        seen = await _follow(berth, command.drain, options.timeout, command.by, options.as_json)
+    return _ended(seen, options.as_json)
 
 
-@drains.callback()
-def list_drains(
-    context: typer.Context,
+@drains.default
+async def list_drains(
+    settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """List drains, the newest first, or command one."""
-    if context.invoked_subcommand is not None:
-        return
-
-    async def body() -> None:
-        async with client(settings_of(context)) as berth:
-            found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
-        if as_json:
-            print_json(found)
-            return
-        headers = ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"]
-        render_rows(out, headers, [_row(one) for one in found])
-
-    run(body)
+    async with client(settings) as berth:
+        found = await client_drains.drains(berth.bus, DrainsQuery(limit=limit))
+    print_rows(found, as_json, ["drain", "of", "state", "instances", "hosts", "begun (UTC)", "by"], _row)
 
 
-@drains.command("show")
-def show(context: typer.Context, drain_id: Id, as_json: AsJson = False) -> None:
+@drains.command()
+async def show(settings: Settings, drain_id: Id, as_json: AsJson = False) -> int:
     """Show the progress of a drain, and what it has not moved. Exit status 1 when something could not move."""
     ident = parse_uuid(drain_id)
-
-    async def body() -> int:
-        async with client(settings_of(context)) as berth:
-            found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
-        if not found:
-            raise Stop(EXIT_NO, "drain.unknown", f"no drain {ident} is on record")
-        _show(found[0], as_json)
-        return EXIT_NO if found[0].failed else 0
-
-    run(body)
+    async with client(settings) as berth:
+        found = await client_drains.drains(berth.bus, DrainsQuery(drain=ident))
+    if not found:
+        raise Stop(Exit.NO, "drain.unknown", f"no drain {ident} is on record")
+    _show(found[0], as_json)
+    return Exit.NO if found[0].failed else 0
 
 
-@drains.command("pause")
-def pause(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
+class ToDrain(Struct, frozen=True, kw_only=True):
+    """The options of each command to a drain."""
+
+    reason: Reason = ""
+    by: By = None
+    as_json: AsJson = False
+
+
+@drains.command()
+async def pause(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
     """Begin no further move until it is resumed; moves under way end by themselves."""
-    _command(context, drain_id, DrainAction.PAUSE, reason, by, as_json=as_json)
+    return await _command(settings, drain_id, DrainAction.PAUSE, options)
 
 
-@drains.command("resume")
-def resume(
-    context: typer.Context,
-    drain_id: Id,
-    reason: Reason = "",
-    deadline: Deadline = None,
-    by: By = None,
-    as_json: AsJson = False,
-) -> None:
+@drains.command()
+async def resume(settings: Settings, drain_id: Id, deadline: Deadline = None, *, options: ToDrain) -> int:
     """Go on, also with one that has ended: failed moves are tried again."""
-    _command(context, drain_id, DrainAction.RESUME, reason, by, deadline_s=deadline, as_json=as_json)
+    return await _command(settings, drain_id, DrainAction.RESUME, options, deadline_s=deadline)
 
 
-@drains.command("stop")
-def stop(context: typer.Context, drain_id: Id, reason: Reason = "", by: By = None, as_json: AsJson = False) -> None:
+@drains.command()
+async def stop(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
     """End it: begin nothing more. Its hosts stay disabled, and moved instances stay where they are."""
-    _command(context, drain_id, DrainAction.STOP, reason, by, as_json=as_json)
+    return await _command(settings, drain_id, DrainAction.STOP, options)
 
 
-@drains.command("undo")
-def undo(
-    context: typer.Context,
+@drains.command()
+async def undo(
+    settings: Settings,
     drain_id: Id,
-    reason: Reason = "",
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end.")] = False,
-    by: By = None,
-    timeout: Timeout = 3600.0,
-    as_json: AsJson = False,
-) -> None:
+    timeout_s: Timeout = 3600.0,
+    *,
+    options: ToDrain,
+) -> int:
     """Move the moved instances back; again, try those that have stayed.
 
     The decisions about its hosts from before are restored at once.
     """
-    follow_s = timeout if wait else None
-    _command(context, drain_id, DrainAction.UNDO, reason, by, follow_s=follow_s, as_json=as_json)
+    return await _command(settings, drain_id, DrainAction.UNDO, options, follow_s=timeout_s if wait else None)
 
 
-def _command(
-    context: typer.Context,
+async def _command(
+    settings: Settings,
     drain_id: str,
     action: DrainAction,
-    reason: str,
-    by: str | None,
+    options: ToDrain,
     *,
     deadline_s: float | None = None,
     follow_s: float | None = None,
-    as_json: bool,
-) -> None:
-    ident, who = parse_uuid(drain_id), decided_by(by)
-    _check(reason)
-
-    async def body() -> int:
-        command = DrainCommand(drain=ident, action=action, by=who, reason=reason, deadline_s=deadline_s)
-        async with client(settings_of(context)) as berth:
-            found = await client_drains.command(berth.bus, command)
-            if follow_s is not None:
-                pausing = DrainCommand(drain=ident, action=DrainAction.STOP, by=who, reason="Ctrl-C")
-                return _ended(await _follow(berth, ident, follow_s, pausing, as_json), as_json)
-        _show(found, as_json)
-        return 0
-
-    run(body)
+) -> int:
+    check_reason(options.reason)
+    ident, who = parse_uuid(drain_id), decided_by(options.by)
+    command = DrainCommand(drain=ident, action=action, by=who, reason=options.reason, deadline_s=deadline_s)
+    async with client(settings) as berth:
+        found = await client_drains.command(berth.bus, command)
+        if follow_s is not None:
+            return _ended(await _follow(berth, ident, follow_s, who, options.as_json), options.as_json)
+    _show(found, options.as_json)
+    return 0
 
 
-async def _follow(
-    berth: BuildClient, ident: str, timeout_s: float, on_interrupt: DrainCommand, as_json: bool
-) -> DrainProgress:
+async def _follow(berth: BuildClient, ident: str, timeout_s: float, by: str, as_json: bool) -> DrainProgress:
     """Follow a drain to its end; SIGINT stops it."""
+    on_interrupt = DrainCommand(drain=ident, action=DrainAction.STOP, by=by, reason="Ctrl-C")
     loop, stopping = asyncio.get_running_loop(), set[asyncio.Task[DrainProgress]]()
     loop.add_signal_handler(
         signal.SIGINT, lambda: stopping.add(loop.create_task(client_drains.command(berth.bus, on_interrupt)))
@@ -296,23 +255,14 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
     _show(seen, as_json)
     left = len(seen.not_begun) + len(seen.under_way)
     if seen.state is not DrainState.ENDED and not as_json:
-        raise Stop(EXIT_TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
+        raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
             verb = "undo" if DrainMoveState.TO_RETURN in seen.counts else "resume"  # an undo that was stopped
             reason = f"{counted(left, 'instance')} not moved; see berth drains {verb} {seen.id}"
-            raise Stop(EXIT_TIME, seen.code, reason)
-        return EXIT_TIME
-    return EXIT_NO if seen.failed else 0
-
-
-def _new_id() -> str:
-    return new_uuid(random.SystemRandom())
-
-
-def _check(reason: str) -> None:
-    if len(reason) > MAX_REASON:
-        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
+            raise Stop(Exit.TIME, seen.code, reason)
+        return Exit.TIME
+    return Exit.NO if seen.failed else 0
 
 
 def _counted(one: DrainProgress) -> str:
@@ -323,11 +273,7 @@ def _counted(one: DrainProgress) -> str:
 def _row(one: DrainProgress) -> list[str | Text]:
     state = f"{one.state} ({one.code})" if one.code else one.state.value
     counts = ", ".join(f"{count} {name}" for name, count in one.counts.items())
-    return [one.id, printable(f"{one.target} {one.host}"), state, counts, str(one.hosts), _when(one.started_at), one.by]
-
-
-def _when(at: float | None) -> str:
-    return "" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    return [one.id, printable(f"{one.target} {one.host}"), state, counts, str(one.hosts), utc(one.started_at), one.by]
 
 
 def _show(one: DrainProgress, as_json: bool) -> None:
@@ -340,20 +286,20 @@ def _show(one: DrainProgress, as_json: bool) -> None:
 def show_begun(begun: DrainProgress) -> None:
     """Print the extent of a drain that has begun."""
     what = f"{counted(begun.planned, 'instance')} on {counted(begun.hosts, 'host')}"
-    out.print(Text(f"drain {begun.id}: {what}"), soft_wrap=True)
+    print_line(f"drain {begun.id}: {what}")
 
 
 def show_progress(seen: DrainProgress) -> None:
     """Print how many of its instances are in each state."""
-    out.print(Text(_counted(seen)), soft_wrap=True)
+    print_line(_counted(seen))
 
 
 def show_drain(one: DrainProgress) -> None:
     """Print a drain with the instances that it has not moved."""
     why = f" ({one.code})" if one.code else ""
-    until = "" if one.deadline_at is None else f", until {_when(one.deadline_at)} UTC"
-    out.print(Text(printable(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")), soft_wrap=True)
-    out.print(Text(f"{_counted(one)}{why}{until}"), soft_wrap=True)
+    until = "" if one.deadline_at is None else f", until {utc(one.deadline_at)} UTC"
+    print_line(f"drain {one.id} of {one.target} {one.host}, by {one.by}: {one.reason}")
+    print_line(f"{_counted(one)}{why}{until}")
     rows = [[fault.instance_uuid, fault.code, printable(fault.reason)] for fault in one.failed]
     rows += [[uuid, "", "not begun"] for uuid in one.not_begun]
     if rows:
@@ -364,19 +310,17 @@ def _show_plan(planned: DrainPlan, as_json: bool) -> None:
     if as_json:
         print_json(planned)
         return
+    headers = ["instance", "on", "project", "flavor", "to, alternates", "cannot"]
     rows = [
-        [
-            one.instance_uuid,
-            one.source,
-            one.project_id,
-            one.flavor,
-            ", ".join(one.hosts),
-            f"{one.code}: {one.reason}" if one.code else "",
-        ]
+        [one.instance_uuid, one.source, one.project_id, one.flavor, ", ".join(one.hosts), _cannot(one.code, one.reason)]
         for one in planned.moves
     ]
-    render_rows(out, ["instance", "on", "project", "flavor", "to, alternates", "cannot"], rows)
+    render_rows(out, headers, rows)
     stuck = sum(not one.hosts for one in planned.moves)
     more = f" and more than these {len(rows)}" if planned.more else ""
-    line = f"{counted(planned.hosts, 'host')}: {counted(len(rows) - stuck, 'move')}, {stuck} cannot be made{more}"
-    out.print(Text(line), soft_wrap=True)
+    moves = counted(len(rows) - stuck, "move")
+    print_line(f"{counted(planned.hosts, 'host')}: {moves}, {stuck} cannot be made{more}")
+
+
+def _cannot(code: str, reason: str) -> str:
+    return f"{code}: {reason}" if code else ""

@@ -1,25 +1,56 @@
-"""`berth flavors|rules|quotas|aggregates|groups set`: the fields that are named change, all others stay as they are."""
+"""`berth flavors|rules|quotas|aggregates|groups`: `set` changes the fields that are named, and all others stay."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
+from rich.text import Text
 
-from berth.client.object_edits import Body, ObjectEdit, merged
-from berth.commands.common import EXIT_NO, EXIT_USAGE, AsJson, By, Stop, pairs_of, parse_uuid
-from berth.commands.members import GroupName, aggregates, groups
-from berth.commands.objects import DryRun, Force, Name, Why, change_objects, flavors, number, rules
-from berth.commands.quotas import quotas
+from berth.client.object_edits import Body, ObjectEdit, QuotaUse, merged, project_usage, quota_uses
+from berth.commands.as_toml import NO_COMMENTS, Path, as_toml
+from berth.commands.common import (
+    QUERY_TIMEOUT_S,
+    AsJson,
+    Exit,
+    Stop,
+    client,
+    out,
+    pairs_of,
+    parse_uuid,
+    print_json,
+    print_rows,
+)
+from berth.commands.objects import (
+    ChangeOptions,
+    ForcedOptions,
+    Name,
+    aggregates,
+    change_objects,
+    flavors,
+    groups,
+    number,
+    quotas,
+    read_object,
+    rules,
+    stored_objects,
+)
+from berth.render import printable, render_rows
+from berth.settings import Settings
+from bus.bus import Bus
 from bus.clock import new_uuid
+from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.objects import DEFAULT_QUOTA, SCHEDULING, ObjectKind, StoredObject
+from bus.contracts.objects import DEFAULT_QUOTA, SCHEDULING, GroupDefinition, ObjectKind, StoredObject, group_named
 
 __all__ = ["aggregates", "flavors", "groups", "quotas", "rules"]
 
+GroupName = Annotated[str, typer.Argument(help="PROJECT/NAME.", metavar="PROJECT/NAME")]
+Hosts = Annotated[list[str], typer.Argument(help="Hosts, by name or uuid.", metavar="HOST...")]
 V = TypeVar("V")
 DiskGb = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="GiB; of a new flavor 0 unless it is named.")]
 ExtraSpec = Annotated[
@@ -59,8 +90,8 @@ _RULE_FIELDS = {
 
 
 @flavors.command("set")
-def set_flavor(
-    context: typer.Context,
+async def set_flavor(
+    settings: Settings,
     name: Name,
     vcpus: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Virtual CPUs.")] = None,
     memory_mb: Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="MiB.")] = None,
@@ -70,11 +101,8 @@ def set_flavor(
     project: Project = None,
     remove_project: Annotated[list[str] | None, typer.Option(help="No longer for this project; repeatable.")] = None,
     every_project: Annotated[bool, typer.Option("--every-project", help="For every project.")] = False,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ForcedOptions,
 ) -> None:
     """Make a flavor, or change the named fields of one. A new one names --vcpus and --memory-mb."""
     sizes = {"vcpus": vcpus, "memory_mb": memory_mb, "disk_gb": disk_gb}
@@ -90,20 +118,19 @@ def set_flavor(
         kept = _members_of(projects, project, remove_project, f"flavor {name!r} is not for project")
         if projects and not kept and not every_project:
             reason = "without its last project it is for every project: name --every-project, or another project"
-            raise Stop(EXIT_USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
+            raise Stop(Exit.USAGE, "flavor.last_project", f"flavor {name!r}: {reason}")
         own = _pairs(before.get("extra_specs", {}), specs, remove_extra_spec, f"flavor {name!r} has no extra spec")
         body = {**before, **named, "extra_specs": own, "projects": [] if every_project else kept}
         if known is None:
             _check_sizes(name, body)
         return body
 
-    edited = ObjectEdit(ObjectKind.FLAVOR, name, edit)
-    change_objects(context, edited, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    await change_objects(settings, ObjectEdit(ObjectKind.FLAVOR, name, edit), decision)
 
 
 @rules.command("set")
-def set_rules(
-    context: typer.Context,
+async def set_rules(
+    settings: Settings,
     multiplier: Annotated[
         list[str] | None, typer.Option(metavar="WEIGHER=NUMBER", help="A weigher's multiplier; repeatable.")
     ] = None,
@@ -118,17 +145,17 @@ def set_rules(
     unset: Annotated[
         list[RuleField] | None, typer.Option(help="As in the settings of each scheduler again; repeatable.")
     ] = None,
-    why: Why = "",
-    by: By = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ChangeOptions,
 ) -> None:
     """Set the named scheduling rules. Fields that no command has set are as in the settings of each scheduler."""
     numbers = {key: number(value, key, float) for key, value in pairs_of(multiplier, "--multiplier").items()}
     _check_disjoint(numbers, remove_multiplier, "multiplier")
     given = {"enabled_filters": filters, "enabled_weighers": weighers, "host_subset_size": host_subset_size}
     patch: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    patch |= {_RULE_FIELDS[field]: None for field in unset or ()}
+    cleared = {_RULE_FIELDS[field]: None for field in unset or ()}
+    _check_disjoint(patch | ({"multipliers": None} if numbers or remove_multiplier else {}), cleared, "rule")
+    patch |= cleared
     if not (patch or numbers or remove_multiplier):
         raise typer.BadParameter("name what is to be set (berth rules delete default: as in the settings again)")
 
@@ -139,13 +166,12 @@ def set_rules(
             body["multipliers"] = _pairs(body.get("multipliers") or {}, numbers, remove_multiplier, what)
         return merged(body, patch)
 
-    edited = ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit)
-    change_objects(context, edited, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+    await change_objects(settings, ObjectEdit(ObjectKind.SCHEDULING, SCHEDULING, edit), decision)
 
 
 @quotas.command("set")
-def set_quota(
-    context: typer.Context,
+async def set_quota(
+    settings: Settings,
     project: Annotated[str, typer.Argument(help=f"The project, or {DEFAULT_QUOTA!r}.")],
     limits: Annotated[
         list[str] | None,
@@ -154,10 +180,8 @@ def set_quota(
     remove: Annotated[
         list[str] | None, typer.Option(metavar="CLASS", help="Remove the limit of this class; repeatable.")
     ] = None,
-    why: Why = "",
-    by: By = None,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ChangeOptions,
 ) -> None:
     """Set limits of a project's quota. They hold from the next claim on; allocations beyond them stay."""
     numbers = {key: number(value, key) for key, value in pairs_of(limits, "CLASS=AMOUNT").items()}
@@ -168,15 +192,18 @@ def set_quota(
     def edit(known: StoredObject | None) -> Body:
         before = {} if known is None else known.body
         what = f"quota {project!r} has no limit of"
-        return {**before, "limits": _pairs(before.get("limits", {}), numbers, remove, what)}
+        limits = _pairs(before.get("limits", {}), numbers, remove, what)
+        if not limits:
+            reason = f"without its last limit nothing limits it: berth quotas delete {project}, or another limit"
+            raise Stop(Exit.USAGE, "quota.last_limit", f"quota {project!r}: {reason}")
+        return {**before, "limits": limits}
 
-    edited = ObjectEdit(ObjectKind.QUOTA, project, edit)
-    change_objects(context, edited, why=why, by=by, force=False, dry_run=dry_run, as_json=as_json)
+    await change_objects(settings, ObjectEdit(ObjectKind.QUOTA, project, edit), decision)
 
 
 @aggregates.command("set")
-def set_aggregate(
-    context: typer.Context,
+async def set_aggregate(
+    settings: Settings,
     name: Name,
     uuid: AggregateUuid = None,
     host: Annotated[list[str] | None, typer.Option(help="A further host of it, by name or uuid; repeatable.")] = None,
@@ -185,11 +212,8 @@ def set_aggregate(
     remove_metadata: RemoveMetadata = None,
     zone: Annotated[str | None, typer.Option(help="Make it this availability zone.")] = None,
     no_zone: Annotated[bool, typer.Option("--no-zone", help="Make it no availability zone.")] = False,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ForcedOptions,
 ) -> None:
     """Make a host aggregate, or change the named fields of one (its hosts leave by remove-host)."""
     pairs = pairs_of(metadata, "--metadata") | ({} if zone is None else {ZONE: zone})
@@ -210,13 +234,12 @@ def set_aggregate(
             body.pop("hosts", None)
         return body
 
-    edited = ObjectEdit(ObjectKind.AGGREGATE, name, edit)
-    change_objects(context, edited, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
 
 
 @groups.command("set")
-def set_group(
-    context: typer.Context,
+async def set_group(
+    settings: Settings,
     name: GroupName,
     policy: Annotated[GroupPolicy | None, typer.Option(help="The policy of the group; a new one names it.")] = None,
     max_per_host: Annotated[
@@ -226,11 +249,9 @@ def set_group(
     uuid: Annotated[
         str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Its uuid; else it follows from the name.")
     ] = None,
-    why: Why = "",
-    by: By = None,
     force: Annotated[bool, typer.Option("--force", help="Also where it has members.")] = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ChangeOptions,
 ) -> None:
     """Make a server group, or change the named fields of one. Members keep the rule that they were built under."""
     given = {"policy": None if policy is None else policy.value, "max_per_host": max_per_host, "uuid": uuid}
@@ -238,11 +259,95 @@ def set_group(
 
     def edit(known: StoredObject | None) -> Body:
         if known is None and policy is None:
-            raise Stop(EXIT_USAGE, "group.incomplete", f"group {name!r} is new: name --policy")
+            raise Stop(Exit.USAGE, "group.incomplete", f"group {name!r} is new: name --policy")
         return {**({} if known is None else known.body), **named}
 
-    edited = ObjectEdit(ObjectKind.GROUP, name, edit)
-    change_objects(context, edited, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+    await change_objects(settings, ObjectEdit(ObjectKind.GROUP, name, edit), decision, force=force)
+
+
+@aggregates.command("add-host")
+async def add_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
+    """Add hosts to an aggregate. Once it names hosts, it has those and no others."""
+    await _change_hosts(settings, name, decision, named=hosts)
+
+
+@aggregates.command("remove-host")
+async def remove_hosts(settings: Settings, name: Name, hosts: Hosts, *, decision: ForcedOptions) -> None:
+    """Remove hosts from an aggregate that names its hosts."""
+    await _change_hosts(settings, name, decision, removed=hosts)
+
+
+async def _change_hosts(
+    settings: Settings, name: str, decision: ForcedOptions, *, named: Sequence[str] = (), removed: Sequence[str] = ()
+) -> None:
+    def edit(known: StoredObject | None) -> Body:
+        if known is None:
+            raise Stop(Exit.NO, "object.unknown", f"there is no aggregate {name!r}")
+        hosts = _members_of(known.body.get("hosts") or (), named, removed, f"aggregate {name!r} does not name")
+        return {**known.body, "hosts": hosts}
+
+    await change_objects(settings, ObjectEdit(ObjectKind.AGGREGATE, name, edit), decision)
+
+
+@groups.command("show")
+async def show_group(settings: Settings, name: GroupName, as_json: AsJson = False) -> None:
+    """Show a server group and its members: instances, and the hosts that they are on."""
+    async with client(settings) as berth:
+        stored = await read_object(berth.bus, ObjectKind.GROUP, name)
+        group = group_named(name, msgspec.convert(stored.body, GroupDefinition))
+        members = [one async for one in _members(berth.bus, name.partition("/")[0], group.uuid)]
+    if as_json:
+        print_json({"group": stored, "uuid": group.uuid, "members": dict(members)})
+        return
+    rule = f"{group.policy.value}, max_per_host {group.max_per_host}, uuid {group.uuid}"
+    out.print(Text(printable(f"{name}: {rule}")), soft_wrap=True)
+    render_rows(out, ["member", "hosts"], [[uuid, printable(", ".join(hosts))] for uuid, hosts in members])
+
+
+async def _members(bus: Bus, project: str, group: str) -> AsyncIterator[tuple[str, tuple[str, ...]]]:
+    """(instance, names of its hosts) by uuid."""
+    after: str | None = None
+    while True:
+        query = GroupMembersQuery(project_id=project, server_group=group, after=after)
+        page = await bus.request(query, GroupMembersPage, timeout_s=QUERY_TIMEOUT_S)
+        for one in page.members.items():
+            yield one
+        if not page.more:
+            return
+        after = max(page.members)
+
+
+@quotas.command("list")
+async def list_quotas(settings: Settings, as_json: AsJson = False) -> None:
+    """List projects that have a quota or hold something, with limits and usage."""
+    async with client(settings) as berth:
+        stored = [one async for one in stored_objects(berth.bus, ObjectKind.QUOTA)]
+        found = quota_uses(stored, await project_usage(berth.bus, (), timeout_s=QUERY_TIMEOUT_S))
+    columns = ["project", "quota", "used of limit", "version"]
+    print_rows(found, as_json, columns, lambda one: [one.project, one.quota, _uses(one), str(one.version or "")])
+
+
+@quotas.command("show")
+async def show_quota(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+    """Show a quota as TOML, as `berth apply` reads it, with the project's usage."""
+    async with client(settings) as berth:
+        stored = await read_object(berth.bus, ObjectKind.QUOTA, name)
+        used = {} if name == DEFAULT_QUOTA else await project_usage(berth.bus, [name], timeout_s=QUERY_TIMEOUT_S)
+    (found,) = quota_uses([stored], used, [name])
+    if as_json:
+        print_json(found)
+        return
+    comments: Mapping[Path, str] = {("quotas", name, key): f"{found.used.get(key, 0)} used" for key in found.limits}
+    text = as_toml({"quotas": {name: found.limits}}, NO_COMMENTS if name == DEFAULT_QUOTA else comments)
+    out.print(Text(text), end="", soft_wrap=True)
+
+
+def _uses(one: QuotaUse) -> str:
+    """Without usage for the default: each project has its own."""
+    if one.project == DEFAULT_QUOTA and not one.used:
+        return ", ".join(f"{name} {limit} each project" for name, limit in sorted(one.limits.items()))
+    limited = [f"{name} {one.used.get(name, 0)} of {limit}" for name, limit in sorted(one.limits.items())]
+    return ", ".join([*limited, *(f"{name} {n}" for name, n in sorted(one.used.items()) if name not in one.limits)])
 
 
 def _check_sizes(name: str, body: Body) -> None:
@@ -250,7 +355,7 @@ def _check_sizes(name: str, body: Body) -> None:
     missing = [key for key, of in SIZES.items() if key not in body and f"resources:{of}" not in body["extra_specs"]]
     if missing:
         options = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
-        raise Stop(EXIT_USAGE, "flavor.incomplete", f"flavor {name!r} is new: name {options} (0 is a size, too)")
+        raise Stop(Exit.USAGE, "flavor.incomplete", f"flavor {name!r} is new: name {options} (0 is a size, too)")
 
 
 def _check_disjoint(named: Mapping[str, Any], removed: Iterable[str] | None, what: str) -> None:
@@ -263,7 +368,7 @@ def _pairs(before: Mapping[str, V], named: Mapping[str, V], removed: Iterable[st
     """The pairs with those that are named, without those that are removed. Raises Stop: there is no such."""
     removed = tuple(removed or ())
     if missing := [key for key in removed if key not in before]:
-        raise Stop(EXIT_NO, "object.unknown", f"{what} {', '.join(missing)}")
+        raise Stop(Exit.NO, "object.unknown", f"{what} {', '.join(missing)}")
     return {key: value for key, value in {**before, **named}.items() if key not in removed}
 
 

@@ -1,12 +1,17 @@
-"""`berth hosts`: the schedulers' records of hosts, and an operator's decisions about them."""
+"""`berth hosts`, `services`, `workers`, `host-metrics`: what schedulers know of them, and decisions about them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Awaitable, Sequence
-from typing import Annotated
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
+from msgspec import Struct
 from rich.text import Text
 
 from berth.client import BuildClient
@@ -14,56 +19,94 @@ from berth.commands.common import (
     QUERY_TIMEOUT_S,
     AsJson,
     By,
+    Exit,
+    Reason,
+    Stop,
     Timeout,
     check_cell,
+    check_reason,
     client,
     database_of,
     decided_by,
     out,
     print_json,
-    run,
-    settings_of,
+    print_line,
+    print_rows,
 )
-from berth.commands.named import check_names, finish, forget_each
+from berth.commands.options import CommandGroup
 from berth.commands.safety import show_unexplained, unexplained
-from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import MAX_HOSTS, Fencer
-from berth.fencing.plugin import load
-from berth.render import printable, render_rows
+from berth.fencing.plugin import FencingFailed, load
+from berth.render import printable, render_rows, utc
 from berth.settings import Settings
 from bus.clock import SystemClock
 from bus.contracts.build import HostRecord
+from bus.contracts.host_metrics import (
+    MAX_NAMES,
+    HostMetrics,
+    HostMetricsPage,
+    HostMetricsQuery,
+    HostMetricsRecord,
+    HostReading,
+    MetricName,
+    MetricSource,
+    MetricValue,
+)
 from bus.contracts.operations import (
     AdminState,
     ForgetHost,
+    ForgetService,
     HostAdminState,
     HostForgotten,
+    ServiceForgotten,
+    ServiceRecord,
     SetAdminState,
 )
+from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.faults import Fault, RequestRefused
 from cell_conductor.domain.report import UnexplainedKind
 
-app = typer.Typer(invoke_without_command=True)
+hosts = CommandGroup()
+services = CommandGroup()
 
+MAX_NAMED = 1000  # hosts or services of one command
 NOT_ANNOUNCED = "not announced"  # the state of a host whose service is dead, or has not announced it yet
+SEEN_WITHIN_S = 10.0
+LOOK_AGAIN_S = 0.1
+
+T = TypeVar("T")
+Refused = Sequence[tuple[str, Fault]]
 
 Hosts = Annotated[list[str], typer.Argument(help="Names or UUIDs of hosts.", metavar="HOST...")]
-Reason = Annotated[str, typer.Option("--reason", help="Why, for those who look later.")]
-CellOfName = Annotated[str | None, typer.Option("--cell", help="The cell in which a name is looked for.")]
-FencedInCell = Annotated[
-    str | None,
-    typer.Option("--cell", help="The cell in which a name is looked for, or that of a UUID which none has announced."),
-]
 OnlyCell = Annotated[str | None, typer.Option(help="Only this cell's.")]
-Up = Annotated[bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")]
+CELL_OF_NAME = "The cell in which a name is looked for"
 
 
-@app.callback()
-def hosts(
-    context: typer.Context,
+class HostOptions(Struct, frozen=True, kw_only=True):
+    """The options of each decision about hosts or services."""
+
+    cell: Annotated[str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}.")] = None
+    by: By = None
+    timeout: Timeout = 30.0
+    as_json: AsJson = False
+
+
+class FenceOptions(HostOptions, frozen=True, kw_only=True):
+    """The options of a fence."""
+
+    cell: Annotated[
+        str | None, typer.Option("--cell", help=f"{CELL_OF_NAME}, or that of a UUID which none has announced.")
+    ] = None
+
+
+@hosts.default
+async def list_hosts(
+    settings: Settings,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by name.")] = 100,
     cell: OnlyCell = None,
-    up: Up = None,
+    up: Annotated[
+        bool | None, typer.Option("--up/--down", help="Only hosts whose compute service is up, or is not.")
+    ] = None,
     unknown: Annotated[
         bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
     ] = False,
@@ -74,67 +117,42 @@ def hosts(
     Their state, the usage of each resource, and the operator's decision. A host that is `not announced` has been
     reported by no compute service since the scheduler that answers started.
     """
-    if context.invoked_subcommand is not None:
+    if unknown:
+        show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
         return
-
-    async def body() -> None:
-        settings = settings_of(context)
-        if unknown:
-            show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
-            return
-        async with client(settings) as berth:
-            await check_cell(berth, settings, cell)
-            page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
-        if as_json:
-            print_json(page.hosts)
-            return
+    async with client(settings) as berth:
+        await check_cell(berth, settings, cell)
+        page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
+    if as_json:
+        print_json(page.hosts)
+    else:
         show_hosts(page.hosts)
 
-    run(body)
 
-
-@app.command("disable")
-def disable(
-    context: typer.Context,
-    names: Hosts,
-    reason: Reason,
-    cell: CellOfName = None,
-    by: By = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
+@hosts.command()
+async def disable(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Put nothing new onto these hosts; its instances stay. In effect on every scheduler at once."""
-    _decide(context, names, AdminState.DISABLED, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+    return await _decide(settings, names, AdminState.DISABLED, reason, decision)
 
 
-@app.command("maintenance")
-def maintenance(
-    context: typer.Context,
-    names: Hosts,
-    reason: Reason,
-    cell: CellOfName = None,
-    by: By = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
+@hosts.command()
+async def maintenance(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Disable these hosts for forced requests, too, which pass the filters."""
-    _decide(context, names, AdminState.MAINTENANCE, reason, cell=cell, by=by, timeout_s=timeout, as_json=as_json)
+    return await _decide(settings, names, AdminState.MAINTENANCE, reason, decision)
 
 
-@app.command("fence")
-def fence(
-    context: typer.Context,
+@hosts.command()
+async def fence(
+    settings: Settings,
     names: Hosts,
     reason: Reason,
     force: Annotated[bool, typer.Option("--force", help="Also though its compute service is up.")] = False,
     switch_off: Annotated[
         bool, typer.Option("--switch-off", help="Switch them off first, by the plug-in that `fencing.plugin` names.")
     ] = False,
-    cell: FencedInCell = None,
-    by: By = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    decision: FenceOptions,
+) -> int:
     """State that these hosts are off and stay off: their instances may be evacuated.
 
     A decision made once, by a person. While a fenced host still runs, an evacuated instance runs twice: switch it off
@@ -142,93 +160,143 @@ def fence(
     service is up is refused without --force. Nothing is put onto a fenced host until it is enabled again. Leave it off
     until its cell has acknowledged the fence as well: `berth hosts` shows that.
     """
-    _decide(
-        context,
-        names,
-        AdminState.FENCED,
-        reason,
-        force=force,
-        cell=cell,
-        by=by,
-        timeout_s=timeout,
-        as_json=as_json,
-        switch_off=switch_off,
-    )
+    return await _decide(settings, names, AdminState.FENCED, reason, decision, force=force, switch_off=switch_off)
 
 
-@app.command("enable")
-def enable(
-    context: typer.Context,
+@hosts.command()
+async def enable(
+    settings: Settings,
     names: Hosts,
     reason: Reason = "",
     force: Annotated[
         bool, typer.Option("--force", help="End a fence without its cell's report: the cell is gone for good.")
     ] = False,
-    cell: CellOfName = None,
-    by: By = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    decision: HostOptions,
+) -> int:
     """Use these hosts again.
 
     A fenced host is used once it has destroyed its losses; until then it stays fenced, and `berth hosts` shows
     how many machines are left. With --force and a reason it does not wait for that.
     """
-    _decide(
-        context, names, AdminState.ENABLED, reason, force=force, cell=cell, by=by, timeout_s=timeout, as_json=as_json
-    )
+    return await _decide(settings, names, AdminState.ENABLED, reason, decision, force=force)
 
 
-@app.command("forget")
-def forget(
-    context: typer.Context,
-    names: Hosts,
-    reason: Reason,
-    cell: CellOfName = None,
-    by: By = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
+@hosts.command("forget")
+async def forget_hosts(settings: Settings, names: Hosts, reason: Reason, *, decision: HostOptions) -> int:
     """Forget these hosts, which are gone for good: their providers leave the book, their decisions the record.
 
     Refused while something shows that a host may not be gone: a compute service that is up reports it, instances are on
     record there, consumers hold something of it, it is fenced, or it is being drained.
     """
+    check_names("host", names, reason)
 
-    def forget_one(berth: BuildClient, name: str, who: str) -> Awaitable[HostForgotten]:
-        return berth.forget_host(ForgetHost(host=name, reason=reason, by=who, cell=cell), timeout_s=timeout)
+    def forget(berth: BuildClient, name: str) -> Awaitable[HostForgotten]:
+        command = ForgetHost(host=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
+        return berth.forget_host(command, timeout_s=decision.timeout)
 
-    forget_each(
-        context, "host", names, reason, cell=cell, by=by, as_json=as_json, forget=forget_one, show=show_forgotten
-    )
+    return finish("host", *await _forget_each(settings, names, decision, forget), show_forgotten, decision.as_json)
 
 
-def _decide(
-    context: typer.Context,
-    names: list[str],
+@services.default
+async def list_services(
+    settings: Settings,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by cell and name.")] = 1000,
+    cell: OnlyCell = None,
+    up: Annotated[bool | None, typer.Option("--up/--down", help="Only those that are up, or not.")] = None,
+    as_json: AsJson = False,
+) -> int:
+    """List compute services, or forget some. Exit status 1 when a listed service is not up."""
+    async with client(settings) as berth:
+        await check_cell(berth, settings, cell)
+        page = await berth.services(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
+    headers = ["service", "cell", "state", "hosts", "enabled", "last seen", "why"]
+    print_rows(page.services, as_json, headers, _service_row)
+    return Exit.NO if any(not one.up for one in page.services) else 0
+
+
+@services.command("forget")
+async def forget_services(
+    settings: Settings,
+    names: Annotated[list[str], typer.Argument(help="Names of compute services.", metavar="SERVICE...")],
+    reason: Reason,
+    *,
+    decision: HostOptions,
+) -> int:
+    """Forget these compute services, which are gone for good, with the machines that they may have had.
+
+    Nothing waits for their answers any more: their cells drop their leases, and moves between cells that are held after
+    a database was set back go on. Refused while a service is up, while the book has hosts of it, or while instances are
+    on record there on hosts that are not fenced.
+    """
+    check_names("service", names, reason)
+
+    def forget(berth: BuildClient, name: str) -> Awaitable[ServiceForgotten]:
+        command = ForgetService(service=name, reason=reason, by=decided_by(decision.by), cell=decision.cell)
+        return berth.forget_service(command, timeout_s=decision.timeout)
+
+    done = await _forget_each(settings, names, decision, forget)
+    return finish("service", *done, show_forgotten_service, decision.as_json)
+
+
+def check_names(kind: str, names: Sequence[str], reason: str) -> None:
+    """Raises BadParameter when there are too many names, or the reason is too long."""
+    check_reason(reason)
+    if len(names) > MAX_NAMED:
+        raise typer.BadParameter(f"at most {MAX_NAMED} {kind}s", param_hint=kind.upper())
+
+
+async def _forget_each(
+    settings: Settings, names: Sequence[str], decision: HostOptions, forget: Callable[[BuildClient, str], Awaitable[T]]
+) -> tuple[list[T], Refused]:
+    """(what is forgotten, the names that are refused with the reason), one request for each name."""
+    forgotten: list[T] = []
+    refused: list[tuple[str, Fault]] = []
+    async with client(settings) as berth:
+        await check_cell(berth, settings, decision.cell)
+        for name in dict.fromkeys(names):
+            try:
+                forgotten.append(await forget(berth, name))
+            except RequestRefused as fault:
+                refused.append((name, fault))
+    return forgotten, refused
+
+
+def finish(kind: str, done: Sequence[T], refused: Refused, show: Callable[[T], None], as_json: bool) -> int:
+    """Print what was done, and return the exit status. Raises Stop when something was refused."""
+    if as_json:
+        rows = [{kind: name, "code": why.code, "reason": why.reason} for name, why in refused]
+        print_json({f"{kind}s": done, "refused": rows})
+        return Exit.NO if refused else 0
+    for one in done:
+        show(one)
+    if refused:
+        name, first = refused[0]
+        raise Stop(Exit.NO, first.code, f"{len(refused)} refused; {name}: {first.reason}")
+    return 0
+
+
+async def _decide(
+    settings: Settings,
+    names: Sequence[str],
     state: AdminState,
     reason: str,
+    decision: HostOptions,
     *,
     force: bool = False,
-    cell: str | None,
-    by: str | None,
-    timeout_s: float,
-    as_json: bool,
     switch_off: bool = False,
-) -> None:
+) -> int:
     check_names("host", names, reason)
-    who = decided_by(by)
-
-    async def body() -> int:
-        settings = settings_of(context)
-        commands = [
-            SetAdminState(host=name, state=state, reason=reason, by=who, cell=cell, force=force)
-            for name in dict.fromkeys(names)
-        ]
-        decided, refused = await _set_states(settings, commands, timeout_s, switch_off=switch_off)
-        return finish("host", decided, refused, show_decision, as_json=as_json)
-
-    run(body)
+    of: dict[str, Any] = {
+        "state": state,
+        "reason": reason,
+        "by": decided_by(decision.by),
+        "cell": decision.cell,
+        "force": force,
+    }
+    commands = [SetAdminState(host=name, **of) for name in dict.fromkeys(names)]
+    done = await _set_states(settings, commands, decision.timeout, switch_off=switch_off)
+    return finish("host", *done, show_decision, decision.as_json)
 
 
 def show_forgotten(one: HostForgotten) -> None:
@@ -236,7 +304,7 @@ def show_forgotten(one: HostForgotten) -> None:
     what = "forgotten" if one.removed else "nothing of it was on record"
     if one.removed and one.aggregates:
         what = f"{what}; taken out of {', '.join(one.aggregates)}"
-    out.print(Text(printable(f"{one.host}: {what}")), soft_wrap=True)
+    print_line(f"{one.host}: {what}")
 
 
 async def _set_states(
@@ -290,7 +358,7 @@ def show_hosts(hosts: Sequence[HostRecord]) -> None:
 
 def show_decision(one: HostAdminState) -> None:
     """Print what was decided about a host, and how long a fenced one has to stay off."""
-    out.print(Text(printable(f"{one.host}: {_decided_state(one)}, by {one.by}")), soft_wrap=True)
+    print_line(f"{one.host}: {_decided_state(one)}, by {one.by}")
     if one.state is AdminState.FENCED and one.pending is None and not one.is_fence_acknowledged:
         out.print("  leave it off until `berth hosts` shows that its cell has acknowledged the fence", soft_wrap=True)
 
@@ -320,3 +388,136 @@ def _host_row(host: HostRecord) -> list[str | Text]:
 def _down(host: HostRecord) -> str:
     """Right after a scheduler's start no host is announced, and few are down."""
     return "down" if host.announced else NOT_ANNOUNCED
+
+
+def show_forgotten_service(one: ServiceForgotten) -> None:
+    """Print a service that is forgotten."""
+    what = "forgotten" if one.removed else "nothing of it was on record"
+    print_line(f"{one.service} of {one.cell}: {what}")
+
+
+def _service_row(one: ServiceRecord) -> list[str | Text]:
+    seen = f"{one.last_seen_s:.0f} s ago" if one.announced else "not announced"
+    state = Text("up", "green") if one.up else Text("down", "red")
+    why = "" if one.up else f"{one.code}: {one.reason}" if one.reason else one.code
+    return [one.name, one.cell, state, str(one.hosts), str(one.enabled), seen, why]
+
+
+async def workers(
+    settings: Settings,
+    role: Annotated[str | None, typer.Option(help="Only of this role.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="So many, by role, bus and name.")] = 1000,
+    as_json: AsJson = False,
+) -> int:
+    """List workers by their heartbeats. Exit status 1 when one is silent or not ready.
+
+    A worker that ended on purpose is listed as silent for an hour.
+    """
+    async with client(settings) as berth:
+        page = await berth.bus.request(WorkersQuery(role=role, limit=limit), WorkersPage, timeout_s=QUERY_TIMEOUT_S)
+    if as_json:
+        print_json(page)
+    else:
+        headers = ["role", "worker", "bus", "host", "pid", "version", "since (UTC)", "last seen", "state", "in hand"]
+        render_rows(out, headers, [_worker_row(one) for one in page.workers])
+    return Exit.NO if any(one.silent or one.heartbeat.not_ready for one in page.workers) else 0
+
+
+def _worker_row(one: WorkerRecord) -> list[str | Text]:
+    beat = one.heartbeat
+    state = Text(beat.phase, "green") if not beat.not_ready else Text("; ".join(beat.not_ready), "yellow")
+    if one.silent:
+        state = Text(f"silent, was {beat.phase}", "red")
+    in_hand = ", ".join(f"{queue} {count}" for queue, count in sorted(beat.in_hand.items()) if count)
+    since = utc(beat.started_at)
+    last_seen = f"{one.last_seen_s:.0f} s ago"
+    return [beat.role, beat.worker, one.bus, beat.host, str(beat.pid), beat.version, since, last_seen, state, in_hand]
+
+
+async def host_metrics(
+    settings: Settings,
+    host: Annotated[str, typer.Argument(help="Name or UUID of a host.")],
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Publish a number about it, as of now."),
+    ] = None,
+    source: Annotated[str, typer.Option(help="Who has measured it, with --set.")] = "operator",
+    as_json: AsJson = False,
+) -> None:
+    """Show or publish numbers about a host (power, temperature).
+
+    With time and source; one that is too old to count is stale. Exit status 1 when no host is called so.
+    """
+    values = dict(_parsed(text) for text in given or ())
+    if len(values) > MAX_NAMES:
+        raise typer.BadParameter(f"at most {MAX_NAMES} at a time", param_hint="--set")
+    name = _checked(source, MetricSource, "--source: letters, digits, - and _")
+
+    async with client(settings) as berth:
+        found = await _metrics_of(berth, host)
+        if values:
+            reading = HostReading(host_uuid=found[0].host_uuid, at=time.time(), values=values)
+            found = await _publish(berth, found, HostMetrics(source=name, readings=(reading,)))
+    if as_json:
+        print_json(found)
+        return
+    headers = ["host", "metric", "value", "at", "source", ""]
+    render_rows(out, headers, [row for record in found for row in _metric_rows(record)])
+
+
+async def _metrics_of(berth: BuildClient, host: str) -> tuple[HostMetricsRecord, ...]:
+    page = await berth.bus.request(HostMetricsQuery(host=host), HostMetricsPage, timeout_s=QUERY_TIMEOUT_S)
+    if not page.hosts:
+        raise Stop(Exit.NO, "host.unknown", f"there is no host {printable(host)}")
+    return page.hosts
+
+
+async def _publish(
+    berth: BuildClient, found: tuple[HostMetricsRecord, ...], message: HostMetrics
+) -> tuple[HostMetricsRecord, ...]:
+    """Publish, and wait until the scheduler that answers knows it. Events go unconfirmed by their readers."""
+    if len(found) > 1:
+        places = ", ".join(record.host_uuid for record in found)
+        raise Stop(Exit.NO, "host.ambiguous", f"{len(found)} hosts are called so: name one of {places}")
+    (reading,) = message.readings
+    await berth.bus.publish(message)
+    for _ in range(int(SEEN_WITHIN_S / LOOK_AGAIN_S)):
+        found = await _metrics_of(berth, reading.host_uuid)
+        newest = {one.name: one.at for one in found[0].metrics}
+        if all(newest.get(name, 0.0) >= reading.at for name in reading.values):
+            return found
+        await asyncio.sleep(LOOK_AGAIN_S)
+    raise Stop(Exit.TIME, "metrics.not_taken", f"no scheduler has taken it within {SEEN_WITHIN_S:g} s")
+
+
+def _metric_rows(record: HostMetricsRecord) -> list[list[str]]:
+    return [
+        [
+            record.host,
+            one.name,
+            f"{one.value:g}",
+            datetime.fromtimestamp(one.at, UTC).isoformat(timespec="seconds"),
+            one.source,
+            "" if one.fresh else "stale",
+        ]
+        for one in record.metrics
+    ]
+
+
+def _parsed(text: str) -> tuple[str, float]:
+    name, equals, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        equals = ""
+    if not equals:
+        raise typer.BadParameter(f"{printable(text)} is not NAME=VALUE", param_hint="--set")
+    wrong = "--set: a name as power.watts, and a number up to 1e15"
+    return str(_checked(name, MetricName, wrong)), float(_checked(number, MetricValue, wrong))
+
+
+def _checked(given: str | float, kind: Any, wrong: str) -> Any:
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError:
+        raise typer.BadParameter(wrong) from None

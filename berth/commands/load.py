@@ -1,4 +1,4 @@
-"""`berth load`: many builds against a running system, and what became of each."""
+"""`berth load`: many builds against a running system; `trace-settings`: settings with the hosts of a real cluster."""
 
 from __future__ import annotations
 
@@ -7,51 +7,24 @@ import random
 import signal
 import sys
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import typer
 from msgspec import Struct
 
-from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Stop,
-    Timeout,
-    client,
-    err,
-    out,
-    run,
-    settings_of,
-)
-from berth.commands.load_options import (
-    Boots,
-    BusUrl,
-    Churn,
-    Compare,
-    Concurrency,
-    Deletes,
-    JsonFile,
-    Mix,
-    Project,
-    Ramp,
-    Rate,
-    ReportFile,
-    RetryFor,
-    Seed,
-    Skip,
-    Speed,
-    Trace,
-)
+from berth.commands.as_toml import as_toml
+from berth.commands.common import Exit, Stop, Timeout, client, err, out, settings_of
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
+from berth.load.fleet import read_hosts, settings_like
 from berth.load.live import LiveView, render_record
-from berth.load.plan import DEFAULT_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
+from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
 from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
-from berth.load.trace import Shape, read_trace
+from berth.load.trace import Shape, read_requests, read_trace
 from berth.settings import Settings
 from berth.site import Site, process_name
 from bus.service.settings import hide_password
@@ -62,49 +35,72 @@ EXIT_INTERRUPTED = 130
 STDOUT = Path("-")
 
 
-def load(
-    context: typer.Context,
-    boots: Boots = None,
-    mix: Mix = DEFAULT_MIX,
-    rate: Rate = 0.0,
-    ramp: Ramp = None,
-    concurrency: Concurrency = 0,
-    trace: Trace = None,
-    speed: Speed = 1.0,
-    deletes: Deletes = True,
-    skip: Skip = 0.0,
-    churn: Churn = 0.0,
-    retry_for: RetryFor = None,
-    project: Project = "load",
-    seed: Seed = None,
-    timeout: Timeout = 300.0,
-    bus: BusUrl = None,
-    json_file: JsonFile = None,
-    report: ReportFile = None,
-    compare: Compare = None,
-) -> None:
+class LoadOptions(Struct, frozen=True, kw_only=True):
+    """The options of `berth load`, each with its bounds and its help."""
+
+    boots: Annotated[
+        int | None,
+        typer.Option(min=1, max=MAX_BOOTS, help="How many builds; default 1000, or all of a ramp or trace."),
+    ] = None
+    mix: Annotated[
+        str,
+        typer.Option(help="Flavors and their weights, `small=8,large=2,metal=1`; metal: all bare-metal flavors."),
+    ] = DEFAULT_MIX
+    rate: Annotated[
+        float,
+        typer.Option(min=0, help="Open loop: boots per second, sent whatever the answers; latency from their times."),
+    ] = 0.0
+    ramp: Annotated[
+        str | None, typer.Option(help="Open loop at a changing rate, FROM..TO/SECONDS; finds the knee.")
+    ] = None
+    concurrency: Annotated[int, typer.Option(min=0, help="Closed loop: this many in flight; 0 = all at once.")] = 0
+    trace: Annotated[Path | None, typer.Option(help="Replay the arrivals and deletions of this CSV file.")] = None
+    speed: Annotated[float, typer.Option(min=1e-6, max=1e9, help="A trace runs this many times faster.")] = 1.0
+    deletes: Annotated[
+        bool, typer.Option("--deletes/--no-deletes", help="A trace's deletions too; without them the fleet fills up.")
+    ] = True
+    skip: Annotated[
+        float, typer.Option(min=0, help="Seconds of a trace to leave out; machines that exist then come at once.")
+    ] = 0.0
+    churn: Annotated[float, typer.Option(min=0, max=1, help="The share deleted once it is active.")] = 0.0
+    retry_for: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="Seconds to offer refused requests again (full queue); default: open loop 0, else all."
+        ),
+    ] = None
+    project: Annotated[str, typer.Option(help="Whose they are.")] = "load"
+    seed: Annotated[
+        int | None, typer.Option(help="Draw flavors, and which are deleted, from this seed; uuids are new.")
+    ] = None
+    timeout: Timeout = 300.0
+    bus: Annotated[str | None, typer.Option(help="The API bus, amqp://..., instead of the settings'.")] = None
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the record as JSON; - is stdout.")] = None
+    report: Annotated[Path | None, typer.Option(help="Write the report as one HTML file.")] = None
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Fire nothing: compare two records that --json wrote.")
+    ] = None
+
+
+async def load(context: typer.Context, *, options: LoadOptions) -> int:
     """Fire builds at a system and print what became of each.
 
     A build that was accepted and has not ended --timeout seconds later is late when a scheduler still has it under way,
     else lost. Exit status: 0 fine, 1 not one became active, or one ended twice, 3 the bus was
     unavailable, 4 builds or deletes were late or lost, 130 interrupted (Ctrl-C ends with a summary).
     """
-
-    async def body() -> int:
-        if compare is not None:
-            return _compare(*compare, report)
-        settings = settings_of(context, bus=bus)
-        replayed = None if trace is None else Replayed(trace, speed, deletes, skip)
-        plan = _plan(settings, boots, mix, rate, ramp, concurrency, replayed, churn, retry_for, project, timeout)
-        for path in (json_file, report):
-            if path not in {None, STDOUT}:
-                _writable(path)
-        rng = random.Random(seed) if seed is not None else random.SystemRandom()
-        record = await _fire(settings, plan, rng, seed=seed, trace=str(trace or ""), speed=speed)
-        _write_record(record, json_file, report)
-        return _status(record)
-
-    run(body)
+    if options.compare is not None:
+        return _compare(*options.compare, options.report)
+    settings = settings_of(context, bus=options.bus)
+    plan = _plan(settings, options)
+    for path in (options.json_file, options.report):
+        if path not in {None, STDOUT}:
+            _writable(path)
+    seed, trace = options.seed, str(options.trace or "")
+    rng = random.Random(seed) if seed is not None else random.SystemRandom()
+    record = await _fire(settings, plan, rng, seed=seed, trace=trace, speed=options.speed)
+    _write_record(record, options.json_file, options.report)
+    return _status(record)
 
 
 async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: object) -> LoadRecord:
@@ -149,59 +145,38 @@ async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: 
                 loop.remove_signal_handler(number)
 
 
-class Replayed(Struct, frozen=True):
-    """A trace, and how it is replayed."""
-
-    path: Path
-    speed: float
-    deletes: bool
-    skip_s: float
-
-    def arrivals(self, flavors: dict[str, Shape]) -> tuple[Arrival, ...]:
-        """Raises PlanError."""
-        return read_trace(self.path, flavors, speed=self.speed, deletes=self.deletes, skip_s=self.skip_s)
-
-
-def _plan(
-    settings: Settings,
-    boots: int | None,
-    mix: str,
-    rate: float,
-    ramp: str | None,
-    concurrency: int,
-    trace: Replayed | None,
-    churn: float,
-    retry_for: float | None,
-    project: str,
-    timeout: float,
-) -> LoadPlan:
+def _plan(settings: Settings, options: LoadOptions) -> LoadPlan:
     """The plan that the options mean. Raises Stop."""
-    named = {"--rate": rate > 0, "--ramp": ramp is not None, "--concurrency": concurrency > 0, "--trace": trace}
-    chosen = [name for name, given in named.items() if given]
+    named = {name: getattr(options, name) for name in ("rate", "ramp", "concurrency", "trace")}
+    chosen = [f"--{name}" for name, given in named.items() if given]
     if len(chosen) > 1:
-        raise Stop(EXIT_USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
-    if trace is not None and churn:
-        raise Stop(EXIT_USAGE, "load.churn", "a trace has its own deletions: no --churn with --trace")
+        raise Stop(Exit.USAGE, "load.mode", f"{' and '.join(chosen)}: arrivals come one way or the other")
+    trace = options.trace
+    if trace is not None and options.churn:
+        raise Stop(Exit.USAGE, "load.churn", "a trace has its own deletions: no --churn with --trace")
     flavors = settings.scheduler.flavors
     try:
-        from_s, to_s, ramp_s = parse_ramp(ramp) if ramp is not None else (0.0, rate, 0.0)
-        arrivals = () if trace is None else trace.arrivals(_shapes(flavors))
+        from_s, to_s, ramp_s = parse_ramp(options.ramp) if options.ramp is not None else (0.0, options.rate, 0.0)
+        arrivals: tuple[Arrival, ...] = ()
+        if trace is not None:
+            speed, deletes, skip_s = options.speed, options.deletes, options.skip
+            arrivals = read_trace(trace, _shapes(flavors), speed=speed, deletes=deletes, skip_s=skip_s)
         all_of_it = len(arrivals) or (ramp_boots(from_s, to_s, ramp_s) if ramp_s else DEFAULT_BOOTS)
         return LoadPlan(
-            boots=min(boots or all_of_it, len(arrivals) or sys.maxsize),
-            mix=parse_mix(mix, list(flavors)),
-            project_id=project,
-            concurrency=concurrency,
+            boots=min(options.boots or all_of_it, len(arrivals) or sys.maxsize),
+            mix=parse_mix(options.mix, list(flavors)),
+            project_id=options.project,
+            concurrency=options.concurrency,
             rate_per_s=to_s,
             ramp_from_per_s=from_s,
             ramp_s=ramp_s,
             trace=arrivals,
-            churn=churn,
-            retry_for_s=retry_for,
-            timeout_s=timeout,
+            churn=options.churn,
+            retry_for_s=options.retry_for,
+            timeout_s=options.timeout,
         )
     except PlanError as fault:
-        raise Stop(EXIT_USAGE, fault.code, str(fault)) from fault
+        raise Stop(Exit.USAGE, fault.code, str(fault)) from fault
 
 
 def _shapes(flavors: dict[str, Flavor]) -> dict[str, Shape]:
@@ -230,18 +205,18 @@ def _status(record: LoadRecord) -> int:
     totals = record.totals
     bound = f"{record.settings.lost_after_s:g} s"
     if totals.twice:
-        return EXIT_NO
+        return Exit.NO
     for outcome, words in (("lost", "were lost: no end was received"), ("late", "were still under way")):
         boots, deletes = totals.outcomes.get(outcome, 0), totals.delete_outcomes.get(outcome, 0)
         if boots or deletes:
             text = f"{boots} builds and {deletes} deletes {words} after {bound}"
-            raise Stop(EXIT_TIME, f"load.{outcome}", text)
+            raise Stop(Exit.TIME, f"load.{outcome}", text)
     if totals.interrupted:
         return EXIT_INTERRUPTED
     if totals.outcomes.get("unsent"):
-        raise Stop(EXIT_UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
+        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "the bus was unavailable: some builds were never confirmed")
     if totals.boots and not totals.outcomes.get("active"):
-        raise Stop(EXIT_NO, "load.none_active", f"not one of {totals.boots} builds became active")
+        raise Stop(Exit.NO, "load.none_active", f"not one of {totals.boots} builds became active")
     return 0
 
 
@@ -260,9 +235,9 @@ def _read(path: Path) -> LoadRecord:
     try:
         return decode(path.read_bytes())
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "record.unreadable", f"cannot read {path}: {fault.strerror or fault}") from fault
     except RecordError as fault:
-        raise Stop(EXIT_USAGE, fault.code, f"{path}: {fault}") from fault
+        raise Stop(Exit.USAGE, fault.code, f"{path}: {fault}") from fault
 
 
 def _writable(path: Path) -> None:
@@ -270,11 +245,44 @@ def _writable(path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
 
 
 def _write(path: Path, body: bytes) -> None:
     try:
         path.write_bytes(body)
     except OSError as fault:
-        raise Stop(EXIT_USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+        raise Stop(Exit.USAGE, "report.unwritable", f"cannot write {path}: {fault.strerror or fault}") from fault
+
+
+SECTIONS = ("cells", "up", "compute", "scheduler")
+
+
+async def trace_settings(
+    hosts: Annotated[Path, typer.Argument(help="CSV of the hosts: cpu_milli, memory_mib, gpu, model.")],
+    requests: Annotated[Path, typer.Argument(help="CSV of the requests, as for `berth load --trace`.")],
+) -> None:
+    """Print settings with a real cluster's hosts and flavors.
+
+    For --config of `berth up` and `berth load --trace`.
+    """
+    try:
+        known, requested = read_hosts(hosts), read_requests(requests)
+        settings = settings_like(known, requested)
+    except PlanError as fault:
+        raise Stop(Exit.USAGE, fault.code, str(fault)) from fault
+    out.print(as_toml(differing(settings)), end="", markup=False, soft_wrap=True)
+    err.print(
+        f"{known.total():,} hosts of {len(known)} kinds, {len(requested):,} requests of "
+        f"{len(settings.scheduler.flavors)} kinds",
+        soft_wrap=True,
+    )
+
+
+def differing(settings: Settings) -> dict[str, object]:
+    """The settings that are not default, as plain values."""
+    usual, plain = msgspec.to_builtins(Settings()), msgspec.to_builtins(settings)
+    found: dict[str, object] = {"cells": plain["cells"]}
+    for section in SECTIONS[1:]:
+        found[section] = {name: value for name, value in plain[section].items() if value != usual[section][name]}
+    return found

@@ -5,34 +5,34 @@ from __future__ import annotations
 import contextlib
 import random
 import secrets
-from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import Struct
+from msgspec.structs import asdict
 from rich.text import Text
 
 from berth.client import BuildClient
 from berth.client.moves import MoveClient
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_TIME,
-    EXIT_USAGE,
     QUERY_TIMEOUT_S,
     AsJson,
+    Exit,
+    Instance,
     Stop,
     Timeout,
+    Wait,
     client,
     err,
     out,
     pairs_of,
     parse_uuid,
     print_json,
-    run,
-    settings_of,
+    print_rows,
 )
-from berth.render import printable, render_funnel, render_rows
+from berth.render import printable, render_funnel, utc
 from berth.settings import Settings
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery
@@ -49,93 +49,89 @@ from bus.contracts.moves import (
 )
 from bus.contracts.patterns import reason_of
 
-Instance = Annotated[str, typer.Argument(help="The instance's UUID.", parser=parse_uuid, metavar="UUID")]
-Wait = Annotated[bool, typer.Option("--wait", help="Wait for the end; exit status 1 when it failed.")]
-RequestId = Annotated[
-    str | None,
-    typer.Option("--id", parser=parse_uuid, metavar="UUID", help="The request's own id, for one that is repeated."),
-]
-Host = Annotated[str | None, typer.Option("--host", help="Only to this host (through the filters).")]
-Attempts = Annotated[
-    int | None, typer.Option("--max-attempts", min=1, max=9, help="Hosts tried at most; else the scheduler's setting.")
-]
+
+class RequestOptions(Struct, frozen=True, kw_only=True):
+    """The options of each request about an instance."""
+
+    request_id: Annotated[
+        str | None,
+        typer.Option("--id", parser=parse_uuid, metavar="UUID", help="The request's own id, for one that is repeated."),
+    ] = None
+    wait: Wait = False
+    timeout: Timeout = 600.0
+    as_json: AsJson = False
+
+
+class DestinationOptions(Struct, frozen=True, kw_only=True):
+    """The options of a request that chooses a host."""
+
+    host: Annotated[str | None, typer.Option("--host", help="Only to this host (through the filters).")] = None
+    max_attempts: Annotated[
+        int | None,
+        typer.Option("--max-attempts", min=1, max=9, help="Hosts tried at most; else the scheduler's setting."),
+    ] = None
+
+
 AutoConfirm = Annotated[
     float | None,
     typer.Option(min=0, max=30 * 86_400, help="Seconds after which it is confirmed by itself; 0: at once."),
 ]
 
 
-def migrate(
-    context: typer.Context,
+async def migrate(
+    settings: Settings,
     uuid: Instance,
     live: Annotated[bool, typer.Option("--live", help="While it runs; nothing to confirm afterwards.")] = False,
-    host: Host = None,
-    max_attempts: Attempts = None,
+    *,
+    to: DestinationOptions,
     auto_confirm: AutoConfirm = None,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    request: RequestOptions,
+) -> int:
     """Move an instance to another host of its cell."""
     kind = MoveKind.LIVE_MIGRATE if live else MoveKind.MIGRATE
     if live and auto_confirm is not None:
         raise typer.BadParameter("a live migration has nothing to confirm", param_hint="--auto-confirm")
-    fields = {"host": host, "max_attempts": max_attempts, "auto_confirm_s": auto_confirm}
-    _ask(context, uuid, kind, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, kind, request, **asdict(to), auto_confirm_s=auto_confirm)
 
 
-def resize(
-    context: typer.Context,
+async def resize(
+    settings: Settings,
     uuid: Instance,
     flavor: Annotated[str, typer.Option(help="The new flavor.")],
     policy: Annotated[ResizePolicy, typer.Option(help="Where it may end.")] = ResizePolicy.ANY,
-    host: Host = None,
-    max_attempts: Attempts = None,
+    *,
+    to: DestinationOptions,
     auto_confirm: AutoConfirm = None,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    request: RequestOptions,
+) -> int:
     """Give an instance another flavor.
 
     On another host, or where it is; confirm or revert follows.
     """
-    fields = {
-        "flavor": flavor,
-        "policy": policy.value,
-        "host": host,
-        "max_attempts": max_attempts,
-        "auto_confirm_s": auto_confirm,
-    }
-    _ask(context, uuid, MoveKind.RESIZE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    fields = {"flavor": flavor, "policy": policy.value, "auto_confirm_s": auto_confirm}
+    return await _request(settings, uuid, MoveKind.RESIZE, request, **fields, **asdict(to))
 
 
-def evacuate(
-    context: typer.Context,
+async def evacuate(
+    settings: Settings,
     uuid: Instance,
-    host: Host = None,
-    max_attempts: Attempts = None,
+    *,
+    to: DestinationOptions,
     force: Annotated[
         bool, typer.Option("--force", help="Also when its fenced host has reported since that it runs.")
     ] = False,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    request: RequestOptions,
+) -> int:
     """Build an instance of a dead host again elsewhere.
 
     An operator has fenced the host before (`berth hosts fence`). Refused when the host has reported since that the
     instance runs there: the fence did not hold. A shelved instance is offloaded instead.
     """
-    fields = {"host": host, "max_attempts": max_attempts, "fenced": True, "force": force}
-    _ask(context, uuid, MoveKind.EVACUATE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, MoveKind.EVACUATE, request, **asdict(to), fenced=True, force=force)
 
 
-def rebuild(
-    context: typer.Context,
+async def rebuild(
+    settings: Settings,
     uuid: Instance,
     image: Annotated[str, typer.Option(help="The image's name.")],
     properties: Annotated[
@@ -144,21 +140,19 @@ def rebuild(
             "--image-property", metavar="NAME=VALUE", help="A property of the image, for filters; may be repeated."
         ),
     ] = None,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    request: RequestOptions,
+) -> int:
     """Build an instance again from an image, on the same host.
 
     Another image is checked by the filters that look at images, as at a build.
     """
-    fields = {"image": image, "image_properties": pairs_of(properties, "--image-property") if properties else None}
-    _ask(context, uuid, MoveKind.REBUILD, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    pairs = pairs_of(properties, "--image-property") if properties else None
+    return await _request(settings, uuid, MoveKind.REBUILD, request, image=image, image_properties=pairs)
 
 
-def rescue(
-    context: typer.Context,
+async def rescue(
+    settings: Settings,
     uuid: Instance,
     password: Annotated[
         str | None,
@@ -168,11 +162,9 @@ def rescue(
             help="The password of the rescue system; without it one is made and printed.",
         ),
     ] = None,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    request: RequestOptions,
+) -> int:
     """Boot an instance from a rescue system.
 
     Its own disks are beside it.
@@ -180,54 +172,33 @@ def rescue(
     chosen = password or secrets.token_urlsafe(12)
     if password is None:
         err.print(f"password: {chosen}", soft_wrap=True)
-    fields = {"rescue_password": chosen}
-    _ask(context, uuid, MoveKind.RESCUE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, MoveKind.RESCUE, request, rescue_password=chosen)
 
 
-def shelve(
-    context: typer.Context,
+async def shelve(
+    settings: Settings,
     uuid: Instance,
     offload: Annotated[bool, typer.Option("--offload", help="Give up its host as well.")] = False,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    request: RequestOptions,
+) -> int:
     """Stop an instance and keep its image. A shelved one that is offloaded later keeps only that."""
-    fields = {"offload": offload}
-    _ask(context, uuid, MoveKind.SHELVE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, MoveKind.SHELVE, request, offload=offload)
 
 
-def unshelve(
-    context: typer.Context,
-    uuid: Instance,
-    host: Host = None,
-    max_attempts: Attempts = None,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+async def unshelve(settings: Settings, uuid: Instance, *, to: DestinationOptions, request: RequestOptions) -> int:
     """Start a shelved instance again.
 
     An offloaded one starts on a host that is chosen anew; one that is not, where it is, and is refused with --host.
     """
-    fields = {"host": host, "max_attempts": max_attempts}
-    _ask(context, uuid, MoveKind.UNSHELVE, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, MoveKind.UNSHELVE, request, **asdict(to))
 
 
 def _simple(kind: MoveKind, sentence: str) -> Any:
     """A command that takes an instance and nothing else."""
 
-    def command(
-        context: typer.Context,
-        uuid: Instance,
-        request_id: RequestId = None,
-        wait: Wait = False,
-        timeout: Timeout = 600.0,
-        as_json: AsJson = False,
-    ) -> None:
-        _ask(context, uuid, kind, {}, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    async def command(settings: Settings, uuid: Instance, *, request: RequestOptions) -> int:
+        return await _request(settings, uuid, kind, request)
 
     command.__doc__ = sentence
     return command
@@ -236,8 +207,8 @@ def _simple(kind: MoveKind, sentence: str) -> Any:
 confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is.")
 
 
-def revert(
-    context: typer.Context,
+async def revert(
+    settings: Settings,
     uuid: Instance,
     force: Annotated[
         bool,
@@ -247,26 +218,22 @@ def revert(
             " the former cell still keeps its machine.",
         ),
     ] = False,
-    request_id: RequestId = None,
-    wait: Wait = False,
-    timeout: Timeout = 600.0,
-    as_json: AsJson = False,
-) -> None:
+    *,
+    request: RequestOptions,
+) -> int:
     """Take a resized or migrated instance back to its source."""
-    fields = {"force": force}
-    _ask(context, uuid, MoveKind.REVERT, fields, request_id=request_id, wait=wait, timeout_s=timeout, as_json=as_json)
+    return await _request(settings, uuid, MoveKind.REVERT, request, force=force)
 
 
 abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
 start = _simple(MoveKind.START, "Start an instance.")
 stop = _simple(MoveKind.STOP, "Stop an instance; it keeps its allocation.")
-
 unrescue = _simple(MoveKind.UNRESCUE, "Boot a rescued instance from its own disks again.")
 
 
-def moves(
-    context: typer.Context,
+async def moves(
+    settings: Settings,
     instance: Annotated[
         str | None, typer.Option(parser=parse_uuid, metavar="UUID", help="Only about this instance.")
     ] = None,
@@ -278,30 +245,18 @@ def moves(
     as_json: AsJson = False,
 ) -> None:
     """List moves and other requests, newest first."""
+    async with client(settings) as berth:
+        query = MoveQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
+        page = await berth.bus.request(query, MovePage, timeout_s=QUERY_TIMEOUT_S)
+    print_rows(
+        page.moves, as_json, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "why"], _row
+    )
 
-    async def body() -> None:
-        async with client(settings_of(context)) as berth:
-            query = MoveQuery(instance_uuid=instance, project_id=project, under_way=under_way, limit=limit)
-            page = await berth.bus.request(query, MovePage, timeout_s=QUERY_TIMEOUT_S)
-        if as_json:
-            print_json(page.moves)
-            return
-        rows: list[list[str | Text]] = [
-            [
-                one.request_id,
-                one.instance_uuid,
-                one.kind.value,
-                _colour(one.state),
-                one.cell or "",
-                one.host or "",
-                datetime.fromtimestamp(one.updated_at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
-                f"{one.code}: {one.reason}" if one.code else "",
-            ]
-            for one in page.moves
-        ]
-        render_rows(out, ["request", "instance", "what", "state", "cell", "host", "since (UTC)", "why"], rows)
 
-    run(body)
+def _row(one: MoveRecord) -> list[str | Text]:
+    why = f"{one.code}: {one.reason}" if one.code else ""
+    where: list[str | Text] = [_colour(one.state), one.cell or "", one.host or ""]
+    return [one.request_id, one.instance_uuid, one.kind.value, *where, utc(one.updated_at), why]
 
 
 @contextlib.asynccontextmanager
@@ -315,37 +270,27 @@ async def _clients(settings: Settings) -> AsyncIterator[tuple[BuildClient, MoveC
             await following.close()
 
 
-def _ask(
-    context: typer.Context,
-    uuid: str,
-    kind: MoveKind,
-    fields: dict[str, Any],
-    *,
-    request_id: str | None,
-    wait: bool,
-    timeout_s: float,
-    as_json: bool,
-) -> None:
-    async def body() -> int:
-        async with _clients(settings_of(context)) as (berth, following):
-            page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
-            if not page.builds:
-                raise Stop(EXIT_NO, "instance.unknown", f"there is no instance {uuid}")
-            request = _request(uuid, page.builds[0].project_id, kind, fields, request_id)
-            await following.ask(request)
-            if not wait:
-                _show(request, None, as_json)
-                return 0
-            if not await following.wait(timeout_s):
-                raise Stop(EXIT_TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
-            end = following.ended[request.request_id]
-        _show(request, end, as_json)
-        return 0 if end.state is MoveState.DONE else EXIT_NO
-
-    run(body)
+async def _request(settings: Settings, uuid: str, kind: MoveKind, options: RequestOptions, **fields: object) -> int:
+    """Publish a request and print it, or with --wait its end; the exit status. fields: of the message."""
+    async with _clients(settings) as (berth, following):
+        page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
+        if not page.builds:
+            raise Stop(Exit.NO, "instance.unknown", f"there is no instance {uuid}")
+        request = _message(uuid, page.builds[0].project_id, kind, fields, options.request_id)
+        await following.ask(request)
+        if not options.wait:
+            _show(request, None, options.as_json)
+            return 0
+        if not await following.wait(options.timeout):
+            raise Stop(Exit.TIME, "timeout", f"{kind} {request.request_id} had not ended in time")
+        end = following.ended[request.request_id]
+    _show(request, end, options.as_json)
+    return 0 if end.state is MoveState.DONE else Exit.NO
 
 
-def _request(uuid: str, project: str, kind: MoveKind, fields: dict[str, Any], request_id: str | None) -> MoveRequest:
+def _message(
+    uuid: str, project: str, kind: MoveKind, fields: Mapping[str, object], request_id: str | None
+) -> MoveRequest:
     """The message. Raises Stop for requests that the scheduler would refuse as malformed."""
     named = {name: value for name, value in fields.items() if value is not None}
     of_whom = {
@@ -356,23 +301,15 @@ def _request(uuid: str, project: str, kind: MoveKind, fields: dict[str, Any], re
     try:
         return msgspec.convert({**of_whom, "kind": kind.value, **named}, MoveRequest)
     except msgspec.ValidationError as error:
-        raise Stop(EXIT_USAGE, "request.invalid", reason_of(error)) from error
+        raise Stop(Exit.USAGE, "request.invalid", reason_of(error)) from error
 
 
 def _show(request: MoveRequest, end: MoveEvent | MoveRecord | None, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "request_id": request.request_id,
-                "instance_uuid": request.instance_uuid,
-                "kind": request.kind.value,
-                "state": end.state.value if end is not None else "accepted",
-                "host": end.host if end is not None else None,
-                "cell": end.cell if end is not None else None,
-                "code": end.code if end is not None else "",
-                "reason": end.reason if end is not None else "",
-            }
-        )
+        of = {"request_id": request.request_id, "instance_uuid": request.instance_uuid, "kind": request.kind.value}
+        came = {name: getattr(end, name, None) for name in ("host", "cell")}
+        reason = {name: getattr(end, name, "") for name in ("code", "reason")}
+        print_json({**of, "state": "accepted" if end is None else end.state.value, **came, **reason})
         return
     state = "accepted" if end is None else end.state.value
     where = f" on {end.host} in {end.cell}" if end is not None and end.host else ""

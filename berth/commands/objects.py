@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import AsyncIterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from msgspec import Struct
 from rich.text import Text
 
 from berth.client.object_edits import ObjectEdit, change_object, find_object
 from berth.commands.as_toml import as_toml
 from berth.commands.common import (
-    EXIT_NO,
     QUERY_TIMEOUT_S,
     AsJson,
     By,
+    Exit,
     Stop,
+    check_reason,
     client,
     decided_by,
     out,
     print_json,
-    run,
-    settings_of,
+    print_line,
+    print_rows,
 )
-from berth.render import printable, render_rows
+from berth.commands.options import CommandGroup
+from berth.render import utc
 from berth.settings import Settings
 from bus.bus import Bus
-from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import (
     MAX_CHANGES,
     SCHEDULING,
@@ -73,73 +74,73 @@ NOUNS = {
 Name = Annotated[str, typer.Argument(help="The name.", metavar="NAME")]
 Names = Annotated[list[str], typer.Argument(help="The names.", metavar="NAME...")]
 Why = Annotated[str, typer.Option("--reason", help="Why, for those who read the log.")]
-Force = Annotated[
-    bool, typer.Option("--force", help="Also if instances depend on it: on their flavor, group, zone or cell.")
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")]
 
 
-def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> typer.Typer:
+class ChangeOptions(Struct, frozen=True, kw_only=True):
+    """The options of each change of objects."""
+
+    why: Why = ""
+    by: By = None
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the changes, and make none.")] = False
+    as_json: AsJson = False
+
+
+class ForcedOptions(ChangeOptions, frozen=True, kw_only=True):
+    """The options of a change that instances may depend on."""
+
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if instances depend on it: on their flavor, group, zone or cell.")
+    ] = False
+
+
+def object_commands(kind: ObjectKind, what: str, *, lists: bool = True, shows: bool = True) -> CommandGroup:
     """The commands that every kind has: list, show, delete. lists, shows: False for a kind with its own."""
     one, several = NOUNS[kind]
-    app = typer.Typer(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
+    app = CommandGroup(no_args_is_help=True, help=f"{what} An operator changes them while everything runs.")
 
-    def list_(context: typer.Context, as_json: AsJson = False) -> None:
-        run(lambda: _list(settings_of(context), kind, as_json=as_json))
+    async def list_(settings: Settings, as_json: AsJson = False) -> None:
+        async with client(settings) as berth:
+            found = [stored async for stored in stored_objects(berth.bus, kind)]
+        print_rows(found, as_json, ["name", "body", "version", "changed"], _row)
+
+    async def show(settings: Settings, name: Name, as_json: AsJson = False) -> None:
+        async with client(settings) as berth:
+            found = await read_object(berth.bus, kind, name)
+        _print_file([found], found, as_json)
 
     if lists:
         app.command("list", help=f"List all {several}.")(list_)
-
-    def show(context: typer.Context, name: Name, as_json: AsJson = False) -> None:
-        run(lambda: _show(settings_of(context), kind, name, as_json=as_json))
-
     if shows:
         app.command("show", help=f"Show one {one} as TOML, as `berth apply` reads it.")(show)
 
     @app.command("delete", help=f"Delete {several}: all that are named, or none of them.")
-    def delete(
-        context: typer.Context,
-        names: Names,
-        why: Why = "",
-        by: By = None,
-        force: Force = False,
-        dry_run: DryRun = False,
-        as_json: AsJson = False,
-    ) -> None:
+    async def delete(settings: Settings, names: Names, *, decision: ForcedOptions) -> None:
         changes = [ObjectChange(kind=kind, name=name) for name in dict.fromkeys(names)]
-        change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json)
+        await change_objects(settings, changes, decision)
 
     return app
 
 
-async def _list(settings: Settings, kind: ObjectKind, *, as_json: bool) -> None:
-    """Print the records of a kind."""
-    async with client(settings) as berth:
-        found = [stored async for stored in stored_objects(berth.bus, kind)]
-    if as_json:
-        print_json(found)
-        return
-    rows = [[printable(one.name), _compact(one.body), str(one.version), _when(one)] for one in found]
-    render_rows(out, ["name", "body", "version", "changed"], rows)
+def _row(one: StoredObject) -> list[str]:
+    return [one.name, _compact(one.body), str(one.version), f"{utc(one.changed_at)} by {one.changed_by}"]
 
 
-async def _show(settings: Settings, kind: ObjectKind, name: str, *, as_json: bool) -> None:
-    async with client(settings) as berth:
-        found = await read_object(berth.bus, kind, name)
+def _print_file(objects: Sequence[StoredObject], as_plain: object, as_json: bool) -> None:
     if as_json:
-        print_json(found)
-        return
-    out.print(Text(as_toml(_file([found]))), end="", soft_wrap=True)
+        print_json(as_plain)
+    else:
+        out.print(Text(as_toml(_file(objects))), end="", soft_wrap=True)
 
 
 flavors = object_commands(ObjectKind.FLAVOR, "Flavors, which clients may request.")
 aggregates = object_commands(ObjectKind.AGGREGATE, "Host aggregates and availability zones.")
 groups = object_commands(ObjectKind.GROUP, "Server groups, which requests name.", shows=False)
 rules = object_commands(ObjectKind.SCHEDULING, "Scheduling rules: filters, weighers and their multipliers.")
+quotas = object_commands(ObjectKind.QUOTA, "Quotas of projects.", lists=False, shows=False)
 
 
-def apply(
-    context: typer.Context,
+async def apply(
+    settings: Settings,
     file: Annotated[Path, typer.Argument(help="TOML as `berth objects` prints it.")],
     prune: Annotated[
         bool,
@@ -147,37 +148,26 @@ def apply(
             "--prune", help="Delete objects that are not in the file, of the kinds that it has a section for."
         ),
     ] = False,
-    why: Why = "",
-    by: By = None,
-    force: Force = False,
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
+    *,
+    decision: ForcedOptions,
 ) -> None:
     """Make the objects that a file describes.
 
     All or none; prints what changes.
     """
     changes, kinds = read_file(file)
-    pruned = kinds if prune else ()
-    change_objects(context, changes, why=why, by=by, force=force, dry_run=dry_run, as_json=as_json, prune=pruned)
+    await change_objects(settings, changes, decision, prune=kinds if prune else ())
 
 
-def objects(context: typer.Context, as_json: AsJson = False) -> None:
+async def objects(settings: Settings, as_json: AsJson = False) -> None:
     """Print all objects as TOML, for `berth apply`."""
-
-    async def body() -> None:
-        async with client(settings_of(context)) as berth:
-            found = [stored async for stored in stored_objects(berth.bus)]
-        if as_json:
-            print_json(found)
-            return
-        out.print(Text(as_toml(_file(found))), end="", soft_wrap=True)
-
-    run(body)
+    async with client(settings) as berth:
+        found = [stored async for stored in stored_objects(berth.bus)]
+    _print_file(found, found, as_json)
 
 
-def audit_log(
-    context: typer.Context,
+async def audit_log(
+    settings: Settings,
     kind: Annotated[ObjectKind | None, typer.Option(help="Only of this kind.")] = None,
     name: Annotated[str | None, typer.Option(help="Only of this name.")] = None,
     before: Annotated[int | None, typer.Option(min=1, help="Only of earlier revisions.")] = None,
@@ -193,71 +183,53 @@ def audit_log(
     For the page after one, give the revision and the object of its last entry.
     """
     last = None if before_object is None else before_object.partition("/")
-
-    async def body() -> None:
-        async with client(settings_of(context)) as berth:
-            query = ObjectLogQuery(
-                kind=kind, name=name, before=before, before_object=last and (last[0], last[2]), limit=limit
-            )
-            page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
-        if as_json:
-            print_json(page.entries)
-            return
-        columns = ["revision", "at (UTC)", "who", "object", "change", "why"]
-        render_rows(out, columns, [_log_row(one) for one in page.entries])
-
-    run(body)
+    after = last and (last[0], last[2])
+    query = ObjectLogQuery(kind=kind, name=name, before=before, before_object=after, limit=limit)
+    async with client(settings) as berth:
+        page = await berth.bus.request(query, ObjectLogPage, timeout_s=QUERY_TIMEOUT_S)
+    print_rows(page.entries, as_json, ["revision", "at (UTC)", "who", "object", "change", "why"], _log_row)
 
 
-def _log_row(one: ObjectLogEntry) -> list[str | Text]:
-    return [
-        str(one.revision),
-        _time(one.at),
-        printable(one.who),
-        printable(f"{one.kind.value} {one.name}"),
-        printable("; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")),
-        printable(one.why),
-    ]
+def _log_row(one: ObjectLogEntry) -> list[str]:
+    change = "; ".join(_differences(one.before, one.after)) + (" (forced)" if one.forced else "")
+    return [str(one.revision), utc(one.at), one.who, f"{one.kind.value} {one.name}", change, one.why]
 
 
-def change_objects(
-    context: typer.Context,
+async def change_objects(
+    settings: Settings,
     requested: Sequence[ObjectChange] | ObjectEdit,
+    decision: ChangeOptions,
     *,
-    why: str,
-    by: str | None,
-    force: bool,
-    dry_run: bool,
-    as_json: bool,
+    force: bool = False,
     prune: tuple[ObjectKind, ...] = (),
 ) -> None:
-    """Change objects, print the changes, and end the command. requested: whole objects, or an edit of one on record."""
-    if len(why) > MAX_REASON:
-        raise typer.BadParameter(f"at most {MAX_REASON} characters", param_hint="--reason")
-    who = decided_by(by)
-    given = () if isinstance(requested, ObjectEdit) else valid_changes(requested)
+    """Change objects, and print the changes. requested: whole objects, or an edit of one on record."""
+    check_reason(decision.why)
+    fields: dict[str, Any] = {
+        "who": decided_by(decision.by),
+        "why": decision.why,
+        "prune": prune,
+        "force": force or (isinstance(decision, ForcedOptions) and decision.force),
+        "dry_run": decision.dry_run,
+    }
+    if not isinstance(requested, ObjectEdit):
+        requested = valid_changes(requested)
+    async with client(settings) as berth:
 
-    async def body() -> None:
-        async with client(settings_of(context)) as berth:
+        async def send(*changes: ObjectChange) -> ObjectsChanged:
+            change = ObjectsChange(changes=tuple(valid_changes(changes)), **fields)
+            return await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
 
-            async def send(*changes: ObjectChange) -> ObjectsChanged:
-                valid = tuple(valid_changes(changes))
-                change = ObjectsChange(changes=valid, who=who, why=why, prune=prune, force=force, dry_run=dry_run)
-                return await berth.bus.request(change, ObjectsChanged, timeout_s=QUERY_TIMEOUT_S)
-
-            if isinstance(requested, ObjectEdit):
-                answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
-            else:
-                answer = await send(*given)
-        if as_json:
-            print_json(answer)
-            return
-        for one in answer.changed:
-            out.print(Text(printable(_sentence(one))), soft_wrap=True)
-        verb = "would change" if dry_run else "changed"
-        out.print(Text(f"{len(answer.changed)} {verb}; revision {answer.revision}"), soft_wrap=True)
-
-    run(body)
+        if isinstance(requested, ObjectEdit):
+            answer = await change_object(berth.bus, requested, send, timeout_s=QUERY_TIMEOUT_S)
+        else:
+            answer = await send(*requested)
+    if decision.as_json:
+        print_json(answer)
+        return
+    for one in answer.changed:
+        print_line(_sentence(one))
+    print_line(f"{len(answer.changed)} {'would change' if decision.dry_run else 'changed'}; revision {answer.revision}")
 
 
 def valid_changes(changes: Sequence[ObjectChange]) -> Sequence[ObjectChange]:
@@ -277,9 +249,9 @@ async def read_object(bus: Bus, kind: ObjectKind, name: str) -> StoredObject:
     found = await find_object(bus, kind, name, timeout_s=QUERY_TIMEOUT_S)
     if found is None and kind is ObjectKind.SCHEDULING and name == SCHEDULING:
         reason = "no scheduling rules are set: each scheduler goes by the section scheduler of its own settings"
-        raise Stop(EXIT_NO, "object.unknown", reason)
+        raise Stop(Exit.NO, "object.unknown", reason)
     if found is None:
-        raise Stop(EXIT_NO, "object.unknown", f"there is no {kind.value} {name!r}")
+        raise Stop(Exit.NO, "object.unknown", f"there is no {kind.value} {name!r}")
     return found
 
 
@@ -388,11 +360,3 @@ def _differences(before: Mapping[str, Any] | None, after: Mapping[str, Any] | No
 
 def _compact(value: Any) -> str:
     return "nothing" if value is None else msgspec.json.encode(value, order="deterministic").decode()
-
-
-def _when(one: StoredObject) -> str:
-    return f"{_time(one.changed_at)} by {printable(one.changed_by)}"
-
-
-def _time(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")

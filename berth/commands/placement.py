@@ -11,6 +11,7 @@ import typer
 import placement_worker.app
 from berth.commands import book
 from berth.commands.common import Stop, explain, make_directory, print_json, print_stop, settings_of
+from berth.commands.options import CommandGroup
 from berth.rest_address import DEFAULT_PORT, LOOPBACK, with_rest_at
 from berth.settings import EMBEDDED, Settings
 from berth.site import Brokers, Site, process_name, read_runtime
@@ -23,16 +24,16 @@ from placement_worker.rest.openapi import document
 from placement_worker.store.memory import MemoryBook, MemoryBookTable
 from placement_worker.store.port import PlacementStore
 
+placement = CommandGroup(no_args_is_help=True, help="The resource book: serve, audit, export, import.")
+placement.command("audit")(book.audit)
+placement.command("export")(book.export)
+placement.command("import")(book.import_)
+placement.command("move-host")(book.move_host)
+
 DEFAULT_API = f"{LOOPBACK}:{DEFAULT_PORT}"
 
-app = typer.Typer(no_args_is_help=True, help="The resource book: serve, audit, export, import.")
-app.command("audit")(book.audit)
-app.command("export")(book.export)
-app.command("import")(book.import_)
-app.command("move-host")(book.move_host)
 
-
-@app.command()
+@placement.command()
 def serve(
     context: typer.Context,
     api: Annotated[str, typer.Option(help="Serve Placement's REST API at HOST:PORT.")] = DEFAULT_API,
@@ -64,7 +65,7 @@ def serve(
         raise SystemExit(stop.status) from None
 
 
-@app.command()
+@placement.command()
 def openapi() -> None:
     """Print the OpenAPI document of the served routes."""
     print_json(document())

@@ -1,4 +1,4 @@
-"""`berth up`: everything; and `berth config`."""
+"""`berth up`: everything, and what it prints when it is up; `berth config`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,32 +14,26 @@ import msgspec
 import typer
 
 from berth.commands.as_toml import as_toml
-from berth.commands.common import (
-    EXIT_USAGE,
-    AsJson,
-    Stop,
-    err,
-    make_directory,
-    out,
-    print_json,
-    run,
-    settings_of,
-)
+from berth.commands.common import AsJson, Exit, Stop, err, make_directory, out, print_json
 from berth.commands.objects import read_file, valid_changes
-from berth.commands.up_messages import as_processes, block, one_process
 from berth.in_process import WorkerEnded
 from berth.rest_address import AtUp, for_up
-from berth.settings import Settings
-from berth.site import read_runtime
-from berth.trial.metal import ironic_of
-from berth.trial.supervisor import Supervisor, supervised
-from berth.trial.up import LocalSystem, serve, site
-from berth.trial.up_processes import computes_on_record, numbers, running
-from berth.trial.usable_hosts import sentence, unusable_hosts
+from berth.settings import MEMORY, Settings
+from berth.site import Site, read_runtime
+from berth.trial.up import LocalSystem, ironic_of, sentence, serve, site, unusable_hosts
+from berth.trial.up_processes import (
+    ProcessCounts,
+    RunningProcesses,
+    Supervisor,
+    computes_on_record,
+    numbers,
+    running,
+    supervised,
+)
 from berth.web.server import pages_of_up
 from bus.contracts.objects import ObjectsChange
 from bus.service.main import STOP_SIGNALS
-from bus.service.settings import describe, redact
+from bus.service.settings import describe, hide_password, redact
 from bus.service.telemetry import configure_logging
 from scheduler_worker.objects import check_objects
 
@@ -48,8 +42,8 @@ MAX_SOCKET_PATH = 107  # the kernel's limit
 Count = Annotated[int | None, typer.Option(min=1, max=64, help="With --processes; default: as the machine has CPUs.")]
 
 
-def up(
-    context: typer.Context,
+async def up(
+    settings: Settings,
     processes: Annotated[
         bool, typer.Option("--processes", help="Each worker a process, on RabbitMQ and PostgreSQL.")
     ] = False,
@@ -58,7 +52,7 @@ def up(
     conductors: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
     computes: Annotated[int | None, typer.Option(min=1, max=64, help="The same, for each cell.")] = None,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """Run everything until it is interrupted.
 
     In this process, or each worker as a process; commands in other terminals reach it.
@@ -72,16 +66,13 @@ def up(
     """
     requested = {"schedulers": schedulers, "placements": placements, "conductors": conductors, "computes": computes}
 
-    async def body() -> int:
-        if processes:
-            return await _up_processes(context, requested, as_json)
-        if any(number is not None for number in requested.values()):
-            raise Stop(EXIT_USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
-        settings, stop = _prepare(context)
-        with for_up(settings) as rest:
-            return await _up_here(rest, stop, as_json)
-
-    run(body)
+    if processes:
+        return await _up_processes(settings, requested, as_json)
+    if any(number is not None for number in requested.values()):
+        raise Stop(Exit.USAGE, "up.processes", "numbers of processes are for --processes; see also [up]")
+    settings, stop = _prepare(settings)
+    with for_up(settings) as rest:
+        return await _up_here(rest, stop, as_json)
 
 
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
@@ -121,12 +112,11 @@ async def _start_here(system: LocalSystem, ironic_url: str | None) -> None:
         _warn(sentence(missing))
 
 
-def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
+def _prepare(settings: Settings) -> tuple[Settings, asyncio.Event]:
     """The common start of both ways of being up: settings, a state directory, and an event that signals set."""
-    settings = settings_of(context)
     running = read_runtime(settings.state)
     if running is not None:
-        raise Stop(EXIT_USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
+        raise Stop(Exit.USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
     _make_state(settings)
     settings = msgspec.structs.replace(settings, compute=settings.kept_compute)
     if not settings.compute.state_dir:
@@ -139,8 +129,8 @@ def _prepare(context: typer.Context) -> tuple[Settings, asyncio.Event]:
     return settings, stop
 
 
-async def _up_processes(context: typer.Context, requested: Mapping[str, int | None], as_json: bool) -> int:
-    settings, stop = _prepare(context)
+async def _up_processes(settings: Settings, requested: Mapping[str, int | None], as_json: bool) -> int:
+    settings, stop = _prepare(settings)
     cpus = len(os.sched_getaffinity(0))
     kept = settings.compute.state_dir
     earlier = computes_on_record(Path(kept), settings.cells) if kept else 0
@@ -168,8 +158,8 @@ async def _given_up(stop: asyncio.Event, starting: asyncio.Task[Any] | None) -> 
         starting.cancel()
 
 
-def config(
-    context: typer.Context,
+async def config(
+    settings: Settings,
     explain: Annotated[bool, typer.Option("--explain", help="Print each setting's description above it.")] = False,
     objects: Annotated[
         Path | None, typer.Option("--objects", metavar="FILE", help="Check a file for `berth apply` as well.")
@@ -180,24 +170,19 @@ def config(
 
     Exit status 2 when a worker could not start with them, their flavors, aggregates, quotas and groups included.
     """
-
-    async def body() -> None:
-        settings = settings_of(context)
-        # A setting that names a class is only known to be wrong once the class is looked for; objects, once they are
-        # put together.
-        cells = sorted(settings.cells)
-        check_objects(settings.scheduler, cells=cells)
-        if objects is not None:
-            change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), who="berth config")
-            check_objects(settings.scheduler, change, cells)
-        plain = redact(settings)
-        if as_json:
-            print_json(plain)
-            return
-        comments = describe(Settings, plain) if explain else {}
-        out.print(as_toml(plain, comments), end="", markup=False, soft_wrap=True, highlight=False)
-
-    run(body)
+    # A setting that names a class is only known to be wrong once the class is looked for; objects, once they are
+    # put together.
+    cells = sorted(settings.cells)
+    check_objects(settings.scheduler, cells=cells)
+    if objects is not None:
+        change = ObjectsChange(changes=tuple(valid_changes(read_file(objects)[0])), who="berth config")
+        check_objects(settings.scheduler, change, cells)
+    plain = redact(settings)
+    if as_json:
+        print_json(plain)
+        return
+    comments = describe(Settings, plain) if explain else {}
+    out.print(as_toml(plain, comments), end="", markup=False, soft_wrap=True, highlight=False)
 
 
 def _make_state(settings: Settings) -> None:
@@ -205,7 +190,7 @@ def _make_state(settings: Settings) -> None:
     path = str(settings.socket)
     if len(path.encode()) > MAX_SOCKET_PATH:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
-        raise Stop(EXIT_USAGE, "state.too_long", reason)
+        raise Stop(Exit.USAGE, "state.too_long", reason)
     make_directory(settings.state)
 
 
@@ -218,3 +203,94 @@ def _print_summary(summary: dict[str, Any], as_json: bool) -> None:
         print_json(summary)
     else:
         out.print(block(summary), soft_wrap=True, markup=False)
+
+
+NEXT = ("berth boot --flavor m1.small --count 50 --wait", "berth list", "berth hosts", "berth check")
+END = "Ctrl-C drains and ends it."
+
+
+def one_process(here: Site, computes: Sequence[str], ironic_url: str | None, rest: AtUp) -> dict[str, Any]:
+    """All in this process."""
+    settings = here.settings
+    return {
+        "up": True,
+        "cells": here.cells,
+        "computes": computes,
+        "socket": str(settings.socket),
+        "bus": hide_password(settings.bus.url),
+        "durable": _durable(settings, one_process=True),
+        **_servers(settings, here.database_url, ironic_url, rest),
+    }
+
+
+def as_processes(started: RunningProcesses, count: ProcessCounts, cpus: int, rest: AtUp) -> dict[str, Any]:
+    """Each worker a process."""
+    workers = started.processes.workers.values()
+    settings = started.site.settings
+    return {
+        "up": True,
+        "cells": started.site.cells,
+        "cpus": cpus,
+        "numbers": count,
+        "workers": {one.name: {"pid": one.process.pid, "port": one.port, "log": str(one.log)} for one in workers},
+        "logs": str(started.logs),
+        "bus": hide_password(settings.bus.url),
+        "durable": _durable(settings, one_process=False),
+        **_servers(settings, started.site.database_url, started.ironic_url, rest),
+    }
+
+
+def _durable(settings: Settings, *, one_process: bool) -> str:
+    """The parts that outlive the end of this process, however it ends, and those that do not."""
+    kept = f"the book, builds and machines are kept below {settings.state}"
+    if one_process and settings.bus.url == MEMORY:
+        return f"{kept}; messages are not: those under way end with this process"
+    return f"{kept}, messages in the broker"
+
+
+def _servers(settings: Settings, database_url: str | None, ironic_url: str | None, rest: AtUp) -> dict[str, Any]:
+    listen = settings.placement.rest.listen
+    return {
+        "database": hide_password(database_url or ""),
+        "placement_api": f"http://{listen}" if listen else None,
+        "placement_token": str(rest.token) if rest.token else None,
+        "placement_taken": rest.taken or None,
+        "ironic": ironic_url or None,
+    }
+
+
+def block(summary: Mapping[str, Any]) -> str:
+    """For people: what runs, where it answers, what to type next."""
+    workers: Mapping[str, Mapping[str, Any]] = summary.get("workers", {})
+    runs = f"{len(workers)} processes for {summary['cpus']} CPUs" if workers else "one process"
+    bus = (
+        f"in this process; other terminals reach it at {summary['socket']}"
+        if summary["bus"] == MEMORY
+        else summary["bus"]
+    )
+    rows = [
+        ("cells", ", ".join(summary["cells"])),
+        ("computes", ", ".join(summary.get("computes", ()))),
+        ("RabbitMQ" if summary["bus"] != MEMORY else "bus", bus),
+        ("PostgreSQL", summary["database"]),
+        ("durable", summary.get("durable", "")),
+        ("pages", summary.get("pages") or ""),
+        ("Placement", _placement(summary)),
+        ("Ironic", f"{summary['ironic']} (simulated)" if summary["ironic"] else ""),
+        ("/metrics", ", ".join(f"{name} {worker['port']}" for name, worker in workers.items())),
+        ("logs", summary.get("logs", "")),
+    ]
+    return _lines(f"berth is up: {runs}", rows)
+
+
+def _placement(summary: Mapping[str, Any]) -> str:
+    if not summary["placement_api"]:
+        return "no REST API; BERTH_PLACEMENT__REST__LISTEN=HOST:PORT serves one"
+    taken = f" ({summary['placement_taken']} is taken)" if summary["placement_taken"] else ""
+    token = f", for the token in {summary['placement_token']}" if summary["placement_token"] else ""
+    return f"{summary['placement_api']}{taken}{token}"
+
+
+def _lines(head: str, rows: Sequence[tuple[str, str]]) -> str:
+    shown = [f"  {name:<11} {value}" for name, value in rows if value]
+    return "\n".join(["", head, *shown, "", "Next, in another terminal:", *(f"  {one}" for one in NEXT), "", END, ""])

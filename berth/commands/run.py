@@ -14,17 +14,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from berth.commands.common import (
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Stop,
-    database_of,
-    err,
-    explain,
-    make_directory,
-    print_stop,
-    settings_of,
-)
+from berth.commands.common import Exit, Stop, database_of, err, explain, make_directory, print_stop, settings_of
 from berth.rest_address import AtHttp, at_http, with_rest_at
 from berth.settings import MEMORY, Settings
 from berth.site import Site, process_name, read_runtime
@@ -72,7 +62,7 @@ def run_role(
         settings = settings_of(context)
         if api is not None:
             if role is not Role.PLACEMENT:
-                raise Stop(EXIT_USAGE, "api.role", "--api is placement's")
+                raise Stop(Exit.USAGE, "api.role", "--api is placement's")
             settings = with_rest_at(settings, api)
         requested = _http(http)
         served = AtHttp(settings=settings, with_rest=False)
@@ -106,7 +96,7 @@ def run_role(
 def _build(role: Role, here: Site, cell: str | None, service: str | None, *, health_with_rest: bool) -> Build:
     settings: Settings = here.settings
     if role in {Role.CONDUCTOR, Role.COMPUTE} and cell is None:
-        raise Stop(EXIT_USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
+        raise Stop(Exit.USAGE, "cell.missing", f"which cell? berth run {role.value} --cell {here.cells[0]}")
     if role is Role.PLACEMENT:
         import placement_worker.app  # noqa: PLC0415  (why: at the top)
 
@@ -130,7 +120,7 @@ def _build(role: Role, here: Site, cell: str | None, service: str | None, *, hea
     try:
         name = msgspec.convert(service or default_service(cell, socket.gethostname()), Word)
     except msgspec.ValidationError as fault:
-        raise Stop(EXIT_USAGE, "service.name", f"not a service name: {service}") from fault
+        raise Stop(Exit.USAGE, "service.name", f"not a service name: {service}") from fault
     import compute_sim.app  # noqa: PLC0415
 
     config = settings.kept_compute
@@ -147,7 +137,7 @@ def _join(settings: Settings, cell: str | None) -> None:
     if settings.bus.url != MEMORY or (cell is not None and settings.cells[cell].url not in ("", MEMORY)):
         return
     if read_runtime(settings.state) is None:
-        raise Stop(EXIT_UNAVAILABLE, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
+        raise Stop(Exit.UNAVAILABLE, "bus.unavailable", "no bus: set bus.url (BERTH_BUS__URL), or start `berth up`")
     err.print("[yellow]bus.url is memory://: this worker joins the `berth up` of this machine[/yellow]", soft_wrap=True)
 
 
@@ -161,7 +151,7 @@ def _listen(requested: tuple[str, int] | None, settings: Settings) -> tuple[str,
         socket.create_server(where, family=_family(where[0])).close()
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        raise Stop(EXIT_USAGE, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
+        raise Stop(Exit.USAGE, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
     return where
 
 

@@ -5,59 +5,53 @@ They read and write the cells' schemas; every conductor follows the record.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from typing import Annotated
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, TypeVar
 
 import asyncpg
 import typer
 
 from berth.audit.adoption import decide_adoption
 from berth.commands.common import (
-    EXIT_NO,
-    EXIT_UNAVAILABLE,
     AsJson,
     By,
+    Exit,
     Stop,
+    check_reason,
     database_of,
     decided_by,
     open_database_in_time,
     out,
     parse_uuid,
     print_json,
-    run,
-    settings_of,
+    print_result,
 )
-from berth.render import printable, render_rows
+from berth.commands.options import CommandGroup
+from berth.render import counted, render_rows, utc
+from berth.settings import Settings
 from berth.site import Site
-from bus.contracts.base import MAX_REASON
 from bus.faults import DatabaseUnprepared
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
 
-quarantine = typer.Typer(no_args_is_help=True, help="Machines kept until an operator decides about them.")
-breaker = typer.Typer(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
+quarantine = CommandGroup(no_args_is_help=True, help="Machines kept until an operator decides about them.")
+breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
+
+T = TypeVar("T")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
 @quarantine.command("list")
-def list_quarantine(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
+async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> None:
     """List the machines in quarantine, and the decisions about them."""
-
-    async def body() -> None:
-        show_unexplained(
-            await unexplained(database_of(settings_of(context)), cell, (UnexplainedKind.QUARANTINED,)), as_json
-        )
-
-    run(body)
+    show_unexplained(await unexplained(database_of(settings), cell, (UnexplainedKind.QUARANTINED,)), as_json)
 
 
 @quarantine.command("release")
-def release(
-    context: typer.Context,
+async def release(
+    settings: Settings,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
     destroy: Annotated[
         bool | None, typer.Option("--destroy/--keep", help="Have its host destroy it, or leave it for good.")
@@ -75,24 +69,18 @@ def release(
         raise typer.BadParameter("give --destroy or --keep", param_hint="--destroy/--keep")
     verdict = DESTROY if destroy else KEEP
 
-    async def body() -> None:
-        here, decided = database_of(settings_of(context)), 0
-        for name in _cells(here, cell):
-            async with _safety(here, name) as safety:
-                decided += await safety.decide(instance, verdict, decided_by(by), here.clock.time())
-        if not decided:
-            raise Stop(EXIT_NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
-        if as_json:
-            print_json({"instance": instance, "verdict": verdict, "machines": decided})
-        else:
-            out.print(f"{instance}: {verdict}, {decided} machine{'s' if decided > 1 else ''}", soft_wrap=True)
-
-    run(body)
+    here, who = database_of(settings), decided_by(by)
+    at = here.clock.time()
+    decided = sum(n for _, n in await _in_cells(here, cell, lambda of: of.decide(instance, verdict, who, at)))
+    if not decided:
+        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
+    found = {"instance": instance, "verdict": verdict, "machines": decided}
+    print_result(found, as_json, f"{instance}: {verdict}, {counted(decided, 'machine')}")
 
 
 @quarantine.command("adopt")
-def adopt(
-    context: typer.Context,
+async def adopt(
+    settings: Settings,
     uuid: Annotated[str, typer.Argument(help="The instance.")],
     host: Annotated[str, typer.Option("--host", help="The UUID of the host with the machine, as `list` shows it.")],
     reason: Annotated[str, typer.Option("--reason", help="Why, for those who look later.")],
@@ -108,54 +96,31 @@ def adopt(
     `berth placement audit --repair` puts it right.
     """
     instance, place = parse_uuid(uuid), parse_uuid(host)
-    if not reason or len(reason) > MAX_REASON:
-        raise typer.BadParameter(f"1 to {MAX_REASON} characters", param_hint="--reason")
+    check_reason(reason, least=1)
 
-    async def body() -> None:
-        here, who = database_of(settings_of(context)), decided_by(by)
-        cell = await decide_adoption(here, instance, place, who=who, why=reason)
-        if as_json:
-            print_json({"instance": instance, "verdict": ADOPT, "cell": cell, "host": place})
-        else:
-            out.print(f"{instance}: {ADOPT}, with the next report of host {place}", soft_wrap=True)
-
-    run(body)
+    here, who = database_of(settings), decided_by(by)
+    cell = await decide_adoption(here, instance, place, who=who, why=reason)
+    found = {"instance": instance, "verdict": ADOPT, "cell": cell, "host": place}
+    print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
 
 
 @breaker.command("list")
-def list_breakers(context: typer.Context, cell: CellName = None, as_json: AsJson = False) -> None:
+async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
     """List the breakers that ever tripped. Exit status 1 when one is open."""
-
-    async def body() -> int:
-        here = database_of(settings_of(context))
-        found: list[tuple[str, Breaker]] = []
-        for name in _cells(here, cell):
-            async with _safety(here, name) as safety:
-                found += [(name, one) for one in await safety.breakers()]
-        if as_json:
-            print_json([{"cell": name, "breaker": one} for name, one in found])
-        else:
-            rows = [
-                [
-                    name,
-                    one.service,
-                    "open" if one.is_open else f"reset by {one.reset_by}",
-                    str(one.lost),
-                    str(one.quarantined),
-                    str(one.over),
-                    _when(one.tripped_at),
-                ]
-                for name, one in found
-            ]
-            render_rows(out, ["cell", "service", "state", "lost", "quarantined", "over", "tripped"], rows)
-        return EXIT_NO if any(one.is_open for _, one in found) else 0
-
-    run(body)
+    here = database_of(settings)
+    read = await _in_cells(here, cell, lambda of: of.breakers())
+    found = [(name, one) for name, breakers in read for one in breakers]
+    if as_json:
+        print_json([{"cell": name, "breaker": one} for name, one in found])
+    else:
+        columns = ["cell", "service", "state", "lost", "quarantined", "over", "tripped"]
+        render_rows(out, columns, [_breaker_row(*one) for one in found])
+    return Exit.NO if any(one.is_open for _, one in found) else 0
 
 
 @breaker.command("reset")
-def reset(
-    context: typer.Context,
+async def reset(
+    settings: Settings,
     service: Annotated[str, typer.Argument(help="The compute service.")],
     cell: CellName = None,
     by: By = None,
@@ -165,32 +130,20 @@ def reset(
 
     It may be destroyed or counted as lost; later findings are judged anew.
     """
-
-    async def body() -> None:
-        here, done = database_of(settings_of(context)), []
-        for name in _cells(here, cell):
-            async with _safety(here, name) as safety:
-                if await safety.reset(service, decided_by(by), here.clock.time()):
-                    done.append(name)
-        if not done:
-            raise Stop(EXIT_NO, "breaker.not_open", f"no breaker of {service} is open")
-        if as_json:
-            print_json({"service": service, "cells": done})
-        else:
-            out.print(printable(f"{service}: reset in {', '.join(done)}"), soft_wrap=True, markup=False)
-
-    run(body)
+    here, who = database_of(settings), decided_by(by)
+    reset = await _in_cells(here, cell, lambda of: of.reset(service, who, here.clock.time()))
+    done = [name for name, was_open in reset if was_open]
+    if not done:
+        raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
+    print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
 
 
 async def unexplained(
     here: Site, cell: str | None, kinds: Sequence[UnexplainedKind]
 ) -> list[tuple[str, UnexplainedRecord]]:
     """The machines of these kinds that are on record, with their cells."""
-    found: list[tuple[str, UnexplainedRecord]] = []
-    for name in _cells(here, cell):
-        async with _safety(here, name) as safety:
-            found += [(name, one) for one in await safety.records() if one.machine.kind in kinds]
-    return found
+    read = await _in_cells(here, cell, lambda of: of.records())
+    return [(name, one) for name, records in read for one in records if one.machine.kind in kinds]
 
 
 def show_unexplained(found: Sequence[tuple[str, UnexplainedRecord]], as_json: bool) -> None:
@@ -198,43 +151,36 @@ def show_unexplained(found: Sequence[tuple[str, UnexplainedRecord]], as_json: bo
     if as_json:
         print_json([{"cell": name, "record": one} for name, one in found])
         return
-    rows = [
-        [
-            one.machine.kind.value,
-            name,
-            one.service,
-            one.machine.host_uuid,
-            one.machine.uuid,
-            str(one.machine.attempt or ""),
-            one.machine.why,
-            _when(one.first_seen),
-            f"{one.verdict} ({one.decided_by}, {_when(one.decided_at)})" if one.verdict else "",
-        ]
-        for name, one in found
-    ]
-    render_rows(out, ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"], rows)
+    columns = ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"]
+    render_rows(out, columns, [_unexplained_row(*one) for one in found])
 
 
-def _cells(here: Site, cell: str | None) -> Sequence[str]:
-    if cell is None:
-        return here.cells
-    here.check_cell(cell)
-    return (cell,)
+def _unexplained_row(cell: str, one: UnexplainedRecord) -> list[str]:
+    machine = one.machine
+    decided = f"{one.verdict} ({one.decided_by}, {utc(one.decided_at)})" if one.verdict else ""
+    of = [machine.kind.value, cell, one.service, machine.host_uuid, machine.uuid]
+    return [*of, str(machine.attempt or ""), machine.why, utc(one.first_seen), decided]
 
 
-@asynccontextmanager
-async def _safety(here: Site, cell: str) -> AsyncIterator[Safety]:
-    database = here.environment("operator").database(f"cell_{cell}", pool_size=1)
-    await open_database_in_time(database.open())
-    try:
-        yield PostgresSafety(database)
-    except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
-        raise Stop(
-            EXIT_UNAVAILABLE, "cell.never_started", f"cell {cell} has never been started here with this release"
-        ) from error
-    finally:
-        await database.close()
+def _breaker_row(cell: str, one: Breaker) -> list[str]:
+    state = "open" if one.is_open else f"reset by {one.reset_by}"
+    return [cell, one.service, state, str(one.lost), str(one.quarantined), str(one.over), utc(one.tripped_at)]
 
 
-def _when(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+async def _in_cells(here: Site, cell: str | None, work: Callable[[Safety], Awaitable[T]]) -> list[tuple[str, T]]:
+    """The answers of the records of each cell, or of the one that is named."""
+    if cell is not None:
+        here.check_cell(cell)
+    found: list[tuple[str, T]] = []
+    for name in here.cells if cell is None else (cell,):
+        database = here.environment("operator").database(f"cell_{name}", pool_size=1)
+        await open_database_in_time(database.open())
+        try:
+            found.append((name, await work(PostgresSafety(database))))
+        except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
+            raise Stop(
+                Exit.UNAVAILABLE, "cell.never_started", f"cell {name} has never been started here with this release"
+            ) from error
+        finally:
+            await database.close()
+    return found

@@ -7,11 +7,91 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import Protocol
 
-from berth.fencing.ironic import IronicPower
+import msgspec
+from msgspec import Struct
+
 from berth.settings import FencingSettings
 from bus.clock import Clock
 from bus.contracts.build import HostRecord
+from bus.contracts.patterns import reason_of
+from bus.faults import Fault
 from bus.service.settings import SettingsError
+from compute_sim.driver import DriverUnavailable
+from compute_sim.drivers.ironic.api import IronicApi
+
+OFF = "power off"
+
+
+class NodePower(Struct, frozen=True):
+    """The fields of a node's answer that are read here, in Ironic's words."""
+
+    uuid: str
+    power_state: str | None = None
+    target_power_state: str | None = None
+    last_error: str | None = None
+    reservation: str | None = None
+
+
+# The plug-in `ironic` switches hypervisors off through an Ironic that controls their power (IPMI, Redfish). The
+# node of a host is the one that `fencing.nodes` names, else the one with the host's name.
+class IronicPower:
+    """One Ironic."""
+
+    def __init__(self, settings: FencingSettings, clock: Clock) -> None:
+        """Raises SettingsError: the login or the certificates cannot be used."""
+        self._nodes = settings.nodes
+        self._poll_s = settings.ironic.poll_interval_s
+        self._api = IronicApi(settings.ironic, clock=clock)
+        self._clock = clock
+        self._api.open()
+
+    @classmethod
+    def from_settings(cls, settings: FencingSettings, clock: Clock) -> IronicPower:
+        """As the loader makes it. Raises SettingsError."""
+        return cls(settings, clock)
+
+    async def switch_off(self, host: HostRecord) -> str:
+        """Request the power state, whatever Ironic last knew, and wait until it is reported. Raises FencingFailed."""
+        name = self._nodes.get(host.name, host.name)
+        try:
+            node = await self._read(name)
+            if node.uuid == host.uuid:
+                raise FencingFailed(f"{name} is a bare-metal host: its instance is the machine that would be off")
+            while (refused := await self._api.power(node.uuid, OFF)) is not None:
+                if not refused.is_conflict:  # else another change of the node is under way
+                    raise FencingFailed(f"node {name}: {refused}")
+                await self._clock.sleep(self._poll_s)
+            await self._reported_off(name, node.uuid)
+        except DriverUnavailable as fault:
+            raise FencingFailed(str(fault)) from fault
+        return f"Ironic reports node {name} as {OFF}"
+
+    async def _reported_off(self, name: str, uuid: str) -> None:
+        """Wait until Ironic is done with the node, which it holds from before it accepts the request."""
+        while (node := await self._read(uuid)).reservation is not None or node.target_power_state is not None:
+            await self._clock.sleep(self._poll_s)
+        if node.power_state != OFF:
+            raise FencingFailed(f"node {name} is {node.power_state}: {node.last_error}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()
+
+    async def _read(self, ident: str) -> NodePower:
+        found = await self._api.raw_node(ident)
+        if found is None:
+            raise FencingFailed(f"Ironic has no node {ident}")
+        try:
+            return msgspec.convert(found, NodePower)
+        except msgspec.ValidationError as error:
+            raise FencingFailed(f"Ironic's answer about node {ident}: {reason_of(error)}") from error
+
+
+class FencingFailed(Fault):
+    """The host could not be switched off, or it is not certain that it is off. It must not be fenced."""
+
+    code = "fencing.failed"
+
 
 GROUP = "berth.fencing"
 

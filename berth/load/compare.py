@@ -15,9 +15,9 @@ import numpy as np
 from msgspec import Struct
 
 from berth.load import charts
-from berth.load.charts import Series, cut, number
+from berth.load.charts import Series
 from berth.load.figures import PERCENTILES, Array, latencies_ms, stages_ms
-from berth.load.page import heading, note, page, section, stack, table
+from berth.load.page import cut, note, number, page, section, stack, table
 from berth.load.record import STAGES, LoadRecord
 from berth.load.report import facts
 from berth.render import printable_lines
@@ -237,7 +237,6 @@ def _html(found: Comparison, a: LoadRecord, b: LoadRecord) -> str:
     return page(
         title,
         [
-            heading(title),
             *(note(sentence) for sentence in found.verdict),
             section("Differences in the settings", different),
             section("Results", figures, stack(_curves(names, a, b), *_means(names, a, b))),

@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from berth.load import charts, figures
-from berth.load.charts import Range, Series, cut, number
+from berth.load.charts import Range, Series
 from berth.load.figures import LEAST_MS, PERCENTILES, Timeline, column, latencies_ms, stages_ms, summary
-from berth.load.page import heading, note, page, section, stack, table, tiles
+from berth.load.page import cut, note, number, page, section, stack, table, tiles
 from berth.load.record import OUTCOMES, STAGES, Column, LoadRecord, Utilisation
 
 MAX_BARS = 60
@@ -43,7 +43,6 @@ def render(record: LoadRecord) -> str:
     return page(
         title,
         [
-            heading(title),
             note(_when(record)),
             _headline(record),
             section("Throughput", _throughput(record, timeline), _in_flight(record, timeline)),

@@ -15,7 +15,7 @@ from berth.cli import app
 HEAD = """\
 # Commands
 
-Derived from the command line by `scripts/docs`; do not edit by hand. `berth COMMAND --help` prints the same.
+Derived from the command line by `scripts/nightly docs`; do not edit by hand. `berth COMMAND --help` prints the same.
 
 | exit status | meaning |
 | --- | --- |

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +18,71 @@ import placement_worker.app
 import scheduler_worker.app
 from berth.in_process import InProcessWorkers
 from berth.settings import EMBEDDED, MEMORY, Settings
-from berth.site import Brokers, Runtime, Site, write_runtime
+from berth.site import Brokers, Runtime, Site, process_name, write_runtime
 from berth.trial.embedded.postgres import Postgres
+from berth.trial.ironic_stand_in import AmqpAnnouncer, Behaviour, IronicStandIn, MemoryAnnouncer, NotificationAnnouncer
+from berth.trial.ironic_stand_in.state_file import load, save, save_changes
 from berth.trial.keeper import Notify, kept_alive, to_log
+from bus.bus import API, Bus
 from bus.clock import SystemClock
-from bus.faults import DatabaseForbidden
+from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
+from bus.faults import DatabaseForbidden, Fault
 from bus.local import LocalServer
+from bus.port import BusError
 from bus.service.service import Service
 from compute_sim.fleet import Fleet
 from placement_worker.rest.config import RestConfig
+
+
+def announcer(site: Site) -> NotificationAnnouncer:
+    """Where the stand-in's notifications go: as Ironic's would, into an exchange of its own."""
+    exchange = site.settings.ironic_sync.exchange
+    if site.settings.bus.url != MEMORY:
+        return AmqpAnnouncer(site.settings.bus.url, exchange)
+    assert site.brokers is not None
+    return MemoryAnnouncer(site.brokers.broker(API), exchange)
+
+
+@contextlib.asynccontextmanager
+async def simulated_ironic(
+    site: Site, behaviour: Behaviour | None = None, *, kept: Path | None = None
+) -> AsyncIterator[IronicStandIn | None]:
+    """An Ironic with `up.nodes` available nodes for as long as this context; None when there are to be none.
+
+    kept: a file that the nodes come from and are kept in; then they are as they were left, and as many as ever.
+    """
+    if site.settings.up.nodes == 0:
+        yield None
+        return
+    ironic = IronicStandIn(announcer(site), clock=site.clock, rng=site.rng, behaviour=behaviour)
+    if kept is None or not load(ironic.pool, kept):
+        ironic.pool.plan(site.settings.up.nodes)
+    await ironic.start()
+    save_task = asyncio.create_task(save_changes(ironic.pool, kept, site.clock)) if kept is not None else None
+    try:
+        yield ironic
+    finally:
+        await ironic.stop()
+        if kept is not None and save_task is not None:
+            save_task.cancel()
+            await asyncio.gather(save_task, return_exceptions=True)
+            save(ironic.pool, kept)
+
+
+@contextlib.asynccontextmanager
+async def ironic_of(site: Site) -> AsyncIterator[str]:
+    """The address of the Ironic that `berth up` works with: the settings', else a simulated one's; empty: none."""
+    if site.settings.up.ironic_url:
+        yield site.settings.up.ironic_url
+        return
+    async with simulated_ironic(site, kept=kept_in(site)) as ironic:
+        yield ironic.url if ironic is not None else ""
+
+
+def kept_in(site: Site) -> Path:
+    """Where `berth up` keeps its nodes: beside the embedded database, which knows the instances on them."""
+    return site.settings.state / "ironic.json"
+
 
 DATABASE_NAME = "postgres"
 FIRST_PLACEMENT = "placement1"
@@ -199,3 +256,65 @@ async def serve(site: Site, ironic_url: str | None) -> AsyncIterator[None]:
 
 def _numbered(name: str, count: int) -> list[str]:
     return [f"{name}{number}" for number in range(1, count + 1)]
+
+
+# The hosts are waited for this long after the workers are ready; a compute service tries again to report its inventory
+# within ten seconds at the latest.
+WAIT_S = 30.0
+ASK_S = 0.2
+MIN_ASK_S, MAX_ASK_S = 0.1, 5.0  # the time-out of one query
+MAX_SERVICES = 1000  # of one answer
+MAX_NAMED = 5  # services in a sentence
+
+
+async def unusable_hosts(here: Site, started: Mapping[str, Collection[str]], *, wait_s: float = WAIT_S) -> list[str]:
+    """Wait until a scheduler knows each of these compute services, and has each of its hosts in the book.
+
+    started: {cell: names of compute services}. Returns what is missing after `wait_s` seconds, a sentence each.
+    """
+    bus = here.bus(process_name("up"))
+    until = here.clock.monotonic() + wait_s
+    await bus.open()
+    try:
+        while True:
+            left_s = until - here.clock.monotonic()
+            missing = await _missing(bus, started, min(MAX_ASK_S, max(left_s, MIN_ASK_S)))
+            if not missing or left_s <= 0:
+                return missing
+            await here.clock.sleep(ASK_S)
+    finally:
+        await bus.close()
+
+
+async def _missing(bus: Bus, started: Mapping[str, Collection[str]], timeout_s: float) -> list[str]:
+    missing: list[str] = []
+    for cell, names in started.items():
+        if not names:
+            continue
+        query = ServicesQuery(cell=cell, limit=MAX_SERVICES)
+        try:
+            page = await bus.request(query, ServicesPage, timeout_s=timeout_s)
+        except (Fault, BusError) as fault:
+            return [f"no scheduler answers: {fault}"]
+        known = {one.name: one for one in page.services}
+        states = {name: _state(known.get(name)) for name in names}
+        missing += [f"{name} {state}" for name, state in sorted(states.items()) if state]
+    return missing
+
+
+def _state(service: ServiceRecord | None) -> str:
+    """Why not all hosts of a service can be used; "": they can."""
+    if service is None:
+        return "has not announced its hosts"
+    if not service.up:
+        return f"is down ({service.code})"
+    if service.in_book < service.hosts:
+        return f"has {service.hosts} hosts, of which {service.in_book} are in the resource book"
+    return ""
+
+
+def sentence(missing: Collection[str]) -> str:
+    """The message to an operator."""
+    named = "; ".join(list(missing)[:MAX_NAMED])
+    more = f"; and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+    return f"not every host takes builds yet: {named}{more}"

@@ -10,8 +10,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
-from functools import partial
-from typing import TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -91,7 +91,48 @@ class Builds(Struct, frozen=True):
     next: str | None = None
 
 
-class WebApi:
+def checked(*query: str, role: WebRole | None = None) -> Callable[[Callable[[Any, Request], Awaitable[object]]], Any]:
+    """Check a request before its handler. query: the parameters that it knows. role: the least that its caller has. The
+    handler's answer is a Response, or data that become JSON.
+    """
+
+    def wrapped(handle: Callable[[Any, Request], Awaitable[object]]) -> Any:
+        @wraps(handle)
+        async def called(self: Any, request: Request) -> Response:
+            if role is not None:
+                need(caller_of(request), role)
+            only(request, *query)
+            answer = await handle(self, request)
+            return answer if isinstance(answer, Response) else json_response(answer)
+
+        return called
+
+    return wrapped
+
+
+def route(
+    method: str, path: str, *query: str, role: WebRole | None = None
+) -> Callable[[Callable[[Any, Request], Awaitable[object]]], Any]:
+    """Mark a handler with its route, and check its requests."""
+
+    def marked(handle: Callable[[Any, Request], Awaitable[object]]) -> Any:
+        called = checked(*query, role=role)(handle)
+        called.route = path, method
+        return called
+
+    return marked
+
+
+class Handlers:
+    """Handlers that `route` marks. Each takes a request of a caller that is known (`request.state.caller`)."""
+
+    def routes(self) -> list[Route]:
+        """The routes below API_ROOT."""
+        marked = {name: one.route for name, one in vars(type(self)).items() if hasattr(one, "route")}
+        return [Route(path, getattr(self, name), methods=[method]) for name, (path, method) in marked.items()]
+
+
+class WebApi(Handlers):
     """The handlers. Each takes a request of a caller that is known (`request.state.caller`)."""
 
     def __init__(self, bus: Bus, live: Live, rng: random.Random) -> None:
@@ -99,21 +140,10 @@ class WebApi:
         self._live = live
         self._rng = rng
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [
-            Route("/builds", self.create_build, methods=["POST"]),
-            Route("/builds", self.list_builds, methods=["GET"]),
-            Route("/builds/{uuid}", self.show_build, methods=["GET"]),
-            Route("/builds/{uuid}", self.delete_build, methods=["DELETE"]),
-            Route("/builds/{uuid}/events", self.follow_build, methods=["GET"]),
-            Route("/events", self.follow_all, methods=["GET"]),
-            Route("/hosts", self.list_hosts, methods=["GET"]),
-        ]
-
     # --- builds
 
-    async def create_build(self, request: Request) -> Response:
+    @route("POST", "/builds")
+    async def create_build(self, request: Request) -> object:
         """Ask for a machine, or several that start together. Idempotent by instance_uuid; without, one is made up."""
         caller = caller_of(request)
         fields = await object_of(request)
@@ -125,10 +155,10 @@ class WebApi:
         reply = await self._bus.request(build, BuildAccepted, timeout_s=ASK_TIMEOUT_S, cause=build.instance_uuid)
         return _accepted(build.instance_uuid, reply.members)
 
-    async def list_builds(self, request: Request) -> Response:
+    @route("GET", "/builds", "project", "state", "gang", *SEARCHED_BY, "after", "before", "before_instance", "limit")
+    async def list_builds(self, request: Request) -> object:
         """Builds, newest first: ?project=&state=&cell=&host=&flavor=&code=&gang=&after=&before=&limit=."""
         query, caller = request.query_params, caller_of(request)
-        only(request, "project", "state", "gang", *SEARCHED_BY, "after", "before", "before_instance", "limit")
         project = query.get("project", caller.sees)
         if caller.sees is not None and project != caller.sees:
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
@@ -152,13 +182,15 @@ class WebApi:
         )
         further = next_page(request, page, limit)
         following = None if further is None else f"{request.url.path}?{further}"
-        return json_response(Builds(tuple(as_seen(one, caller) for one in page.builds), following))
+        return Builds(tuple(as_seen(one, caller) for one in page.builds), following)
 
-    async def show_build(self, request: Request) -> Response:
+    @route("GET", "/builds/{uuid}")
+    async def show_build(self, request: Request) -> object:
         """One build with its timeline."""
-        return json_response(await self.build(uuid_of(request), caller_of(request)))
+        return await self.build(uuid_of(request), caller_of(request))
 
-    async def delete_build(self, request: Request) -> Response:
+    @route("DELETE", "/builds/{uuid}")
+    async def delete_build(self, request: Request) -> object:
         """Delete the machine, or stop its build. Idempotent."""
         build = await self.build(uuid_of(request), caller_of(request), to_change=True)
         delete = DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id)
@@ -189,11 +221,10 @@ class WebApi:
 
     # --- hosts
 
-    async def list_hosts(self, request: Request) -> Response:
+    @route("GET", "/hosts", "cell", "up", "limit", role=WebRole.READER)
+    async def list_hosts(self, request: Request) -> object:
         """Hosts with what is used of each class: ?cell=&up=true|false&limit=. Not for role project."""
         query = request.query_params
-        only(request, "cell", "up", "limit")
-        need(caller_of(request), WebRole.READER)
         requested = {
             "cell": query.get("cell"),
             "up": truth_of(request, "up"),
@@ -208,9 +239,9 @@ class WebApi:
 
     # --- streams
 
-    async def follow_build(self, request: Request) -> Response:
+    @route("GET", "/builds/{uuid}/events", "until")
+    async def follow_build(self, request: Request) -> object:
         """Server-sent events of one build, from its present state to its end: ?until=deleted goes on beyond active."""
-        only(request, "until")
         uuid = uuid_of(request)
         await self.build(uuid, caller_of(request))  # 404 before the stream begins
         until = request.query_params.get("until", "end")
@@ -219,9 +250,9 @@ class WebApi:
         ends = _GONE if until == "deleted" else _ENDS
         return self._stream(request, lambda event: event.instance_uuid == uuid, uuid=uuid, ends=ends)
 
-    async def follow_all(self, request: Request) -> Response:
+    @route("GET", "/events")
+    async def follow_all(self, request: Request) -> object:
         """Server-sent events of all builds that the caller sees."""
-        only(request)
         sees = caller_of(request).sees
         return self._stream(request, lambda event: sees in (None, event.project_id))
 

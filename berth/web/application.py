@@ -23,18 +23,14 @@ from berth.settings import Settings
 from berth.web.access import Access
 from berth.web.api import API_ROOT, WebApi, json_response
 from berth.web.dead_letters import LetterBox, WebDeadLetters
-from berth.web.drains import Drains, WebDrains
-from berth.web.fleet import FleetReader
+from berth.web.fleet import FleetReader, QueueReader
 from berth.web.live import Live
-from berth.web.metal import MetalReader, WebMetal
-from berth.web.moves import WebMoves
 from berth.web.objects import ObjectApi, WebObjects
 from berth.web.openapi import document
-from berth.web.operations import WebOperations
+from berth.web.operations import Drains, MetalReader, WebDrains, WebMetal, WebMoves, WebOperations
 from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
-from berth.web.queues import QueueReader
 from berth.web.rendering import problem_page
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus

@@ -11,13 +11,11 @@ import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from berth.commands.expired import send_back
 from berth.settings import Settings
 from berth.web.access import WebRole
-from berth.web.api import caller_of, converted, json_response, need, number_of, object_of, only, parsed
+from berth.web.api import Handlers, converted, number_of, object_of, parsed, route
 from berth.web.problems import Problem
 from bus.bus import API
 from bus.consuming import dead_letters as letters
@@ -163,54 +161,38 @@ class LetterBox:
             self._looking.release()
 
 
-class WebDeadLetters:
+class WebDeadLetters(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, box: LetterBox) -> None:
         self._box = box
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        of_queue = "/dead-letters/{bus}/{queue}"
-        return [
-            Route("/dead-letters", self.count_letters, methods=["GET"]),
-            Route(of_queue, self.list_letters, methods=["GET"]),
-            Route(of_queue, self.purge_letters, methods=["DELETE"]),
-            Route(f"{of_queue}/replay", self.replay_letters, methods=["POST"]),
-            Route(f"{of_queue}/letters/{{letter}}", self.show_letter, methods=["GET"]),
-        ]
-
-    async def count_letters(self, request: Request) -> Response:
+    @route("GET", "/dead-letters", role=WebRole.READER)
+    async def count_letters(self, request: Request) -> object:
         """How many dead letters there are, by bus and queue. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._box.counts())
+        return await self._box.counts()
 
-    async def list_letters(self, request: Request) -> Response:
+    @route("GET", "/dead-letters/{bus}/{queue}", "limit", role=WebRole.READER)
+    async def list_letters(self, request: Request) -> object:
         """The oldest dead letters of a queue, without their bodies: ?limit=. Not for role project."""
-        only(request, "limit")
-        need(caller_of(request), WebRole.READER)
         limit = number_of(request, "limit", 100, most=MAX_SHOWN)
-        return json_response(await self._box.of_queue(*_place(request), limit))
+        return await self._box.of_queue(*_place(request), limit)
 
-    async def show_letter(self, request: Request) -> Response:
+    @route("GET", "/dead-letters/{bus}/{queue}/letters/{letter}", role=WebRole.OPERATOR)
+    async def show_letter(self, request: Request) -> object:
         """One dead letter with its body. For operators."""
-        only(request)
-        need(caller_of(request), WebRole.OPERATOR)
-        return json_response(await self._box.one(*_place(request), request.path_params["letter"]))
+        return await self._box.one(*_place(request), request.path_params["letter"])
 
-    async def replay_letters(self, request: Request) -> Response:
+    @route("POST", "/dead-letters/{bus}/{queue}/replay", role=WebRole.OPERATOR)
+    async def replay_letters(self, request: Request) -> object:
         """Send dead letters back to their queue. For operators."""
-        only(request)
-        need(caller_of(request), WebRole.OPERATOR)
         body = converted(await object_of(request), ReplayBody)
-        return json_response(await self._box.replay(*_place(request), body))
+        return await self._box.replay(*_place(request), body)
 
-    async def purge_letters(self, request: Request) -> Response:
+    @route("DELETE", "/dead-letters/{bus}/{queue}", role=WebRole.OPERATOR)
+    async def purge_letters(self, request: Request) -> object:
         """Throw the dead letters of a queue away, for good. For operators."""
-        only(request)
-        need(caller_of(request), WebRole.OPERATOR)
-        return json_response(await self._box.purge(*_place(request)))
+        return await self._box.purge(*_place(request))
 
 
 def _place(request: Request) -> tuple[str, str]:

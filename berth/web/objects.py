@@ -13,23 +13,22 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from berth.client.object_edits import ObjectEdit, Send, change_object, merged
-from berth.client.quota_use import QuotaUse, project_usage, quota_uses
+from berth.client.object_edits import ObjectEdit, QuotaUse, Send, change_object, merged, project_usage, quota_uses
 from berth.web.access import WebCaller, WebRole
 from berth.web.api import (
     ASK_TIMEOUT_S,
     MAX_PAGE,
+    Handlers,
     caller_of,
+    checked,
     converted,
-    json_response,
     need,
     number_of,
     object_of,
-    only,
     parsed,
+    route,
     truth_of,
 )
 from berth.web.problems import Problem
@@ -157,7 +156,7 @@ class ObjectApi:
         return quota_uses(stored, await project_usage(self._bus, projects, timeout_s=ASK_TIMEOUT_S), projects)
 
 
-class WebObjects:
+class WebObjects(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, objects: ObjectApi) -> None:
@@ -165,14 +164,7 @@ class WebObjects:
 
     def routes(self) -> list[Route]:
         """The routes below API_ROOT."""
-        routes = [
-            Route("/quotas", self.list_quotas, methods=["GET"]),
-            Route("/quotas/{project}", self.show_quota, methods=["GET"]),
-            Route("/zones", self.list_zones, methods=["GET"]),
-            Route("/objects", self.list_objects, methods=["GET"]),
-            Route("/objects", self.change_objects, methods=["POST"]),
-            Route("/objects/log", self.list_changes, methods=["GET"]),
-        ]
+        routes = super().routes()
         for kind, section in SECTIONS.items():
             of_kind = _OfKind(self._objects, kind)
             where = f"/{section}/" + ("{project}" if kind is ObjectKind.QUOTA else "{name:path}")
@@ -188,51 +180,49 @@ class WebObjects:
             ]
         return routes
 
-    async def list_quotas(self, request: Request) -> Response:
+    @route("GET", "/quotas")
+    async def list_quotas(self, request: Request) -> object:
         """Quotas with what is used beside the limits. Role project sees its own."""
-        only(request)
         caller = caller_of(request)
-        return json_response(await self._objects.quotas([caller.project] if caller.sees and caller.project else ()))
+        return await self._objects.quotas([caller.project] if caller.sees and caller.project else ())
 
-    async def show_quota(self, request: Request) -> Response:
+    @route("GET", "/quotas/{project}")
+    async def show_quota(self, request: Request) -> object:
         """The quota of one project, and its usage."""
-        only(request)
         project, caller = parsed(lambda: msgspec.convert(request.path_params["project"], Word)), caller_of(request)
         if caller.sees not in (None, project):
             raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
-        return json_response((await self._objects.quotas([project]))[0])
+        return (await self._objects.quotas([project]))[0]
 
-    async def list_zones(self, request: Request) -> Response:
+    @route("GET", "/zones")
+    async def list_zones(self, request: Request) -> object:
         """Availability zones by name; role project sees no aggregates."""
-        only(request)
         _, aggregates = await self._objects.stored(ObjectKind.AGGREGATE)
         zones = zones_of(aggregates)
-        return json_response([Zone(one.name, ()) for one in zones] if caller_of(request).sees else zones)
+        return [Zone(one.name, ()) for one in zones] if caller_of(request).sees else zones
 
-    async def list_objects(self, request: Request) -> Response:
+    @route("GET", "/objects", role=WebRole.READER)
+    async def list_objects(self, request: Request) -> object:
         """All objects, in order of kind and name. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
         revision, found = await self._objects.stored()
-        return json_response(ObjectList(revision, tuple(found)))
+        return ObjectList(revision, tuple(found))
 
-    async def change_objects(self, request: Request) -> Response:
+    @route("POST", "/objects", role=WebRole.OPERATOR)
+    async def change_objects(self, request: Request) -> object:
         """Change many objects, all or none. For operators."""
         caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
         body = converted(await object_of(request), ChangeBody)
         if len(body.changes) > MAX_CHANGES:
             raise Problem(400, "request.invalid", f"at most {MAX_CHANGES} changes")
         fields = {**msgspec.to_builtins(body), "who": caller.name}
-        return json_response(await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange))))
+        return await self._objects.change(parsed(lambda: msgspec.convert(fields, ObjectsChange)))
 
-    async def list_changes(self, request: Request) -> Response:
+    @route("GET", "/objects/log", "kind", "name", "before", "before_object", "limit", role=WebRole.READER)
+    async def list_changes(self, request: Request) -> object:
         """The log of changes, newest first: ?kind=&name=&before=&before_object=&limit=. Not for role project.
 
         before, before_object: the revision and KIND/NAME of a page's last entry, for the page after it.
         """
-        only(request, "kind", "name", "before", "before_object", "limit")
-        need(caller_of(request), WebRole.READER)
         query = request.query_params
         fields: dict[str, Any] = {"kind": query.get("kind"), "name": query.get("name")}
         if "before" in query:
@@ -242,7 +232,7 @@ class WebObjects:
             fields["before_object"] = (kind, name)
         fields["limit"] = number_of(request, "limit", 100, most=MAX_PAGE)
         page = await self._objects.log(parsed(lambda: msgspec.convert(fields, ObjectLogQuery)))
-        return json_response(page.entries)
+        return page.entries
 
 
 class _OfKind:
@@ -252,18 +242,18 @@ class _OfKind:
         self._objects = objects
         self._kind = kind
 
-    async def list_all(self, request: Request) -> Response:
+    @checked()
+    async def list_all(self, request: Request) -> object:
         """Objects of this kind by name."""
-        only(request)
         self._check_role(caller_of(request))
         revision, found = await self._objects.stored(self._kind)
         caller = caller_of(request)
         shown = tuple(_as_seen(one, caller) for one in found if self._is_shown(one, caller))
-        return json_response(ObjectList(revision, shown))
+        return ObjectList(revision, shown)
 
-    async def show(self, request: Request) -> Response:
+    @checked()
+    async def show(self, request: Request) -> object:
         """One object of this kind."""
-        only(request)
         self._check_role(caller_of(request))
         name = self._name(request)
         _, found = await self._objects.stored(self._kind, name)
@@ -271,24 +261,22 @@ class _OfKind:
         if not shown:
             raise Problem(404, "object.unknown", f"there is no {self._kind.value} {name!r}")
         if self._kind is ObjectKind.GROUP:
-            return json_response(await self._objects.group(shown[0]))
-        return json_response(_as_seen(shown[0], caller_of(request)))
+            return await self._objects.group(shown[0])
+        return _as_seen(shown[0], caller_of(request))
 
-    async def put(self, request: Request) -> Response:
+    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    async def put(self, request: Request) -> object:
         """Make an object, or replace the whole of it. For operators."""
         caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request, *CHANGE_PARAMETERS)
         body = await object_of(request)
         if self._kind is ObjectKind.AGGREGATE:
             body.setdefault("name", self._name(request))
-        return json_response(await self._objects.change(self._changes(request, caller, body)))
+        return await self._objects.change(self._changes(request, caller, body))
 
-    async def patch(self, request: Request) -> Response:
+    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    async def patch(self, request: Request) -> object:
         """Change the named fields of an object (JSON merge patch: null removes one). For operators."""
         caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request, *CHANGE_PARAMETERS)
         patch, name = await object_of(request), self._name(request)
         given = request.query_params.get("if_version")
         if_version = None if given is None else parsed(lambda: msgspec.convert(given, Version, strict=False))
@@ -302,14 +290,12 @@ class _OfKind:
             requested = self._changes(request, caller, change.body, change.if_version)
             return await self._objects.change(requested)
 
-        return json_response(await self._objects.edit(ObjectEdit(self._kind, name, edit), send, if_version))
+        return await self._objects.edit(ObjectEdit(self._kind, name, edit), send, if_version)
 
-    async def delete(self, request: Request) -> Response:
+    @checked(*CHANGE_PARAMETERS, role=WebRole.OPERATOR)
+    async def delete(self, request: Request) -> object:
         """Delete an object. For operators."""
-        caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request, *CHANGE_PARAMETERS)
-        return json_response(await self._objects.change(self._changes(request, caller, None)))
+        return await self._objects.change(self._changes(request, caller_of(request), None))
 
     def _changes(
         self, request: Request, caller: WebCaller, body: dict[str, Any] | None, if_version: int | None = None

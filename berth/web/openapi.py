@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from starlette.routing import Route
 
-from berth.client.quota_use import QuotaUse
+from berth.client.object_edits import QuotaUse
 from berth.web.problems import PROBLEM_JSON, ProblemBody
 from bus.contracts.base import Label, Reason, Uuid, Version, Word
 from bus.contracts.build import BuildRecord, BuildRequest, BuildState, HostRecord
@@ -67,7 +67,7 @@ def _operations() -> dict[str, _Operation]:
 
 def _of_instances() -> dict[str, _Operation]:
     from berth.web.api import Accepted, Builds  # noqa: PLC0415  (api mounts this document)
-    from berth.web.moves import MoveTaken  # noqa: PLC0415
+    from berth.web.operations import MoveTaken  # noqa: PLC0415
 
     builds = {"project": Word, "state": BuildState, "cell": Word, "host": Label, "flavor": Label, "code": Label}
     builds |= {"gang": Uuid, "after": float, "before": float, "before_instance": Uuid, "limit": int}
@@ -86,10 +86,15 @@ def _of_instances() -> dict[str, _Operation]:
 
 
 def _of_hosts() -> dict[str, _Operation]:
-    from berth.web.drains import DrainBody, DrainCommandBody, TargetBody  # noqa: PLC0415
     from berth.web.fleet import CellView, HostDetail  # noqa: PLC0415
-    from berth.web.metal import MetalView  # noqa: PLC0415
-    from berth.web.operations import AdminStateRequest, ForgetRequest  # noqa: PLC0415
+    from berth.web.operations import (  # noqa: PLC0415  # noqa: PLC0415
+        AdminStateRequest,
+        DrainBody,
+        DrainCommandBody,
+        ForgetRequest,
+        MetalView,
+        TargetBody,
+    )
 
     listed = {"cell": Word, "up": bool, "limit": int}
     plan = {"kind": Literal["live-migrate", "migrate"], "cell": Word}

@@ -1,32 +1,63 @@
-"""`/api/v1` for operators: one host, decisions about it, services, workers and cells."""
+"""`/api/v1` for hosts, services, workers, cells, bare metal, drains, and requests about instances that are built."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import asyncio
+import random
+from collections import Counter
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from berth.client import drains as client_drains
+from berth.client.baremetal import NodeRecord, flavor_classes, node_record, unserved
+from berth.settings import Settings
+from berth.site import read_runtime
 from berth.web.access import WebRole
 from berth.web.api import (
+    API_ROOT,
     ASK_TIMEOUT_S,
+    MAX_PAGE,
+    Handlers,
+    WebApi,
     caller_of,
     converted,
     json_response,
-    need,
+    may_change,
+    message_of,
     number_of,
     object_of,
-    only,
     parsed,
+    route,
     truth_of,
+    uuid_of,
 )
 from berth.web.fleet import MAX_SERVICES, FleetReader
+from berth.web.objects import ObjectApi
+from berth.web.problems import Problem, problem_of
 from bus.bus import Bus
-from bus.contracts.base import Reason, Word
+from bus.clock import Clock, new_uuid
+from bus.contracts.base import Label, Reason, Uuid, Word
+from bus.contracts.drains import (
+    AtOnce,
+    DeadlineS,
+    DrainAction,
+    DrainCommand,
+    DrainPlan,
+    DrainProgress,
+    DrainQuery,
+    DrainsQuery,
+    DrainStart,
+    DrainTarget,
+    PerMinute,
+)
+from bus.contracts.moves import MoveAccepted, MoveKind, MovePage, MoveQuery, MoveRequest
+from bus.contracts.objects import Flavor, ObjectKind
 from bus.contracts.operations import (
     AdminState,
     AdminStateSet,
@@ -38,6 +69,10 @@ from bus.contracts.operations import (
     SetAdminState,
 )
 from bus.contracts.workers import WorkersQuery
+from bus.faults import Fault
+from bus.port import BusError
+from compute_sim.driver import DriverUnavailable
+from compute_sim.drivers.ironic.api import IronicApi
 
 MAX_WORKERS = 100_000
 
@@ -63,36 +98,22 @@ class ForgetRequest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cell: Word | None = None
 
 
-class WebOperations:
+class WebOperations(Handlers):
     """The handlers. Each takes a request of a caller that is known."""
 
     def __init__(self, bus: Bus, fleet: FleetReader) -> None:
         self._bus = bus
         self._fleet = fleet
 
-    def routes(self) -> list[Route]:
-        """The routes below API_ROOT."""
-        return [
-            Route("/hosts/{host}", self.show_host, methods=["GET"]),
-            Route("/hosts/{host}/admin-state", self.decide_about_host, methods=["PUT"]),
-            Route("/hosts/{host}/forget", self.forget_host, methods=["POST"]),
-            Route("/services", self.list_services, methods=["GET"]),
-            Route("/services/{service}/forget", self.forget_service, methods=["POST"]),
-            Route("/workers", self.list_workers, methods=["GET"]),
-            Route("/cells", self.list_cells, methods=["GET"]),
-        ]
-
-    async def show_host(self, request: Request) -> Response:
+    @route("GET", "/hosts/{host}", role=WebRole.READER)
+    async def show_host(self, request: Request) -> object:
         """One host by uuid or name, with its tree, inventories and allocations. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._fleet.detail(request.path_params["host"], fresh=True))
+        return await self._fleet.detail(request.path_params["host"], fresh=True)
 
-    async def decide_about_host(self, request: Request) -> Response:
+    @route("PUT", "/hosts/{host}/admin-state", role=WebRole.OPERATOR)
+    async def decide_about_host(self, request: Request) -> object:
         """Disable a host, put it under maintenance, fence it, or enable it. For operators."""
         caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
         decision = converted(await object_of(request), AdminStateRequest)
         command = parsed(
             lambda: msgspec.convert(
@@ -101,53 +122,346 @@ class WebOperations:
             )
         )
         answer = await self._bus.request(command, AdminStateSet, timeout_s=ASK_TIMEOUT_S)
-        return json_response(answer.host)
+        return answer.host
 
-    async def forget_host(self, request: Request) -> Response:
+    @route("POST", "/hosts/{host}/forget", role=WebRole.OPERATOR)
+    async def forget_host(self, request: Request) -> object:
         """Forget a host that is gone for good: its providers leave the book, its decision the record. For operators."""
         return await self._forget(request, ForgetHost, HostForgotten)
 
-    async def list_services(self, request: Request) -> Response:
+    @route("GET", "/services", "cell", "up", "limit", role=WebRole.READER)
+    async def list_services(self, request: Request) -> object:
         """Compute services: ?cell=&up=true|false&limit=. Not for role project."""
-        only(request, "cell", "up", "limit")
-        need(caller_of(request), WebRole.READER)
         requested = {
             "cell": request.query_params.get("cell"),
             "up": truth_of(request, "up"),
             "limit": number_of(request, "limit", 1000, most=MAX_SERVICES),
         }
         query = parsed(lambda: msgspec.convert(requested, ServicesQuery))
-        return json_response(await self._fleet.services(query))
+        return await self._fleet.services(query)
 
-    async def forget_service(self, request: Request) -> Response:
+    @route("POST", "/services/{service}/forget", role=WebRole.OPERATOR)
+    async def forget_service(self, request: Request) -> object:
         """Forget a compute service that is gone for good: its cell drops its lease. For operators."""
         return await self._forget(request, ForgetService, ServiceForgotten)
 
-    async def list_workers(self, request: Request) -> Response:
+    @route("GET", "/workers", "role", "limit", role=WebRole.READER)
+    async def list_workers(self, request: Request) -> object:
         """Workers by their heartbeats: ?role=&limit=. Not for role project."""
-        only(request, "role", "limit")
-        need(caller_of(request), WebRole.READER)
         limit = number_of(request, "limit", 1000, most=MAX_WORKERS)
         requested = {"role": request.query_params.get("role"), "limit": limit}
         page = await self._fleet.workers(parsed(lambda: msgspec.convert(requested, WorkersQuery)))
-        return json_response(page.workers)
+        return page.workers
 
-    async def list_cells(self, request: Request) -> Response:
+    @route("GET", "/cells", role=WebRole.READER)
+    async def list_cells(self, request: Request) -> object:
         """Cells with their services and hosts. Not for role project."""
-        only(request)
-        need(caller_of(request), WebRole.READER)
-        return json_response(await self._fleet.cells())
+        return await self._fleet.cells()
 
     async def _forget(
         self,
         request: Request,
         command: type[ForgetHost | ForgetService],
         answer: type[HostForgotten] | type[ServiceForgotten],
-    ) -> Response:
-        caller = caller_of(request)
-        need(caller, WebRole.OPERATOR)
-        only(request)
+    ) -> object:
         body = converted(await object_of(request), ForgetRequest)
-        fields = {**request.path_params, "by": caller.name, **msgspec.to_builtins(body)}
+        fields = {**request.path_params, "by": caller_of(request).name, **msgspec.to_builtins(body)}
         parsed_command = parsed(lambda: msgspec.convert(fields, command))
-        return json_response(await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S))
+        return await self._bus.request(parsed_command, answer, timeout_s=ASK_TIMEOUT_S)
+
+
+class MoveTaken(Struct, frozen=True):
+    """The answer to a request that is on record. links: where to look at it and at its instance."""
+
+    request_id: Uuid
+    instance_uuid: Uuid
+    links: dict[str, str]
+
+
+class WebMoves(Handlers):
+    """The handlers. Each takes a request of a caller that is known."""
+
+    def __init__(self, bus: Bus, api: WebApi, rng: random.Random) -> None:
+        self._bus = bus
+        self._api = api
+        self._rng = rng
+
+    @route("POST", "/builds/{uuid}/moves")
+    async def create_move(self, request: Request) -> object:
+        """Ask for one thing with one instance. Idempotent by request_id; without one, a new one is made up."""
+        caller = caller_of(request)
+        uuid = uuid_of(request)
+        fields = await object_of(request)
+        build = await self._api.build(uuid, caller, to_change=True)
+        may_change(caller)
+        for name, value in (("instance_uuid", uuid), ("project_id", build.project_id)):
+            if fields.setdefault(name, value) != value:
+                raise Problem(400, "request.invalid", f"{name} is not that of the instance in the path")
+        fields.setdefault("request_id", new_uuid(self._rng))
+        move = message_of(fields, MoveRequest, caller)
+        await self._bus.request(move, MoveAccepted, timeout_s=ASK_TIMEOUT_S, cause=move.request_id)
+        here = f"{API_ROOT}/moves/{move.request_id}"
+        body = MoveTaken(move.request_id, uuid, {"self": here, "instance": f"{API_ROOT}/builds/{uuid}"})
+        return json_response(body, 202, {"location": here})
+
+    @route("GET", "/moves", "instance", "project", "under_way", "limit")
+    async def list_moves(self, request: Request) -> object:
+        """Requests about instances, newest first: ?instance=&project=&under_way=true|false&limit=."""
+        query, caller = request.query_params, caller_of(request)
+        project = query.get("project", caller.sees)
+        if caller.sees is not None and project != caller.sees:
+            raise Problem(403, "project.forbidden", f"this token sees project {caller.sees}")
+        requested = {
+            "instance_uuid": query.get("instance"),
+            "project_id": project,
+            "under_way": truth_of(request, "under_way"),
+            "limit": number_of(request, "limit", 100, most=MAX_PAGE),
+        }
+        page = await self.moves(parsed(lambda: msgspec.convert(requested, MoveQuery)))
+        return page.moves
+
+    @route("GET", "/moves/{uuid}")
+    async def show_move(self, request: Request) -> object:
+        """One request about an instance, and how it has ended."""
+        uuid, caller = uuid_of(request), caller_of(request)
+        page = await self.moves(MoveQuery(request_id=uuid))
+        found = next((one for one in page.moves if caller.sees in (None, one.project_id)), None)
+        if found is None:
+            raise Problem(404, "move.unknown", f"no request {uuid} is on record")
+        return found
+
+    async def moves(self, query: MoveQuery) -> MovePage:
+        """Ask a scheduler for requests about instances."""
+        return await self._bus.request(query, MovePage, timeout_s=ASK_TIMEOUT_S)
+
+
+# Ironic is read at most so often, however many pages show it.
+METAL_AGE_S = 5.0
+
+
+class MetalView(Struct, frozen=True, kw_only=True):
+    """Nodes by uuid, how many are in each provision state, and flavors that no node can serve."""
+
+    url: str
+    states: dict[str, int]
+    nodes: tuple[NodeRecord, ...]
+    unserved_flavors: tuple[str, ...]
+
+
+class MetalReader:
+    """Reads Ironic as the compute service's settings have it, or as a running `berth up` has one."""
+
+    def __init__(self, settings: Settings, objects: ObjectApi, clock: Clock) -> None:
+        self._settings = settings
+        self._objects = objects
+        self._clock = clock
+        self._reading = asyncio.Lock()
+        self._found: MetalView | Problem = Problem(503, "ironic.unavailable", "Ironic has not been read yet")
+        self._read_at = float("-inf")
+
+    async def view(self) -> MetalView:
+        """Ironic's nodes, at most METAL_AGE_S old. Raises Problem 503 or 504; that is kept as long, so that requests
+        that came meanwhile do not wait for Ironic one after the other.
+        """
+        async with self._reading:
+            if self._clock.monotonic() - self._read_at > METAL_AGE_S:
+                self._found = await self._read_or_fault()
+                self._read_at = self._clock.monotonic()
+        if isinstance(self._found, Problem):
+            kept = self._found
+            raise Problem(kept.status, kept.code, kept.detail, headers=kept.headers)
+        return self._found
+
+    async def _read_or_fault(self) -> MetalView | Problem:
+        try:
+            return await self._read()
+        except (Problem, Fault, BusError) as fault:
+            problem = problem_of(fault)
+            assert problem is not None, fault
+            return problem
+
+    async def _read(self) -> MetalView:
+        config = self._settings.compute.ironic
+        runtime = read_runtime(self._settings.state)
+        if runtime is not None and runtime.ironic_url:
+            config = replace(config, url=runtime.ironic_url)
+        _, stored = await self._objects.stored(ObjectKind.FLAVOR)
+        classes = flavor_classes({one.name: msgspec.convert(one.body, Flavor) for one in stored})
+        api = IronicApi(config, clock=self._clock)
+        api.open()
+        try:
+            raw = await api.raw_nodes()
+        except DriverUnavailable as fault:
+            raise Problem(503, "ironic.unavailable", f"{config.url}: {fault}") from fault
+        finally:
+            await api.close()
+        nodes = tuple(sorted((node_record(one, classes) for one in raw), key=lambda node: node.uuid))
+        states = dict(sorted(Counter(node.state for node in nodes).items()))
+        return MetalView(url=config.url, states=states, nodes=nodes, unserved_flavors=unserved(classes, nodes))
+
+
+class WebMetal(Handlers):
+    """The handler."""
+
+    def __init__(self, metal: MetalReader) -> None:
+        self._metal = metal
+
+    @route("GET", "/metal", role=WebRole.READER)
+    async def show_metal(self, request: Request) -> object:
+        """Ironic's nodes by provision state, with what is wrong with each. Not for role project."""
+        return await self._metal.view()
+
+
+# A plan simulates a placement for each instance of its target: seconds for thousands. A person waits no longer.
+PLAN_TIMEOUT_S = 20.0
+
+Kind = Literal["live-migrate", "migrate"]
+
+
+class DrainBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How hosts are to be drained: the fields of drain.start.v1. id: makes it idempotent (else: a new one)."""
+
+    kind: Kind = "live-migrate"
+    at_once: AtOnce = 4
+    per_minute: PerMinute | None = None
+    deadline_s: DeadlineS | None = None
+    force: bool = False
+    reason: Reason = "drain"
+    cell: Word | None = None
+    id: Uuid | None = None
+
+
+class TargetBody(DrainBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The same of a host, a compute service, a cell or an aggregate."""
+
+    name: Label
+    target: DrainTarget | None = None
+
+
+class DrainCommandBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Why, and (of a resumed one) how long from now it may begin further moves."""
+
+    reason: Reason = ""
+    deadline_s: DeadlineS | None = None
+
+
+class Drains:
+    """The reads and commands of the pages and the API about drains."""
+
+    def __init__(self, bus: Bus, rng: random.Random) -> None:
+        self._bus = bus
+        self._rng = rng
+
+    async def plan(self, query: DrainQuery) -> DrainPlan:
+        """Where each instance of a target would go now; nothing is begun, and nothing is held."""
+        return await client_drains.plan(self._bus, query, timeout_s=PLAN_TIMEOUT_S)
+
+    async def start(self, name: str, target: DrainTarget | None, body: DrainBody, by: str) -> DrainProgress:
+        """Begin a drain."""
+        command = DrainStart(
+            drain=body.id or new_uuid(self._rng),
+            name=name,
+            target=target,
+            cell=body.cell,
+            kind=MoveKind(body.kind),
+            at_once=body.at_once,
+            per_minute=body.per_minute,
+            deadline_s=body.deadline_s,
+            force=body.force,
+            reason=body.reason,
+            by=by,
+        )
+        return await client_drains.start(self._bus, command)
+
+    async def list_all(self, limit: int = 100) -> list[DrainProgress]:
+        """The drains there are, the newest first, without their instances."""
+        return list(await client_drains.drains(self._bus, DrainsQuery(limit=limit), timeout_s=ASK_TIMEOUT_S))
+
+    async def get(self, ident: str) -> DrainProgress:
+        """One of them. Raises Problem 404."""
+        query = parsed(lambda: msgspec.convert({"drain": ident}, DrainsQuery))
+        found = await client_drains.drains(self._bus, query, timeout_s=ASK_TIMEOUT_S)
+        if not found:
+            raise Problem(404, "drain.unknown", f"no drain {ident} is on record")
+        return found[0]
+
+    async def command(self, ident: str, action: DrainAction, body: DrainCommandBody, by: str) -> DrainProgress:
+        """Pause, resume, stop or undo it. Raises Problem 404."""
+        await self.get(ident)
+        command = DrainCommand(drain=ident, action=action, by=by, reason=body.reason, deadline_s=body.deadline_s)
+        return await client_drains.command(self._bus, command)
+
+
+class WebDrains(Handlers):
+    """The handlers. Each takes a request of a caller that is known."""
+
+    def __init__(self, drains: Drains) -> None:
+        self._drains = drains
+
+    @route("GET", "/hosts/{host}/drain-plan", "kind", "cell", role=WebRole.READER)
+    async def plan_drain(self, request: Request) -> object:
+        """Where each instance of a host would go now: ?kind=live-migrate|migrate&cell=. Not for role project."""
+        return await self._plan(request, request.path_params["host"], DrainTarget.HOST)
+
+    @route("GET", "/drain-plan", "kind", "cell", "name", "target", role=WebRole.READER)
+    async def plan_target(self, request: Request) -> object:
+        """The same of ?name=&target=host|service|cell|aggregate. Not for role project."""
+        return await self._plan(request, request.query_params.get("name", ""), request.query_params.get("target"))
+
+    @route("POST", "/hosts/{host}/drain", role=WebRole.OPERATOR)
+    async def start_drain(self, request: Request) -> object:
+        """Disable a host and move every instance away from it, a few at a time. For operators."""
+        body = converted(await object_of(request), DrainBody)
+        host = parsed(lambda: msgspec.convert(request.path_params["host"], Label))
+        return await self._start(request, host, DrainTarget.HOST, body)
+
+    @route("POST", "/drains", role=WebRole.OPERATOR)
+    async def drain_target(self, request: Request) -> object:
+        """The same of every host of a compute service, a cell or an aggregate. For operators."""
+        body = converted(await object_of(request), TargetBody)
+        return await self._start(request, body.name, body.target, body)
+
+    @route("GET", "/drains", "limit", role=WebRole.READER)
+    async def list_drains(self, request: Request) -> object:
+        """The drains there are, newest first: ?limit=. Not for role project."""
+        return await self._drains.list_all(number_of(request, "limit", 100, most=MAX_PAGE))
+
+    @route("GET", "/drains/{uuid}", role=WebRole.READER)
+    async def show_drain(self, request: Request) -> object:
+        """The progress of a drain, and the state of each instance. Not for role project."""
+        return await self._drains.get(uuid_of(request))
+
+    @route("DELETE", "/drains/{uuid}", role=WebRole.OPERATOR)
+    async def stop_drain(self, request: Request) -> object:
+        """Begin nothing more of a drain; what is under way ends by itself. For operators."""
+        by = caller_of(request).name
+        return await self._drains.command(uuid_of(request), DrainAction.STOP, DrainCommandBody(), by)
+
+    @route("POST", "/drains/{uuid}/pause", role=WebRole.OPERATOR)
+    async def pause_drain(self, request: Request) -> object:
+        """Begin no further move until it is resumed. For operators."""
+        return await self._command(request, DrainAction.PAUSE)
+
+    @route("POST", "/drains/{uuid}/resume", role=WebRole.OPERATOR)
+    async def resume_drain(self, request: Request) -> object:
+        """Go on, also with one that has ended: what has failed is tried again. For operators."""
+        return await self._command(request, DrainAction.RESUME)
+
+    @route("POST", "/drains/{uuid}/undo", role=WebRole.OPERATOR)
+    async def undo_drain(self, request: Request) -> object:
+        """Move back what it has moved; its hosts are at once what they were before. For operators."""
+        return await self._command(request, DrainAction.UNDO)
+
+    async def _plan(self, request: Request, name: str, target: str | None) -> DrainPlan:
+        kind = request.query_params.get("kind", "live-migrate")
+        parsed(lambda: msgspec.convert(kind, Kind))
+        requested = {"host": name, "kind": kind, "cell": request.query_params.get("cell"), "target": target}
+        return await self._drains.plan(parsed(lambda: msgspec.convert(requested, DrainQuery)))
+
+    async def _start(self, request: Request, name: str, target: DrainTarget | None, body: DrainBody) -> Response:
+        begun = await self._drains.start(name, target, body, caller_of(request).name)
+        return json_response(begun, 202, {"location": f"{API_ROOT}/drains/{begun.id}"})
+
+    async def _command(self, request: Request, action: DrainAction) -> DrainProgress:
+        body = converted(await object_of(request), DrainCommandBody)
+        return await self._drains.command(uuid_of(request), action, body, caller_of(request).name)

@@ -15,11 +15,9 @@ from starlette.routing import Route
 from berth.web.access import WebRole
 from berth.web.api import caller_of, need, parsed
 from berth.web.dead_letters import LetterBox
-from berth.web.drains import DrainBody, Drains
 from berth.web.fleet import FleetReader
-from berth.web.metal import MetalReader
-from berth.web.moves import WebMoves
 from berth.web.objects import SECTIONS, ObjectApi, zones_of
+from berth.web.operations import DrainBody, Drains, MetalReader, WebMoves
 from berth.web.problems import Problem
 from berth.web.rendering import rendered
 from bus.contracts.base import Label

@@ -32,10 +32,9 @@ from berth.web.api import (
     stream_response,
     uuid_of,
 )
-from berth.web.fleet import FleetReader
+from berth.web.fleet import FleetReader, QueueDepth, QueueReader
 from berth.web.live import Live, Second
-from berth.web.moves import WebMoves
-from berth.web.queues import QueueDepth, QueueReader
+from berth.web.operations import WebMoves
 from berth.web.rendering import rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord

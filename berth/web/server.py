@@ -16,9 +16,9 @@ from berth.settings import Settings
 from berth.site import Site, process_name
 from berth.web.access import LOCAL, Access, check_listen, digest_of
 from berth.web.application import application
-from berth.web.drains import Drains
+from berth.web.fleet import QueueReader
 from berth.web.live import Live
-from berth.web.queues import QueueReader
+from berth.web.operations import Drains
 from bus.bus import API
 from bus.faults import Fault
 from bus.local import LocalTransport

@@ -22,11 +22,8 @@ import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 
-import msgspec
-import uvloop
 from msgspec import Struct
 from rich.console import Console
 
@@ -45,12 +42,11 @@ from berth.trial.servers import RealServers, SystemPlan, real_servers, running_p
 from berth.trial.worker_processes import WorkerProcesses
 from bus.contracts.base import Meta
 from bus.contracts.catalogue import MAX_REQUESTS_PER_MESSAGE, MAX_WAITING_BYTES, MAX_WAITING_MESSAGES
-from bus.service.telemetry import configure_logging
 from bus.wire import pack
 from compute_sim.config import ComputeConfig
 from lab.benchmarks import probe
-from lab.benchmarks.street_measure import MIX, all_hosts_known, connected
-from lab.benchmarks.street_systems import BIG
+from lab.benchmarks.command import measured, parser_of, write
+from lab.benchmarks.street_systems import BIG, MIX, all_hosts_known, connected
 from scheduler_worker.config import SchedulerConfig
 
 FIND_BOOTS = 3_000
@@ -360,20 +356,17 @@ async def run(options: argparse.Namespace) -> Result:
 
 def main() -> int:
     """Print, and write when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long too much is offered")
     parser.add_argument("--after", type=float, default=AFTER_S, help="how long it is looked on afterwards")
     parser.add_argument("--hosts", type=int, default=1000)
     parser.add_argument("--cells", type=int, default=2)
     parser.add_argument("--schedulers", type=int, default=1)
     parser.add_argument("--placements", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write everything measured here")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
-    result = uvloop.run(run(options))
+    result = measured(run(options))
     print_result(result)
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+    write(result, options.json)
     return 0 if all(result.verdicts.values()) else 1
 
 

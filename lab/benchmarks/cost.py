@@ -23,19 +23,25 @@ from pathlib import Path
 
 import asyncpg
 import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.client import BuildClient
 from berth.site import Site
 from berth.trial.servers import RealServers, SystemPlan, running_processes
 from berth.trial.worker_processes import WorkerProcesses
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig
 from lab.benchmarks import probe
-from lab.benchmarks.street_costs import COUNTED
-from lab.benchmarks.street_measure import all_hosts_known, connected, fire, progress
-from lab.benchmarks.street_systems import BIG, counting_binaries, servers_for
+from lab.benchmarks.command import measured, parser_of, write
+from lab.benchmarks.street_report import COUNTED
+from lab.benchmarks.street_systems import (
+    BIG,
+    all_hosts_known,
+    connected,
+    counting_binaries,
+    fire,
+    progress,
+    servers_for,
+)
 
 WARM_UP = 100
 WARM_UP_PER_S = 50.0
@@ -270,21 +276,18 @@ def print_cost(cost: Cost, rest: Used) -> None:
 
 def main() -> int:
     """Print, and write when asked."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser_of(__doc__)
     options.add_argument(
         "--rates", type=lambda text: [float(rate) for rate in text.split(",")], default=[5.0, 20.0, 70.0]
     )
     options.add_argument("--seconds", type=float, default=10.0, help="how long each rate is held")
     options.add_argument("--hosts", type=int, default=2_000)
     options.add_argument("--cells", type=int, default=4)
-    options.add_argument("--json", type=Path)
     wanted = options.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
-    found = uvloop.run(measure(wanted))
+    found = measured(measure(wanted))
     for cost in found:
         print_cost(cost, found[0].all)
-    if wanted.json:
-        wanted.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    write(found, wanted.json)
     return 0
 
 

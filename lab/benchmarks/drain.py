@@ -20,33 +20,24 @@ import random
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.client import drains as client_drains
-from berth.site import Site, process_name
+from berth.site import Site
 from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.drains import (
-    DrainAction,
-    DrainCommand,
-    DrainProgress,
-    DrainQuery,
-    DrainStart,
-    DrainTarget,
-)
+from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart, DrainTarget
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
-from lab.benchmarks.street import positive
+from lab.benchmarks.command import as_json, measured, parser_of, positive, write
+from lab.benchmarks.street_systems import connected
 
 CELL = "cell1"
 SERVICE = "cell1-rack"
@@ -229,37 +220,28 @@ async def measure(options: argparse.Namespace) -> list[DrainFigures]:
     compute = ComputeConfig(hosts=options.others, sizes=(BIG,), gpu_share=0.0)
     plan = SystemPlan(cells=(CELL,), schedulers=2, placements=1, compute=compute)
     with real_servers((CELL,), durable=True) as servers:
-        async with running_processes(servers, plan) as (processes, site):
-            process = process_name("bench")
-            client = BuildClient(site.bus(process), clock=site.clock, process=process)
-            await client.open()
-            try:
-                rack = Rack(processes, site, client, options.at_once)
-                names, rng = await rack.start(options.rack, options.others), random.Random(1)
-                await rack.boot(names[:1], options.on_host, rng)
-                one = await rack.drain(names[0], DrainTarget.HOST, names[:1], undo=True)
-                await rack.boot(names[1:], max(0, options.instances - options.on_host), rng)
-                await rack.boot(rack.others, options.instances, rng)
-                return [one, await rack.drain(SERVICE, DrainTarget.SERVICE, names, undo=False)]
-            finally:
-                await client.close()
+        async with running_processes(servers, plan) as (processes, site), connected(site, keep_events=False) as client:
+            rack = Rack(processes, site, client, options.at_once)
+            names, rng = await rack.start(options.rack, options.others), random.Random(1)
+            await rack.boot(names[:1], options.on_host, rng)
+            one = await rack.drain(names[0], DrainTarget.HOST, names[:1], undo=True)
+            await rack.boot(names[1:], max(0, options.instances - options.on_host), rng)
+            await rack.boot(rack.others, options.instances, rng)
+            return [one, await rack.drain(SERVICE, DrainTarget.SERVICE, names, undo=False)]
 
 
 def main() -> int:
     """Print, and write when asked. Exit status 1 when an invariant was broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--on-host", type=positive, default=100)
     parser.add_argument("--rack", type=positive, default=40)
     parser.add_argument("--others", type=positive, default=40)
     parser.add_argument("--instances", type=positive, default=1_000)
     parser.add_argument("--at-once", type=positive, default=16)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
-    figures = uvloop.run(measure(options))
-    print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    figures = measured(measure(options))
+    print(as_json(figures).decode())
+    write(figures, options.json)
     return 1 if any(one.broken for one in figures) else 0
 
 

@@ -10,22 +10,18 @@ orphans), and the host's own list of machines must be empty before it is used ag
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 
-import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import InvariantVerdict, check_invariants
 from berth.client import BuildClient
-from berth.site import Site, process_name
+from berth.site import Site
 from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
@@ -34,10 +30,10 @@ from bus.contracts.build import BuildRequest, HostRecord
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
 from bus.contracts.operations import AdminState, SetAdminState
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
-from lab.benchmarks.street import positive
-from lab.benchmarks.street_moves import spread_of
+from lab.benchmarks.command import as_json, measured, parser_of, positive, write
+from lab.benchmarks.street_report import spread_of
+from lab.benchmarks.street_systems import connected
 
 CELL = "cell1"
 SERVICE = "cell1-alone"  # the compute service that has the one host
@@ -201,30 +197,21 @@ def plan_of(hosts: int) -> SystemPlan:
 async def measure(hosts: int, instances: int) -> EvacuationFigures:
     """On servers of its own."""
     with real_servers((CELL,), durable=True) as servers:
-        async with running_processes(servers, plan_of(hosts)) as (processes, site):
-            process = process_name("bench")
-            client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True)
-            await client.open()
-            try:
-                return await Drill(processes, site, client).run(hosts, instances, random.Random(1))
-            finally:
-                await client.close()
+        async with running_processes(servers, plan_of(hosts)) as (processes, site), connected(site) as client:
+            return await Drill(processes, site, client).run(hosts, instances, random.Random(1))
 
 
 def main() -> int:
     """Print, and write when asked. Exit status 1 when an invariant was broken."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--hosts", type=positive, default=50)
     parser.add_argument("--instances", type=positive, default=1_000)
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
     started = time.monotonic()
-    figures = uvloop.run(measure(options.hosts, options.instances))
-    print(msgspec.json.format(msgspec.json.encode(figures), indent=2).decode())
+    figures = measured(measure(options.hosts, options.instances))
+    print(as_json(figures).decode())
     print(f"{time.monotonic() - started:.0f} s in all", file=sys.stderr)
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=2))
+    write(figures, options.json)
     return 1 if figures.broken else 0
 
 

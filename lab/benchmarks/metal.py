@@ -25,21 +25,20 @@ from pathlib import Path
 
 import httpx
 import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.client import BuildClient
-from berth.site import Site, process_name
+from berth.site import Site
 from berth.trial.embedded.process import Account, GuardedProcess, free_port
 from berth.trial.servers import RealServers, SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.service.environment import Environment
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, IronicConfig
 from lab.benchmarks import probe
-from lab.benchmarks.street_measure import progress
+from lab.benchmarks.command import as_json, measured, parser_of, write
+from lab.benchmarks.street_systems import connected, progress
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 
@@ -272,13 +271,11 @@ async def measure(options: argparse.Namespace) -> MetalFigures:
             async with ironic_process(options.nodes, broker, processes.directory) as ironic:
                 watch = Watch(here.environment("watch"))
                 await watch.open()
-                client = BuildClient(here.bus(process_name("bench")), clock=here.clock, process=process_name("bench"))
-                await client.open()
                 bench = MetalBench(servers, processes, here, ironic, watch)
                 try:
-                    await run(bench, figures, client, options.rest)
+                    async with connected(here, keep_events=False) as client:
+                        await run(bench, figures, client, options.rest)
                 finally:
-                    await client.close()
                     await watch.close()
     return figures
 
@@ -299,17 +296,14 @@ async def run(bench: MetalBench, figures: MetalFigures, client: BuildClient, res
 
 def main() -> int:
     """Print, and write when requested."""
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = parser_of(__doc__)
     options.add_argument("--nodes", type=int, default=10_000)
     options.add_argument("--deploys", type=int, default=500)
     options.add_argument("--rest", type=float, default=60.0, help="seconds")
-    options.add_argument("--json", type=Path)
     wanted = options.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
-    text = msgspec.json.format(msgspec.json.encode(uvloop.run(measure(wanted))), indent=2)
-    print(text.decode())
-    if wanted.json:
-        wanted.json.write_bytes(text)
+    figures = measured(measure(wanted))
+    print(as_json(figures).decode())
+    write(figures, wanted.json)
     return 0
 
 

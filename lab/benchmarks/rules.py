@@ -9,16 +9,13 @@ member of an anti-affinity group on a host of its own; the invariants are judged
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
-import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -27,11 +24,9 @@ from berth.trial.servers import SystemPlan, real_servers, running_processes
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig
-from lab.benchmarks.street import positive
-from lab.benchmarks.street_measure import all_hosts_known, connected, invariants_hold, progress
-from lab.benchmarks.street_systems import BIG
+from lab.benchmarks.command import measured, parser_of, positive, write
+from lab.benchmarks.street_systems import BIG, all_hosts_known, connected, invariants_hold, progress
 
 TIMEOUT_S = 240.0
 TEN = 10
@@ -141,19 +136,16 @@ def line(result: RuleResult) -> str:
 
 def main() -> int:
     """Print, and write when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--boots", type=positive, default=1_000, help="of each rule (%(default)s)")
     parser.add_argument("--hosts", type=positive, default=5_000)
     parser.add_argument("--cells", type=positive, default=4)
     parser.add_argument("--rules", choices=sorted(RULES), nargs="+", default=list(RULES))
-    parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
     print("| rule | boots/s | p50 ms | p99 ms |\n| --- | --- | --- | --- |", flush=True)
-    found, sound = uvloop.run(measure(options.boots, options.hosts, options.cells, options.rules))
+    found, sound = measured(measure(options.boots, options.hosts, options.cells, options.rules))
     print(f"\ninvariants {'hold' if sound else 'BROKEN'}")
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    write(found, options.json)
     return 0 if sound else 1
 
 

@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-import uvloop
 from msgspec import Struct
 
 from berth.trial.embedded.process import ServerFailed
-from bus.service.telemetry import configure_logging
-from lab.benchmarks.street import parsed, positive
+from lab.benchmarks.command import measured, parser_of, positive
+from lab.benchmarks.street import parsed
 from lab.benchmarks.street_report import Result
 from lab.benchmarks.street_systems import on_real_servers
 
@@ -198,16 +197,14 @@ def spread(runs: Sequence[Run]) -> Spread | None:
 
 def main() -> int:
     """Print, and write when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--parts", type=parse_parts, default=PARTS, help="%(default)s")
     parser.add_argument("--boots", type=positive, default=BOOTS)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no part is begun or goes on past this")
-    parser.add_argument("--json", type=Path, help="kept up to date: parts of earlier runs stay")
     parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
     parts = [] if options.show else options.parts
-    scale = uvloop.run(run_all(parts, options.boots, options.minutes, options.json))
+    scale = measured(run_all(parts, options.boots, options.minutes, options.json))
     print(tables(scale))
     wanted = [run for run in scale.runs if options.show or run.part in parts]
     return 0 if all(run.result is not None and run.result.invariants_hold for run in wanted) else 1

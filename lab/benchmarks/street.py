@@ -26,14 +26,14 @@ import msgspec
 import uvloop
 
 from bus.service.telemetry import configure_logging
-from lab.benchmarks.street_measure import IDLE_BOOTS
+from lab.benchmarks.command import parser_of, positive
 from lab.benchmarks.street_report import Result, print_result
-from lab.benchmarks.street_systems import in_memory, on_real_servers
+from lab.benchmarks.street_systems import IDLE_BOOTS, in_memory, on_real_servers
 
 
 def parser() -> argparse.ArgumentParser:
     """The options. By default everything, on the system that berth is judged by."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = parser_of(__doc__)
     yes_no = argparse.BooleanOptionalAction
     found.add_argument("--boots", type=positive, default=20_000, help="at once, after the idle ones (%(default)s)")
     found.add_argument("--hosts", type=positive, default=10_000, help="in all, rounded up to a multiple of the cells")
@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--rates", action=yes_no, default=True, help="latency at 50 %% and 80 %% of the highest rate")
     found.add_argument("--statements", action=yes_no, default=True, help="count SQL statements, where it can be done")
     found.add_argument("--profiles", type=Path, help="py-spy's profile of each process under load, in this directory")
-    found.add_argument("--json", type=Path, help="write the figures here; of `both`, memory's under `memory`")
     return found
 
 
@@ -62,14 +61,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     except OSError as fault:
         known.error(f"cannot write {options.json}: {fault.strerror}")
     return options
-
-
-def positive(text: str) -> int:
-    """A number of things."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
 
 
 def main() -> int:

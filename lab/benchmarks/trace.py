@@ -23,8 +23,6 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
-import msgspec
-import uvloop
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -44,8 +42,8 @@ from berth.trial.servers import SystemPlan, real_servers, running_processes, var
 from berth.trial.up import LocalSystem, site
 from bus.clock import Clock
 from bus.persistence.database import Database
-from bus.service.telemetry import configure_logging
-from lab.benchmarks.street_measure import all_hosts_known, connected, progress
+from lab.benchmarks.command import measured, parser_of, write
+from lab.benchmarks.street_systems import all_hosts_known, connected, progress
 
 LOOK_S = 0.25  # the book is looked at so often
 PIECES = 10  # the time is cut where so many equal parts of the arrivals end
@@ -370,7 +368,7 @@ def print_replay(found: Replay) -> None:
 
 def main() -> int:
     """Print, and write when asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("hosts", type=Path)
     parser.add_argument("requests", type=Path)
     parser.add_argument("--speed", type=float, default=100_000.0, help="so many times faster (%(default)s)")
@@ -381,16 +379,13 @@ def main() -> int:
     parser.add_argument("--pack", action="store_true", help="fullest hosts first")
     parser.add_argument("--bus", choices=("memory", "real"), default="memory")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--report", type=Path, help="the load run's report as HTML")
     options = parser.parse_args()
-    configure_logging(process="bench", role="bench", level="error", style="pretty")
     began = time.monotonic()
-    found = uvloop.run(measure(options))
+    found = measured(measure(options))
     print_replay(found)
     progress(f"{time.monotonic() - began:.0f} s in all")
-    if options.json:
-        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=2))
+    write(found, options.json)
     return 0 if found.invariants_hold else 1
 
 

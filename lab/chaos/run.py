@@ -35,8 +35,17 @@ from lab.chaos.draining import Draining
 from lab.chaos.faults import FaultInjector
 from lab.chaos.moving import Moving
 from lab.chaos.plan import ChaosPlan, FaultKind, FaultSchedule
-from lab.chaos.report import ChaosReport, render
-from lab.chaos.tally import counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
+from lab.chaos.report import (
+    ChaosReport,
+    counts,
+    doubled_moves,
+    longest_stall,
+    lost_moves,
+    rates,
+    recoveries,
+    render,
+    tally,
+)
 from lab.feed_watch import FeedWatch
 
 PROGRESS_EVERY_S = 5.0

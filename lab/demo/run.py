@@ -23,6 +23,7 @@ from msgspec import Struct
 from prometheus_client import REGISTRY
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import InvariantVerdict, check_invariants
@@ -30,20 +31,95 @@ from berth.client import BuildClient, Track
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.load.plan import draw_requests, is_metal
 from berth.load.summary import Failure
-from berth.render import failures_in_words, render_load, render_verdicts
+from berth.render import printable, render_funnel, render_rows, render_verdicts
 from berth.settings import BusSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.embedded.__main__ import EXIT_NO_SERVER
 from berth.trial.embedded.process import ServerFailed, ServerMissing
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, replay
-from berth.trial.metal import announcer, simulated_ironic
-from berth.trial.up import LocalSystem, site
+from berth.trial.up import LocalSystem, announcer, simulated_ironic, site
 from bus.service.telemetry import configure_logging
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.domain.faults import Faults
 from ironic_sync.config import IronicSyncConfig
-from lab.demo.recordings import Deviation, compare, expected_nodes, scenario_names
 from lab.feed_watch import FeedWatch
+
+SETTLE_TIMEOUT_S = 60.0
+POLL_S = 0.1
+# Ours on purpose (ironic_sync/README.md): a class that carries the prefix already keeps it once.
+DEVIATIONS = {"CUSTOM_CUSTOM_GOLD": "CUSTOM_GOLD"}
+
+_PROVIDERS = """
+SELECT p.uuid::text, c.name, i.total, i.reserved,
+       coalesce(array_agg(t.name ORDER BY t.name) FILTER (WHERE t.name IS NOT NULL), '{}')
+FROM providers p
+LEFT JOIN inventories i ON i.provider_id = p.id
+LEFT JOIN resource_classes c ON c.id = i.class_id
+LEFT JOIN provider_traits pt ON pt.provider_id = p.id
+LEFT JOIN traits t ON t.id = pt.trait_id
+WHERE p.uuid = ANY($1::uuid[])
+GROUP BY p.uuid, c.name, i.total, i.reserved
+"""
+
+
+class Expected(Struct, frozen=True):
+    """The book's required content for a node; None fields: the node is gone."""
+
+    resource_class: str
+    total: int
+    reserved: int
+    traits: tuple[str, ...]
+
+
+class Deviation(Struct, frozen=True):
+    """A node whose provider is not what it should be."""
+
+    node: str
+    expected: object
+    found: object
+
+    def __str__(self) -> str:
+        return f"{self.node}: expected {self.expected}, the book has {self.found}"
+
+
+def scenario_names(recordings: Path) -> list[str]:
+    """The recordings that are there, in order."""
+    return sorted(path.name.removesuffix(".jsonl") for path in recordings.glob("*.jsonl"))
+
+
+def expected_nodes(recordings: Path, names: Sequence[str]) -> dict[str, Expected | None]:
+    """{node: what the book must hold after the last step}; a node that Nova cannot place is left out."""
+    answers: dict[str, list[dict[str, Any]]] = msgspec.json.decode((recordings / "nova-expected.json").read_bytes())
+    last: dict[str, Any] = {}
+    for name in names:
+        for step in answers[name]:
+            last.update(step["nodes"])
+    return {uuid: _expected(answer) for uuid, answer in last.items() if answer is None or "error" not in answer}
+
+
+def _expected(answer: Mapping[str, Any] | None) -> Expected | None:
+    if answer is None:
+        return None
+    name = answer["resource_class"]
+    return Expected(DEVIATIONS.get(name, name), answer["total"], answer["reserved"], tuple(sorted(answer["traits"])))
+
+
+async def compare(site: Site, expected: Mapping[str, Expected | None]) -> list[Deviation]:
+    """Wait until the book holds what is expected; what still differs after SETTLE_TIMEOUT_S is returned."""
+    database = site.environment("recordings").database("placement", pool_size=1)
+    deadline = site.clock.monotonic() + SETTLE_TIMEOUT_S
+    try:
+        while True:
+            async with database.raw() as connection:
+                rows = await connection.fetch(_PROVIDERS, list(expected))
+            found = {row[0]: Expected(row[1], row[2], row[3], tuple(row[4])) for row in rows}
+            differ = [Deviation(u, e, found.get(u)) for u, e in expected.items() if found.get(u) != e]
+            if not differ or site.clock.monotonic() > deadline:
+                return differ
+            await site.clock.sleep(POLL_S)
+    finally:
+        await database.close()
+
 
 REQUESTS = 1000
 HYPERVISORS_PER_SERVICE = 50
@@ -64,6 +140,8 @@ PLANNED = (
     "and to be explained. Meanwhile some builds fail on their hosts, one host fails always, and a compute service dies."
 )
 NO_NODE = frozenset({"no_valid_host", "max_retries_exceeded"})
+PERCENTILES = ("p50", "p90", "p95", "p99", "max")
+FAILURES_SHOWN = 12  # kinds of failure
 HOST = HostSize(vcpus=16, memory_mb=65_536, disk_gb=2_000)
 
 
@@ -147,13 +225,27 @@ async def demonstrate(seed: int, recordings: Path, console: Console) -> Demo:
         finally:
             await asyncio.gather(client.close(), watch.close())
             await system.in_process.stop()
-    return _sum_up(
-        report,
-        verdicts,
-        dead=accident.service,
-        replayed=replayed,
-        undisturbed_builds=undisturbed_builds,
+    return Demo(
+        requests=report.requests,
+        active=report.active,
+        failed=report.failed + report.refused,
         planned_failures=failed_as_planned(report.failures, shortage),
+        boots_per_s=round(report.boots_per_s, 1),
+        undisturbed=undisturbed_builds,
+        latency_ms=report.latency_ms,
+        alternates_used=report.alternates_used,
+        load=report,
+        claims=dict.fromkeys(OUTCOMES, 0) | _counter("berth_scheduler_claims", "outcome"),
+        claim_retries=_counter("berth_scheduler_claim_retries", "why"),
+        faults={
+            "spawn_fail_rate": 0.05,
+            "host_that_always_fails": FAILING_HOST,
+            "compute_service_that_died": accident.service,
+            "builds_failed_on_hosts": _counter("berth_compute_builds", "outcome"),
+        },
+        ironic=replayed,
+        invariants={verdict.name: verdict.holds for verdict in verdicts},
+        verdicts=verdicts,
     )
 
 
@@ -265,39 +357,6 @@ async def _check_invariants(here: Site, client: BuildClient, watch: FeedWatch) -
     return check_invariants(facts)
 
 
-def _sum_up(
-    report: LoadReport,
-    verdicts: tuple[InvariantVerdict, ...],
-    *,
-    dead: str,
-    replayed: dict[str, object],
-    undisturbed_builds: Undisturbed,
-    planned_failures: int,
-) -> Demo:
-    return Demo(
-        requests=report.requests,
-        active=report.active,
-        failed=report.failed + report.refused,
-        planned_failures=planned_failures,
-        boots_per_s=round(report.boots_per_s, 1),
-        undisturbed=undisturbed_builds,
-        latency_ms=report.latency_ms,
-        alternates_used=report.alternates_used,
-        load=report,
-        claims=dict.fromkeys(OUTCOMES, 0) | _counter("berth_scheduler_claims", "outcome"),
-        claim_retries=_counter("berth_scheduler_claim_retries", "why"),
-        faults={
-            "spawn_fail_rate": 0.05,
-            "host_that_always_fails": FAILING_HOST,
-            "compute_service_that_died": dead,
-            "builds_failed_on_hosts": _counter("berth_compute_builds", "outcome"),
-        },
-        ironic=replayed,
-        invariants={verdict.name: verdict.holds for verdict in verdicts},
-        verdicts=verdicts,
-    )
-
-
 def _counter(name: str, label: str) -> dict[str, int]:
     """A counter of this process, summed by one label."""
     totals: dict[str, int] = {}
@@ -316,6 +375,57 @@ def _inventory(system: LocalSystem, ironic: IronicStandIn) -> str:
         f"{len(system.site.cells)} cells, {hypervisors} hypervisors, {len(ironic.pool.nodes)} bare-metal nodes, "
         f"{len(system.in_process.members)} workers"
     )
+
+
+def failures_in_words(failed: int, planned: int) -> str:
+    """How many builds failed, and how many of them as planned."""
+    if not planned:
+        return f"{failed} failed"
+    return f"{failed} failed as planned" if failed == planned else f"{failed} failed, {planned} of them as planned"
+
+
+def render_load(report: LoadReport, console: Console, *, planned_failures: int = 0) -> None:
+    """The load's summary. planned_failures: how many of them failed as planned."""
+    console.print(
+        f"[bold]{report.active}[/bold] of {report.requests} active in {report.seconds:.2f} s: "
+        f"[bold]{report.boots_per_s:.0f} boots a second[/bold]"
+        + (f", {failures_in_words(report.failed, planned_failures)}" if report.failed else "")
+        + (f", {report.refused} refused" if report.refused else "")
+        + (f", [red]{report.unfinished} not ended[/red]" if report.unfinished else ""),
+        soft_wrap=True,
+    )
+    attempts = ", ".join(f"{number}: {count}" for number, count in report.attempts.items()) or "none"
+    console.print(f"alternates used: {report.alternates_used}, active after attempt: {attempts}")
+    render_rows(
+        console,
+        ["milliseconds until the client's event", *(f"{name:>6}" for name in PERCENTILES)],
+        [
+            [stage, *(f"{figures[name]:6.0f}" if name in figures else "" for name in PERCENTILES)]
+            for stage, figures in report.stages_ms.items()
+        ],
+    )
+    render_failures(report.failures, console)
+
+
+def render_failures(failures: Sequence[Failure], console: Console) -> None:
+    """Failures, like ones together: each reason once with its funnel, and how many share it."""
+    groups: dict[tuple[str, str, str], list[Failure]] = {}
+    for failure in failures:
+        # A funnel's sentence is the same for all alike; where hosts were tried, each build has its own.
+        reason = failure.reason if failure.funnel else ""
+        groups.setdefault((failure.flavor, failure.code, reason), []).append(failure)
+    for (flavor, code, _), alike in list(groups.items())[:FAILURES_SHOWN]:
+        first = alike[0]
+        example = "" if first.funnel or len(alike) == 1 else "for example "
+        line = Text.assemble(
+            (f"{len(alike)} x ", "red"),
+            printable(f"{flavor} {code}: {example}{first.reason}"),
+            (f" ({first.instance_uuid}{', ...' if len(alike) > 1 else ''})", "dim"),
+        )
+        console.print(line, soft_wrap=True)
+        render_funnel(first.funnel, console, indent=6)
+    if len(groups) > FAILURES_SHOWN:
+        console.print(f"... and {len(groups) - FAILURES_SHOWN} other kinds of failure")
 
 
 def show(demo: Demo, console: Console) -> None:

@@ -1,6 +1,6 @@
 """A real Ironic to try berth with: started privately, with a broker of its own, agents that call back, and nodes.
 
-`scripts/ironic` installs it and runs this. Nothing here is needed to run berth.
+`scripts/nightly ironic` installs it and runs this. Nothing here is needed to run berth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUSY_TIMEOUT_S = 60.0
 # A direct deployment boots a ramdisk from somewhere; fake hardware boots nothing.
 RAMDISK = {"deploy_kernel": "http://127.0.0.1/kernel", "deploy_ramdisk": "http://127.0.0.1/ramdisk"}
 SETTINGS = """\
-# Written by scripts/ironic: a real Ironic with fake hardware at {url}
+# Written by scripts/nightly ironic: a real Ironic with fake hardware at {url}
 state_dir = "{state}"
 
 [cells.cell1]
@@ -225,7 +225,7 @@ async def _enroll(directory: Path, count: int, *, direct: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`run` or `enroll`."""
-    parser = argparse.ArgumentParser(prog="scripts/ironic", description=__doc__)
+    parser = argparse.ArgumentParser(prog="scripts/nightly ironic", description=__doc__)
     parser.add_argument("--directory", type=Path, default=Path(".berth/ironic/run"))
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("run"), commands.add_parser("enroll")):
@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         asyncio.run(_run(directory))
     elif not (given.directory / "url").exists():
-        sys.stderr.write(f"no Ironic runs in {given.directory}: scripts/ironic run\n")
+        sys.stderr.write(f"no Ironic runs in {given.directory}: scripts/nightly ironic run\n")
         return 2
     else:
         asyncio.run(_enroll(given.directory, given.count, direct=given.direct))

@@ -16,13 +16,7 @@ from pathlib import Path
 
 import httpx
 
-from berth.trial.embedded.process import (
-    Account,
-    GuardedProcess,
-    ServerMissing,
-    clean_environment,
-    free_port,
-)
+from berth.trial.embedded.process import Account, GuardedProcess, ServerMissing, clean_environment, free_port
 from berth.trial.embedded.server import PrivateServer
 
 START_TIMEOUT_S = 180.0
@@ -125,7 +119,7 @@ iso.close()
 class Ironic(PrivateServer):
     """A private Ironic. `with Ironic(programs) as ironic: ironic.url`.
 
-    programs: the `bin` directory of the virtualenv that it is installed in (`scripts/ironic install`).
+    programs: the `bin` directory of the virtualenv that it is installed in (`scripts/nightly ironic install`).
     broker_url: where it publishes its notifications (`amqp://`); None: nowhere. delays: seconds of `[fake]`, as
     `{"deploy_delay": 2}`. user, password_hash: HTTP basic sign-in; empty: none. more: further lines of ironic.conf.
     plugins: a directory with further hardware types, as Python packages with entry points.
@@ -147,7 +141,7 @@ class Ironic(PrivateServer):
         port: int | None = None,
     ) -> None:
         if not (programs / "ironic").exists():
-            raise ServerMissing(f"no Ironic in {programs}: run scripts/ironic install")
+            raise ServerMissing(f"no Ironic in {programs}: run scripts/nightly ironic install")
         self._programs = programs.absolute()
         super().__init__(directory, "berth-ironic-")
         self.port = port if port is not None else free_port()

@@ -1,4 +1,4 @@
-"""docs/reference/codes.md, derived from the `codes.toml` of each package: `scripts/docs` writes it."""
+"""docs/reference/codes.md, derived from the `codes.toml` of each package: `scripts/nightly docs` writes it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["reply", "event", "log", "fault", "exit", "letter", "trace"]
 HEAD = """\
 # Codes
 
-Derived from the `codes.toml` of each package by `scripts/docs`; do not edit by hand.
+Derived from the `codes.toml` of each package by `scripts/nightly docs`; do not edit by hand.
 
 A code is stable, and the text beside it is not: programs compare codes. `berth list --code CODE` lists the builds that
 ended with one. A `*` stands for the part of a code that is not known before. A row is of the package that defines the

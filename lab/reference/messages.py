@@ -1,4 +1,4 @@
-"""docs/reference/messages.md, derived from the catalogue: `scripts/docs` writes it, a test compares it."""
+"""docs/reference/messages.md, derived from the catalogue: `scripts/nightly docs` writes it, a test compares it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ CELL_WORKERS = ("cell_conductor", "compute_sim")
 HEAD = f"""\
 # Messages
 
-Derived from `bus/contracts/catalogue/` by `scripts/docs`; do not edit by hand. The same as an AsyncAPI 3 document:
+Derived from `bus/contracts/catalogue/` by `scripts/nightly docs`; do not edit by hand. As an AsyncAPI 3 document:
 `berth asyncapi` prints it (`--public`: without the messages between berth's own parts), and
 [`berth web`](../use/web.md) serves it at `/api/v1/asyncapi.json`.
 

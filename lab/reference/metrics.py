@@ -20,7 +20,7 @@ import scheduler_worker
 HEAD = """\
 # Metrics
 
-Derived from the code by `scripts/docs`; do not edit by hand.
+Derived from the code by `scripts/nightly docs`; do not edit by hand.
 
 A worker that is given a port (`--http 127.0.0.1:9100`) serves these at `/metrics` in Prometheus' text format. A
 counter's name carries the suffix `_total` there; a histogram has `_bucket`, `_sum` and `_count`. Times are seconds.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import cell_conductor.domain.render
 from berth.reference import commands
-from lab.reference import codes, messages, metrics, routes, settings
+from lab.reference import codes, messages, metrics, routes, settings, states
 
 PAGES: Mapping[str, Callable[[], str]] = {
     "codes.md": codes.render,
@@ -15,5 +14,5 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "metrics.md": metrics.render,
     "placement-routes.md": routes.render,
     "settings.md": settings.render,
-    "states.md": cell_conductor.domain.render.render,
+    "states.md": states.render,
 }

@@ -7,7 +7,7 @@ from placement_worker.rest.routes import ROUTES
 HEAD = """\
 # Placement's REST routes
 
-Derived from `placement_worker/rest/routes.py` by `scripts/docs`; do not edit by hand.
+Derived from `placement_worker/rest/routes.py` by `scripts/nightly docs`; do not edit by hand.
 [The Placement API](placement-api.md) describes who may call them. `since`: the first microversion that has the route.
 `policy`: the rule of Placement's own policy file that decides.
 

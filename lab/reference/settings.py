@@ -16,7 +16,7 @@ from bus.service.settings import describe_fields
 HEAD = """\
 # Settings
 
-Derived from the settings' structs by `scripts/docs`; do not edit by hand.
+Derived from the settings' structs by `scripts/nightly docs`; do not edit by hand.
 
 `berth.toml` in the working directory, or the file that `--config` or `$BERTH_CONFIG` names. Any value can be given as
 an environment variable instead, with `__` between the words of its name: `BERTH_BUS__URL` is `bus.url`. `berth config`

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from berth.trial.ironic_stand_in.node_pool import Behaviour
 from bus.clock import new_uuid
 from compute_sim.domain.faults import Faults
-from lab.simulation.peers import with_peers
+from lab.simulation.orders import with_peers
 from lab.simulation.plan import (
     KEEP_ALL,
     LOAD_S,

@@ -18,8 +18,8 @@ from compute_sim.domain.reserved import with_reserved
 from lab.simulation.draw import PROJECTS
 from lab.simulation.ironic_sync_watch import disagreements, is_reported
 from lab.simulation.load import Client
+from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.peer_watch import OVER_QUOTA, resources_of_flavor
-from lab.simulation.peers import NONE_ALLOWED
 from lab.simulation.plan import Action
 from lab.simulation.standing import forgotten_have_ends, standing
 from lab.simulation.world import World, marked

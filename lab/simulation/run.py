@@ -17,13 +17,13 @@ from lab.simulation import loop as virtual
 from lab.simulation.draw import PROJECTS, plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.load import Chaos, Client
+from lab.simulation.loop import MAX_TURN_CPU_S, EndlessTurn
 from lab.simulation.moves import Mover
 from lab.simulation.operator import GO_S, Operator
+from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.other_tenants import OTHERS, OtherTenants
-from lab.simulation.peers import NONE_ALLOWED
 from lab.simulation.plan import Action, FaultType, Order, Plan
 from lab.simulation.rest import check_quota_refusals, given_back, unsettled
-from lab.simulation.turn_limit import MAX_TURN_CPU_S, EndlessTurn
 from lab.simulation.watch import Breach
 from lab.simulation.widening import NONE, Widening
 from lab.simulation.wiring import REPORT_S

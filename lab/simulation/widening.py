@@ -16,10 +16,15 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import INSTANCES
-from lab.simulation.forgotten import builds_forgotten, requests_forgotten
-from lab.simulation.peers import NONE_ALLOWED
+from lab.simulation.orders import (
+    NONE_ALLOWED,
+    builds_forgotten,
+    requests_forgotten,
+    set_backs,
+    transfers,
+    without_losses,
+)
 from lab.simulation.plan import LOAD_S, Action, Order, Plan
-from lab.simulation.transfers import set_backs, transfers, without_losses
 
 
 class Widening(StrEnum):

@@ -27,7 +27,6 @@ from compute_sim.fleet import Guest, Host
 from compute_sim.name import QUEUE as NAME_QUEUE
 from ironic_sync.store.memory import MemoryPositionTable
 from lab.simulation.breaker_watch import BreakerWatch
-from lab.simulation.clock import SimClock
 from lab.simulation.databases import SimDatabases
 from lab.simulation.drain_watch import DrainWatch
 from lab.simulation.event_log import EventLog
@@ -35,7 +34,7 @@ from lab.simulation.gang_watch import GangWatch
 from lab.simulation.harm_watch import HarmWatch
 from lab.simulation.ironic import CLASSES, SimIronic
 from lab.simulation.last_machine_watch import LastMachineWatch
-from lab.simulation.loop import NO_CONTEXT, Process
+from lab.simulation.loop import NO_CONTEXT, Process, SimClock
 from lab.simulation.message_watch import MessageWatch
 from lab.simulation.move_watch import MoveWatch
 from lab.simulation.network import Broker, NetworkFaults, SimTransport

@@ -1,4 +1,4 @@
-"""The pages as a person uses them, in a real browser before a live berth; see scripts/pages.
+"""The pages as a person uses them, in a real browser before a live berth; see scripts/nightly pages.
 
 Run by an interpreter of its own, not by berth's: it imports nothing of berth's. Each step names what it expects to see.
 """

@@ -1,4 +1,4 @@
-"""An operator's work on Placement, done to a live berth with OpenStack's own clients; see scripts/clients.
+"""An operator's work on Placement, done to a live berth with OpenStack's own clients; see scripts/nightly clients.
 
 Run by the clients' own interpreter, not by berth's: it imports nothing of berth's. Two lives: one through the
 `openstack` command with its plugin osc-placement, one through openstacksdk. Each step names what it expects back.

@@ -1,4 +1,4 @@
-"""Traces of a live berth through collectors made by others, read back by their own API; see scripts/collector.
+"""Traces of a live berth through collectors made by others, read back by their own API; see scripts/nightly collector.
 
 Rotel is a collector: it takes OTLP in both encodings and passes it on. Arize Phoenix stores traces and takes protobuf
 alone. So `http/json` goes through Rotel to Phoenix, from worker processes on a real RabbitMQ and PostgreSQL, and

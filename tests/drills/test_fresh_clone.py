@@ -23,7 +23,7 @@ from berth.trial.embedded.process import Account
 ROOT = Path(__file__).parents[2]
 SITE_PACKAGES = Path(pytest.__file__).parents[1]
 PYTHON: str = sys._base_executable  # type: ignore[attr-defined]  # what this virtualenv was made with
-STAMP = "cat pyproject.toml constraints.txt scripts/setup | cksum; pwd"  # as scripts/setup makes it
+STAMP = "cat pyproject.toml constraints.txt scripts/virtualenv | cksum; pwd"  # as scripts/virtualenv makes it
 COMMAND_TIMEOUT_S = 300.0
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres, pytest.mark.rabbitmq, pytest.mark.timeout(600)]

@@ -1,1 +1,1 @@
-"""Hostile input at every door, from a seed: see scripts/fuzz."""
+"""Hostile input at every door, from a seed: see scripts/nightly fuzz."""

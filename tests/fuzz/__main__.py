@@ -1,4 +1,4 @@
-"""Hostile input at berth's doors, from a seed. See scripts/fuzz.
+"""Hostile input at berth's doors, from a seed. See scripts/nightly fuzz.
 
 A door in this process takes one input as a worker does in one callback of its event loop: what raises has ended a
 worker, and what takes longer than LIMIT_S of processor time has held up its loop. Processor time, because the machine
@@ -73,7 +73,7 @@ def _take(door: Door, given: Any) -> tuple[float, str]:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/fuzz", description="Hostile input at berth's doors, from a seed.")
+    parser = argparse.ArgumentParser(prog="scripts/nightly fuzz", description="Hostile input at berth's doors.")
     parser.add_argument("doors", nargs="*", metavar="door", help=f"of {', '.join(ALL)}; all when none is named")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--inputs", type=int, default=100_000, help="in all, besides those of the live doors")

@@ -13,10 +13,8 @@ from typing import Any, cast
 import pytest
 
 from berth.client import BuildClient
-from berth.fencing.faults import FencingFailed
 from berth.fencing.fencer import Fencer
-from berth.fencing.ironic import IronicPower
-from berth.fencing.plugin import FencingPlugin, load
+from berth.fencing.plugin import FencingFailed, FencingPlugin, IronicPower, load
 from berth.settings import FencingSettings
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from bus.clock import SystemClock

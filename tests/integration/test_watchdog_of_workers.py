@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from berth.trial.embedded.process import Account, GuardedProcess
-from berth.trial.supervisor import ABORT_S, Supervisor
-from berth.trial.watchdog_pings import WatchdogPings
-from berth.trial.worker_processes import Worker, WorkerProcesses
+from berth.trial.up_processes import ABORT_S, Supervisor
+from berth.trial.worker_processes import WatchdogPings, Worker, WorkerProcesses
 from tests.unit.front.world import HandClock
 
 HANG_GUARD_S = 60.0

@@ -62,7 +62,7 @@ def blocks() -> list[str]:
     directory = f".berth/ironic/{uuid.uuid4().hex[:8]}"
     found = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.DOTALL)[:TERMINALS]
     found = [block.replace(PAGES_DIRECTORY, directory) for block in found]
-    found = [re.sub(r"(scripts/ironic (run|enroll))", rf"\1 --directory {directory}", block) for block in found]
+    found = [re.sub(r"(scripts/nightly ironic (run|enroll))", rf"\1 --directory {directory}", block) for block in found]
     return [directory, *found]
 
 

@@ -1,6 +1,6 @@
 """Deploys and deletes on a real Ironic with a failure of each kind; at the end nodes, book and records agree.
 
-IRONIC_CYCLES: how many builds (13 rounds of one; `scripts/ironic test --cycles 500` is the long form).
+IRONIC_CYCLES: how many builds (13 rounds of one; `scripts/nightly ironic test --cycles 500` is the long form).
 IRONIC_KINDS: only these kinds of failure, separated by commas.
 IRONIC_MINUTES: no round begins after so many; what was done until then is judged, and printed.
 """

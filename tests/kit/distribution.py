@@ -24,7 +24,10 @@ LONGEST = (
         f"tests/drills/test_{name}.py"
         for name in ("chaos", "real_processes", "up_servers", "failover", "fresh_clone", "up_processes", "dead_service")
     ),
-    *(f"tests/system/test_{name}.py" for name in ("command_line", "moves_commands", "permissions", "nested")),
+    *(
+        f"tests/system/test_{name}.py"
+        for name in ("command_line", "moves_commands", "audit", "nested", "traces", "permissions", "cells_at_run_time")
+    ),
     "tests/sim/test_simulation.py",
 )
 FOLDERS = ("tests/drills", "tests/system", "tests/sim", "tests/integration", "tests/contract", "tests/unit")

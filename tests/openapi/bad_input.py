@@ -1,5 +1,5 @@
 """Inputs that a machine makes from our OpenAPI document, sent to a live berth: no answer may be a 500. See
-scripts/bad-input.
+scripts/nightly bad-input.
 
 Run by the interpreter of schemathesis, which reads a document and invents requests from it, valid ones and broken ones,
 from a seed: that of Placement's API, which `berth placement openapi` prints (door `placement`), or that of `/api/v1`,

@@ -27,12 +27,11 @@ from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch
 from compute_sim.fleet import Fleet, Guest
 from lab.simulation import loop as virtual
-from lab.simulation.clock import SimClock
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import RACE_S, HarmWatch
 from lab.simulation.load import Client
-from lab.simulation.loop import Process
+from lab.simulation.loop import Process, SimClock
 from lab.simulation.message_watch import MessageWatch
 from lab.simulation.moves import Mover
 from lab.simulation.network import SimTransport

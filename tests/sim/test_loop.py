@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from bus.turns import next_turn
-from lab.simulation.loop import Deadlock, Livelock, Process, VirtualLoop, run
-from lab.simulation.turn_limit import EndlessTurn
+from lab.simulation.loop import Deadlock, EndlessTurn, Livelock, Process, VirtualLoop, run
 
 
 def received(_: str) -> None:

@@ -22,12 +22,11 @@ from cell_conductor.store.safety import UnexplainedRecord
 from compute_sim.fleet import Fleet, Guest
 from lab.simulation import loop as virtual
 from lab.simulation.breaker_watch import BreakerWatch
-from lab.simulation.clock import SimClock
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import LATE_REPORT_S, RACE_S, HarmWatch
 from lab.simulation.load import Client
-from lab.simulation.loop import Process
+from lab.simulation.loop import Process, SimClock
 from lab.simulation.other_tenants import OtherTenants
 from lab.simulation.plan import Action, Order
 from lab.simulation.rest import _breaches, _leftovers, _running, facts_of

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.persistence.relay import Relay
-from lab.simulation.compare import compare, differing
+from lab.simulation.__main__ import compare, differing
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.plan import Action, FaultEvent, FaultType, Order

@@ -12,8 +12,8 @@ from cell_conductor.domain import repeat_rules
 from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
-from lab.simulation.clock import EPOCH
 from lab.simulation.draw import plan_of
+from lab.simulation.loop import EPOCH
 from lab.simulation.plan import Plan
 from lab.simulation.run import run
 from lab.simulation.watch import Listener

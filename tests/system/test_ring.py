@@ -17,8 +17,7 @@ from berth.client import BuildClient
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
-from berth.trial.metal import announcer
-from berth.trial.up import LocalSystem, site
+from berth.trial.up import LocalSystem, announcer, site
 from bus.clock import new_uuid
 from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
 from cell_conductor.config import ConductorConfig

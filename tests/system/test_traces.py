@@ -18,8 +18,7 @@ from berth.client import BuildClient
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, TraceSettings, UpSettings
 from berth.site import Site
 from berth.trial.ironic_stand_in import Behaviour
-from berth.trial.metal import simulated_ironic
-from berth.trial.up import LocalSystem
+from berth.trial.up import LocalSystem, simulated_ironic
 from berth.trial.worker_processes import NO_TLS
 from berth.web.access import Access
 from berth.web.server import WebServer

@@ -15,7 +15,7 @@ from berth.settings import Settings, UpSettings
 from berth.site import Brokers, Site
 from berth.trial.ironic_stand_in import Behaviour, NodePool, RequestError, Silent, state_file
 from berth.trial.ironic_stand_in.state_file import load, save, settled
-from berth.trial.metal import simulated_ironic
+from berth.trial.up import simulated_ironic
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
-from cell_conductor.domain.render import render
 from cell_conductor.domain.table import TABLE, IllegalStep, question_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
@@ -38,11 +35,6 @@ def test_every_state_is_reached_and_left_except_the_last() -> None:
     assert targets == set(State) - {State.ABSENT}
     ending = {state for state, row in TABLE.items() if not any(rule and rule.to for rule in row.values())}
     assert ending == {State.DELETED}
-
-
-def test_docs_are_what_the_table_holds() -> None:
-    page = Path(__file__).parents[3] / "docs" / "reference" / "states.md"
-    assert page.read_text() == render(), "run scripts/docs"
 
 
 def test_an_unfulfilled_question_is_repeated() -> None:

@@ -53,7 +53,7 @@ def test_the_readers_guide_to_the_scheduler_names_every_module() -> None:
     guide = (ROOT / "scheduler_worker" / "README.md").read_text()
     named = {name.rpartition("/")[2] for name in re.findall(r"`([\w/]+)\.py`", guide)}
     modules = {path.stem for folder in ("", "domain") for path in (ROOT / "scheduler_worker" / folder).glob("*.py")}
-    assert sorted(modules - named - {"__init__", "__main__"}) == []
+    assert sorted(modules - named - {"__init__"}) == []
 
 
 # --- who may import whom
@@ -66,10 +66,7 @@ def test_a_worker_imports_itself_and_the_bus(worker: str) -> None:
         f"{where(path, line)} imports {module}"
         for path in sources(worker)
         for module, line in imports(path)
-        if any(within(module, ours) for ours in OURS)
-        and not any(within(module, name) for name in allowed)
-        # `__main__` delegates to the command line, which composes everything.
-        and not (path.name == "__main__.py" and within(module, "berth"))
+        if any(within(module, ours) for ours in OURS) and not any(within(module, name) for name in allowed)
     ]
     assert wrong == []
 

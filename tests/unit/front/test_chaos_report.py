@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from lab.chaos.faults import Death
-from lab.chaos.report import ChaosReport, render
-from lab.chaos.tally import Stall
+from lab.chaos.report import ChaosReport, Stall, render
 
 SOUND = ChaosReport(
     seed=1, seconds=10.0, requests=100, wanted=100, stopped="", deletes=10, active=90, failed=0, refused=0,

@@ -9,7 +9,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from lab.chaos.churn import Ended
 from lab.chaos.faults import Injected
 from lab.chaos.plan import FaultKind, PlannedFault
-from lab.chaos.tally import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
+from lab.chaos.report import Tally, counts, doubled_moves, longest_stall, lost_moves, rates, recoveries, tally
 
 A, B, HOST = "a" * 8, "b" * 8, "h" * 8
 NOTHING = Tally(lost=(), doubled=(), leaked=(), overcommitted=0)

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.commands.common import EXIT_NO, EXIT_UNAVAILABLE, EXIT_USAGE, Stop, explain, print_json
+from berth.commands.common import Exit, Stop, explain, print_json
 from berth.commands.load import DEFAULT_MIX, _status
 from berth.load.record import LoadRecord, LoadSettings, Totals
 from berth.reference.commands import leaves
@@ -63,7 +63,7 @@ def test_what_a_command_is_for_is_printed_whole(group: tuple[str, ...]) -> None:
 def test_an_unavailable_database_has_the_status_of_what_is_out_of_reach() -> None:
     stop = explain(DatabaseUnavailable("connection refused"))
     assert stop is not None
-    assert (stop.status, stop.code) == (EXIT_UNAVAILABLE, "database.unavailable")
+    assert (stop.status, stop.code) == (Exit.UNAVAILABLE, "database.unavailable")
 
 
 def test_json_holds_nothing_that_controls_a_terminal() -> None:
@@ -76,7 +76,7 @@ def test_json_holds_nothing_that_controls_a_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("outcomes", "status"),
-    [({"active": 1, "failed": 9}, 0), ({"refused": 10}, EXIT_NO), ({"failed": 10}, EXIT_NO), ({}, 0)],
+    [({"active": 1, "failed": 9}, 0), ({"refused": 10}, Exit.NO), ({"failed": 10}, Exit.NO), ({}, 0)],
 )
 def test_a_load_of_which_nothing_became_active_is_no_success(outcomes: dict[str, int], status: int) -> None:
     boots = sum(outcomes.values())
@@ -127,5 +127,5 @@ def test_nothing_is_switched_off_without_a_plug_in(arguments: list[str], tmp_pat
         check=False,
         timeout=60.0,
     )
-    assert (done.returncode, done.stdout) == (EXIT_USAGE, "")
+    assert (done.returncode, done.stdout) == (Exit.USAGE, "")
     assert "no plug-in is named" in done.stderr

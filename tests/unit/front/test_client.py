@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from berth import client as client_module
-from berth.commands.builds import publish_and_follow
+from berth.commands.instances import publish_and_follow
 from berth.load import LoadPlan, draw_requests
 from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
 from bus.port import BusUnavailable, PublishRefused

@@ -27,5 +27,5 @@ def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, mo
         url = f"postgresql://berth@127.0.0.1:{silent.getsockname()[1]}/berth"
         (tmp_path / "berth.toml").write_text(f'state_dir = "{tmp_path}"\n[database]\nurl = "{url}"\n')
         result = CliRunner().invoke(app, ["--config", str(tmp_path / "berth.toml"), *arguments])
-    assert result.exit_code == common.EXIT_UNAVAILABLE
+    assert result.exit_code == common.Exit.UNAVAILABLE
     assert "no answer from the database within 0.2 s" in result.output

@@ -11,8 +11,7 @@ from rich.console import Console
 from berth.client import Track
 from berth.load import LoadPlan
 from berth.load.summary import Failure, sum_up
-from berth.render import failures_in_words, render_load
-from lab.demo.run import Undisturbed, failed_as_planned, planned, short, undisturbed
+from lab.demo.run import Undisturbed, failed_as_planned, failures_in_words, planned, render_load, short, undisturbed
 
 
 def track(flavor: str, published: float, ended: float | None, state: str = "active") -> Track:

@@ -20,7 +20,7 @@ BUILD = "import gc, sys; gc.disable(); from sphinx.cmd.build import main; sys.ex
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_derived_page_is_up_to_date(page: str) -> None:
-    assert (DOCS / "reference" / page).read_text() == PAGES[page](), "run scripts/docs"
+    assert (DOCS / "reference" / page).read_text() == PAGES[page](), "run scripts/nightly docs"
 
 
 def test_every_message_and_queue_and_state_is_on_the_page() -> None:

@@ -7,10 +7,9 @@ import re
 import pytest
 
 from berth.audit.findings import findings
-from berth.commands import services
-from berth.commands.audit import show_finding
+from berth.commands.audits import show_finding
 from berth.commands.drain import show_begun, show_drain, show_progress
-from berth.commands.hosts import show_decision, show_forgotten, show_hosts
+from berth.commands.hosts import show_decision, show_forgotten, show_forgotten_service, show_hosts
 from bus.contracts.build import HostRecord
 from bus.contracts.drains import DrainMoveState, DrainProgress, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
@@ -70,7 +69,7 @@ def test_the_output_about_hosts_is_what_berth_prints(capsys: pytest.CaptureFixtu
         resources={"VCPU": (2, 16)},
         contested_by="c2",
     )
-    services.show_forgotten(ServiceForgotten(service="c1", cell="cell1", removed=True))
+    show_forgotten_service(ServiceForgotten(service="c1", cell="cell1", removed=True))
     show_hosts([contested])
     assert printed(capsys) == output_of(HOSTS)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from berth.fencing.plan import CELL_SILENT, TOO_MANY, FencingPlan, plan
+from berth.fencing.fencer import CELL_SILENT, TOO_MANY, FencingPlan, plan
 from berth.settings import FencingSettings
 from bus.contracts.build import HostRecord
 from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord

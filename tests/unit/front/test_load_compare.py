@@ -85,7 +85,7 @@ def test_stage_bars_of_two_runs_are_on_one_scale() -> None:
     """Both filled the width, so that a run of 30 ms and one of 60 ms looked alike."""
     html = compare(made_up(500, seed=1), made_up(500, seed=1, slower=2.0), names=("a", "b")).html
     figures = re.findall(
-        r"<figcaption>Mean time in each stage: (.), ([0-9.]+) ms together</figcaption>(.*?)</figure>", html
+        r"<figcaption>Mean time in each stage: (.), ([0-9.]+) ms together</figcaption>(.*?)</figure>", html, re.DOTALL
     )
     ends = {
         name: max(float(x) + float(w) for x, w in re.findall(r'x="([0-9.]+)" y="2.0" width="([0-9.]+)"', drawn))

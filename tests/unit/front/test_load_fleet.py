@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from berth.commands.as_toml import as_toml
-from berth.commands.trace import differing
+from berth.commands.load import differing
 from berth.load import PlanError
 from berth.load.fleet import GPU_CLASS, HostKind, demand, flavor_of, mean_in, read_hosts, settings_like
 from berth.load.trace import Shape, TraceRequest, read_requests, read_trace

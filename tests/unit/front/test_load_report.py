@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from berth.load import charts, figures
 from berth.load.charts import Series
+from berth.load.page import number
 from berth.load.record import LoadRecord, Operations, Utilisation
 from berth.load.report import MAX_HEAT_COLUMNS, MAX_HEAT_ROWS, render
 from berth.load.sampler import shares_of
@@ -235,7 +236,7 @@ def test_a_counter_becomes_a_rate_and_peaks_survive_thinning() -> None:
     ],
 )
 def test_numbers_read_as_people_write_them(value: float, text: str) -> None:
-    assert charts.number(value) == text
+    assert number(value) == text
 
 
 def test_axes_have_round_ticks_within_their_bounds() -> None:

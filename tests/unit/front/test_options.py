@@ -9,8 +9,8 @@ import typer
 from msgspec import Struct
 from typer.testing import CliRunner
 
-from berth.commands.boot import BootOptions, requests_of
-from berth.commands.options import with_options
+from berth.commands.instances import BootOptions, requests_of
+from berth.commands.options import CommandGroup
 
 
 class ShipOptions(Struct, frozen=True, kw_only=True):
@@ -19,11 +19,10 @@ class ShipOptions(Struct, frozen=True, kw_only=True):
     seal: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None
 
 
-app = typer.Typer()
+app = CommandGroup()
 
 
 @app.command()
-@with_options
 def ship(context: typer.Context, name: Annotated[str, typer.Argument()], *, options: ShipOptions) -> None:
     """Send it."""
     typer.echo(f"{context.command.name} {name} {options}")

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from berth.client import Track
-from berth.commands.builds import show_tracks
+from berth.commands.instances import show_tracks
 from berth.load import Failure
-from berth.render import counted, printable, render_failures, render_rows, render_scores, render_stages
+from berth.render import counted, printable, render_rows, render_scores, render_stages
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep, HostScore
 from bus.contracts.stages import Stamps
+from lab.demo.run import render_failures
 
 
 def shown(render, width: int = 20) -> str:  # type: ignore[no-untyped-def]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from berth.commands.builds import show_record
+from berth.commands.instances import show_record
 from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
 from bus.contracts.placement import ClaimHolder
 

@@ -24,10 +24,8 @@ from berth.commands.objects import SECTIONS, read_file
 from berth.settings import read_settings
 from berth.web.access import read_tokens
 from berth.web.api import API_ROOT, WebApi
-from berth.web.drains import WebDrains
-from berth.web.moves import WebMoves
 from berth.web.openapi import document
-from berth.web.operations import WebOperations
+from berth.web.operations import WebDrains, WebMoves, WebOperations
 from bus.contracts.build import BuildRequest
 from bus.contracts.catalogue import MESSAGES
 from bus.contracts.objects import ObjectsChange

@@ -39,7 +39,7 @@ def test_the_line_that_the_issue_names_is_there_to_be_typed() -> None:
 
 
 def test_the_earlier_and_the_present_street_are_compared_by_what_both_have() -> None:
-    assert os.access(ROOT / "scripts" / "pair", os.X_OK)
+    assert os.access(ROOT / "scripts" / "steps" / "pair", os.X_OK)
     earlier, now = (msgspec.to_builtins(result(rate)) for rate in (1_000.0, 1_500.0))
     now["idle_spent_ms"] = {"queued": 1.0}
     lines = list(street_pair.table(earlier, now))

@@ -17,12 +17,12 @@ from typing import Annotated, Any, Union
 import pytest
 from jinja2 import nodes
 
-from berth.client.quota_use import QuotaUse
+from berth.client.object_edits import QuotaUse
 from berth.web.access import WebCaller
 from berth.web.dead_letters import LetterCount, LetterView
 from berth.web.fleet import CellView, HostChange, HostDetail
-from berth.web.metal import MetalView
 from berth.web.objects import GroupView, Zone
+from berth.web.operations import MetalView
 from berth.web.pages import LostClaim, Now
 from berth.web.problems import Problem
 from berth.web.rendering import TEMPLATES

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from berth.commands.up_messages import as_processes, block, one_process
+from berth.commands.processes import as_processes, block, one_process
 from berth.rest_address import AtUp
 from berth.settings import MEMORY, Settings
 from berth.site import Site

@@ -14,10 +14,19 @@ import pytest
 from berth.commands import processes as commands
 from berth.settings import CellSettings, Settings, UpSettings
 from berth.site import Site
-from berth.trial import supervisor as supervisor_module
+from berth.trial import up_processes as supervisor_module
 from berth.trial.embedded.process import Account, GuardedProcess, ServerFailed
-from berth.trial.supervisor import MAX_DEATHS, WITHIN_S, Supervisor, supervised
-from berth.trial.up_processes import ProcessCounts, RunningProcesses, computes_on_record, numbers, start
+from berth.trial.up_processes import (
+    MAX_DEATHS,
+    WITHIN_S,
+    ProcessCounts,
+    RunningProcesses,
+    Supervisor,
+    computes_on_record,
+    numbers,
+    start,
+    supervised,
+)
 from berth.trial.worker_processes import Worker, WorkerProcesses
 from tests.unit.front.world import HandClock
 

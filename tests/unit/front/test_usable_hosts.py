@@ -10,7 +10,7 @@ import pytest
 
 from berth.settings import Settings
 from berth.site import Brokers, Site
-from berth.trial.usable_hosts import WAIT_S, sentence, unusable_hosts
+from berth.trial.up import WAIT_S, sentence, unusable_hosts
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from scheduler_worker.domain.workers import WorkerTable

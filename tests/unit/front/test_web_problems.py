@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from berth.settings import Settings
 from berth.web.application import on_problem
-from berth.web.metal import METAL_AGE_S, MetalReader
+from berth.web.operations import METAL_AGE_S, MetalReader
 from berth.web.problems import PROBLEM_JSON, Problem
 from bus.faults import RequestTimeout
 from bus.port import PublishRefused

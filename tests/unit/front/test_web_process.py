@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from berth.cli import app
-from berth.commands import web
+from berth.commands import serving
 from bus.service.main import GC_THRESHOLD, STOP_SIGNALS
 
 
@@ -33,7 +33,7 @@ class Server:
 
 def test_the_garbage_collector_does_not_traverse_what_was_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of 2,000 hosts is 10,000 objects: with the thresholds of Python each triggers whole collections."""
-    monkeypatch.setattr(web, "WebServer", Server)
+    monkeypatch.setattr(serving, "WebServer", Server)
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}

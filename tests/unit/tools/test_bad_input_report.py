@@ -1,4 +1,4 @@
-"""The summary that scripts/bad-input makes of schemathesis's own report."""
+"""The summary that scripts/nightly bad-input makes of schemathesis's own report."""
 
 from __future__ import annotations
 

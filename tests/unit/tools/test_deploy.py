@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.settings import read_settings
-from berth.trial.watchdog_pings import STALL_S
+from berth.trial.worker_processes import STALL_S
 
 ROOT = Path(__file__).parents[3]
 SYSTEMD = ROOT / "deploy" / "systemd"

@@ -1,4 +1,4 @@
-"""`scripts/release` in a scratch repository: what holds, and what each mistake breaks."""
+"""`scripts/nightly release` in a scratch repository: what holds, and what each mistake breaks."""
 
 from __future__ import annotations
 

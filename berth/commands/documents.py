@@ -1,0 +1,66 @@
+"""`berth permissions`, `asyncapi`, `man`: derived from the program and the settings, for others to use."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from berth.commands.common import AsJson, Exit, Stop, out, print_json
+from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, of_project, of_role
+from berth.reference.asyncapi import document
+from berth.settings import Settings
+from berth.site import Site
+
+
+async def permissions(
+    settings: Settings,
+    role: Annotated[PermissionRole | None, typer.Option(help="Only this role's; default: each role's.")] = None,
+    project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
+    cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
+    user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print the RabbitMQ permissions that each user needs.
+
+    As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
+    the users and runs the commands.
+    """
+    if cell is not None:
+        Site(settings).check_cell(cell)
+    roles = [role] if role is not None else [] if project else list(PermissionRole)
+    if user is not None and len(roles) + len(project or ()) != 1:
+        raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
+    if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
+        raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
+    grants: list[Grant] = []
+    for one in roles:
+        grants += of_role(one, settings, cell=cell, user=user)
+    for name in project or ():
+        try:
+            grants.append(of_project(name, settings, user=user))
+        except ValueError as fault:
+            raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
+    if as_json:
+        print_json(as_plain(grants))
+        return
+    for line in commands(grants):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def asyncapi(
+    public: Annotated[bool, typer.Option("--public", help="Only messages for programs that are not berth's.")] = False,
+) -> None:
+    """Print the bus as an AsyncAPI 3 document.
+
+    Each message, its key, its fields and its answer. `berth web` serves it at /api/v1/asyncapi.json.
+    """
+    print_json(document(public=public))
+
+
+def man() -> None:
+    """Print the manual page, for `man -l -` or a file berth.1."""
+    from berth.reference.manpage import render  # noqa: PLC0415  (it imports every command)
+
+    sys.stdout.write(render())

@@ -1,0 +1,162 @@
+"""Draws mutants of Python files with mutmut's visitor, and prints each with the source that it makes, as JSON.
+
+Run by the interpreter of mutmut, which knows nothing of berth. Of mutmut's operators those stay that change a
+decision: numbers, truth values, negations, comparisons, arithmetic, cases and conditional expressions. An argument, an
+assigned value or a lambda that becomes None fails at its first use, and a changed text changes no decision. mutmut
+swaps `and` and `or` only, and leaves statements' conditions alone; the operators here drop each operand, and force each
+arm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+from mutmut.mutation import mutators
+from mutmut.mutation.file_mutation import Mutation, MutationVisitor, deep_replace
+from mutmut.mutation.pragma_handling import IgnoredCode
+
+KEPT = {
+    mutators.operator_number,
+    mutators.operator_name,
+    mutators.operator_remove_unary_ops,
+    mutators.operator_keywords,
+    mutators.operator_swap_op,
+    mutators.operator_match,
+    mutators.operator_if_exp,
+}
+
+
+def without_an_operand(node: cst.BooleanOperation) -> Iterator[cst.BaseExpression]:
+    """`a and b and c` is `(a and b) and c`: what is dropped is one operand, never two."""
+    yield node.left
+    if not (isinstance(node.left, cst.BooleanOperation) and isinstance(node.left.operator, type(node.operator))):
+        yield node.right
+
+
+def forced(test: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Always false and always true, evaluated all the same: a walrus in it still names its value."""
+    whole = test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    for operator, constant in ((cst.And(), "False"), (cst.Or(), "True")):
+        yield cst.BooleanOperation(left=whole, operator=operator, right=cst.Name(constant))
+
+
+def forced_statement(node: cst.If) -> Iterator[cst.If]:
+    """Each arm of a statement."""
+    for test in forced(node.test):
+        yield node.with_changes(test=test)
+
+
+def forced_comprehension(node: cst.CompIf) -> Iterator[cst.CompIf]:
+    """Each arm of a comprehension's condition."""
+    for test in forced(node.test):
+        yield node.with_changes(test=test)
+
+
+def forced_guard(node: cst.MatchCase) -> Iterator[cst.MatchCase]:
+    """Each arm of a case's guard."""
+    if node.guard is not None:
+        for test in forced(node.guard):
+            yield node.with_changes(guard=test)
+
+
+def without_an_alternative(node: cst.MatchOr) -> Iterator[cst.MatchPattern]:
+    """`case A() | B()` without either."""
+    for at in range(len(node.patterns)):
+        left = [*node.patterns[:at], *node.patterns[at + 1 :]]
+        if len(left) == 1:
+            yield left[0].pattern
+        else:
+            left[-1] = left[-1].with_changes(separator=cst.MaybeSentinel.DEFAULT)
+            yield node.with_changes(patterns=left)
+
+
+OPERATORS: mutators.OPERATORS_TYPE = [
+    *((kind, operator) for kind, operator in mutators.mutation_operators if operator in KEPT),
+    (cst.BooleanOperation, without_an_operand),
+    (cst.If, forced_statement),
+    (cst.CompIf, forced_comprehension),
+    (cst.MatchCase, forced_guard),
+    (cst.MatchOr, without_an_alternative),
+]
+
+
+class Visitor(MutationVisitor):
+    """Decorated functions have mutants, too, as a file is replaced whole; an assertion's condition has none."""
+
+    def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.FunctionDef) and node.decorators:
+            return False  # mutmut's visitor skips the decorators themselves
+        return isinstance(node, cst.Assert) or super()._skip_node_and_children(node)
+
+
+class Mutant(NamedTuple):
+    """One mutation of a file."""
+
+    path: str
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+class File:
+    """The mutations of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        code = path.read_text(encoding="utf-8")
+        wrapper = MetadataWrapper(cst.parse_module(code))
+        visitor = Visitor(OPERATORS, IgnoredCode(set(), set(), set()))
+        self._module = wrapper.visit(visitor)
+        self._lines = wrapper.resolve(PositionProvider)
+        self.mutations: list[Mutation] = [one for one in visitor.mutations if not of_a_type(one)]
+
+    def rendered(self, mutation: Mutation) -> Mutant:
+        """As it is planted and printed."""
+        changed: Any = deep_replace(self._module, mutation.original_node, mutation.mutated_node)
+        old, new = self._module.code.splitlines(), changed.code.splitlines()
+        first = next(at for at, (one, other) in enumerate(zip([*old, ""], [*new, ""], strict=False)) if one != other)
+        same_at_end = 0
+        while old[-1 - same_at_end] == new[-1 - same_at_end] and first + same_at_end < min(len(old), len(new)):
+            same_at_end += 1
+        before, after = (text[first : len(text) - same_at_end] for text in (old, new))
+        return Mutant(str(self._path), first + 1, "\n".join(before), "\n".join(after), changed.code)
+
+
+def of_a_type(mutation: Mutation) -> bool:
+    """`One | Other` outside of functions is a type, and no module with another operator there is imported."""
+    node = mutation.original_node
+    outside = mutation.contained_by_top_level_function is None
+    return outside and isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr)
+
+
+def drawn(paths: Sequence[Path], seed: int, count: int) -> tuple[int, list[Mutant]]:
+    """How many mutants there are, and those that the seed draws."""
+    files = [File(path) for path in sorted(paths)]
+    everything = [(file, mutation) for file in files for mutation in file.mutations]
+    chosen = random.Random(seed).sample(everything, min(count, len(everything)))
+    return len(everything), [file.rendered(mutation) for file, mutation in chosen]
+
+
+def main() -> int:
+    """Print them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paths", nargs="+", type=Path)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--mutants", type=int, required=True)
+    options = parser.parse_args()
+    there, mutants = drawn(options.paths, options.seed, options.mutants)
+    sys.stdout.write(json.dumps({"there": there, "drawn": [one._asdict() for one in mutants]}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
