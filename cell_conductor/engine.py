@@ -236,7 +236,7 @@ class Engine:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
         await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
-        new = {instance_event.uuid for instance_event in incoming if isinstance(instance_event.event, BuildRequested)}
+        new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):
             # First on cached instances, in one round trip; with locks after a conflict.
             is_locked = number > 0

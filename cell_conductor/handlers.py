@@ -22,8 +22,10 @@ from bus.contracts.cell import (
     ComputeOutcome,
     ComputeResult,
     ForgetServiceInCell,
+    FoundMachine,
     RescanHosts,
 )
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MachineChanged, MoveKind
 
@@ -41,7 +43,7 @@ from .domain.events import (
     Spawned,
     SpawnFailed,
 )
-from .domain.instance import ScanId
+from .domain.instance import MACHINE_EXISTS, ScanId
 from .domain.listings import Listings
 from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
@@ -59,6 +61,10 @@ log = structlog.get_logger(__name__)
 DONE = Done()
 UNSURE = Retry("build.search_unanswered", "it may have a machine, and not all compute services that are up answered")
 GIVEN_UP_QUEUE = "conductor.given_up"
+LOST = Refusal(code="build.lost", reason="no compute service that is up has a machine of it")
+ANOTHERS = Refusal(
+    code=MACHINE_EXISTS, reason="a host has a machine of it with the mark of another deployment, or none"
+)
 LOGGED_HOSTS = 10  # of one page
 RETRIES = len(BY_QUEUE["conductor.requests"].retry_s)
 
@@ -82,8 +88,8 @@ class RequestHandlers:
         self._search = search
 
     async def requests(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        """CellBuild, CellMove, CellMoveQuery, CellDelete; CellFence, which is handled first, because the others depend
-        on it; and ForgetServiceInCell, which is handled last: no build waits for it.
+        """CellBuild, CellMove, CellDelete, and queries of them; CellFence, which is handled first, because the others
+        depend on it; and ForgetServiceInCell, which is handled last: no build waits for it.
         """
         rest = [one for one in batch if not _is_about_service(one.message)]
         if len(rest) < len(batch):
@@ -162,21 +168,29 @@ class RequestHandlers:
 
         Nothing is begun while a service that is up has not answered, until the queue's retries are exhausted: those of
         `last` are begun then. The same for deletes of instances that the database may have lost and has no record of:
-        it was set back, or the cell has announced their builds.
+        it was set back, or the cell has announced their builds. A query of a build without a record is dropped then: it
+        comes again.
         """
         search = self._search
         if search is None:
             return incoming, set()
-        deleted = {one.uuid for one in incoming if _may_be_lost(one.event, search)}
-        doubted = {one.uuid for one in incoming if _is_doubted(one, search)} | await search.find_unrecorded(deleted)
+        lost = {one.uuid for one in incoming if _may_be_lost(one.event, search)}
+        doubted = {one.uuid for one in incoming if _is_doubted(one, search)} | await search.find_unrecorded(lost)
         if not doubted:
             return incoming, set()
         searched = await search.find(doubted)
         unsure = {uuid for uuid in doubted if searched.of(uuid) is None}
         known: list[InstanceEvent] = []
+        dropped: set[str] = set()
         for one in incoming:
             if one.uuid in doubted and _is_to_be_searched(one.event):
                 is_anothers = not searched.of(one.uuid) and _is_anothers(one, search)
+                if _is_query(one.event):
+                    if one.uuid in unsure:
+                        dropped.add(one.message_id)
+                    else:
+                        known.append(replace(one, event=_answered(one.event, searched.of(one.uuid) or (), is_anothers)))
+                    continue
                 if (one.uuid in unsure or is_anothers) and one.message_id not in last:
                     continue
                 if is_anothers:  # with the mark of another deployment: it stays, and so does its claim
@@ -186,7 +200,7 @@ class RequestHandlers:
             else:
                 known.append(one)
         retried = {one.message_id for one in incoming} - {one.message_id for one in known}
-        return known, {one for one in retried if one not in last}
+        return known, {one for one in retried if one not in last and one not in dropped}
 
 
 def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequested]:
@@ -194,18 +208,29 @@ def _is_to_be_searched(event: Event) -> TypeGuard[BuildRequested | DeleteRequest
 
 
 def _may_be_lost(event: Event, search: MachineSearch) -> bool:
-    return isinstance(event, DeleteRequested) and (bool(search.set_back_at) or event.unrecorded)
+    is_lost_delete = isinstance(event, DeleteRequested) and (bool(search.set_back_at) or event.unrecorded)
+    return is_lost_delete or _is_query(event)
+
+
+def _is_query(event: Event) -> TypeGuard[BuildRequested]:
+    return isinstance(event, BuildRequested) and event.is_query
+
+
+def _answered(query: BuildRequested, found: tuple[FoundMachine, ...], is_anothers: bool) -> BuildRequested:
+    """The query of a build without a record, once it is searched for."""
+    return replace(query, found=found, given_up=ANOTHERS if is_anothers else query.given_up)
 
 
 def _is_anothers(incoming: InstanceEvent, search: MachineSearch) -> bool:
-    """Whether a delete is of an instance without a record, and a host has a machine of it that is not ours."""
+    """Whether it is a delete or a query of an instance without a record, and a host has a machine that is not ours."""
     event = incoming.event
-    return isinstance(event, DeleteRequested) and event.unrecorded and search.is_unexplained(incoming.uuid)
+    is_lost = (isinstance(event, DeleteRequested) and event.unrecorded) or _is_query(event)
+    return is_lost and search.is_unexplained(incoming.uuid)
 
 
 def _is_doubted(incoming: InstanceEvent, search: MachineSearch) -> bool:
     event = incoming.event
-    if not isinstance(event, BuildRequested):
+    if not isinstance(event, BuildRequested) or event.is_query:
         return False
     return is_doubted_request(event, search.set_back_at) or search.is_unexplained(incoming.uuid)
 
@@ -369,6 +394,9 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
         return InstanceEvent(
             uuid, build_requested(message, at, meta.cause or uuid, _given_up(received)), meta.id, meta.cause
         )
+    if isinstance(message, CellBuildQuery):
+        uuid = message.spec.instance_uuid
+        return InstanceEvent(uuid, build_queried(message, at, meta.cause), meta.id, meta.cause)
     if isinstance(message, CellDelete):
         uuid = message.instance_uuid
         deleted = DeleteRequested(
@@ -427,6 +455,23 @@ def build_requested(message: CellBuild, at: float, cause: str, given_up: Refusal
         limits=message.limits,
         given_up=given_up,
         attempt=message.attempt,
+    )
+
+
+def build_queried(message: CellBuildQuery, at: float, cause: str = "") -> BuildRequested:
+    """The event that a CellBuildQuery brings: a build that is not begun any more."""
+    return BuildRequested(
+        at=at,
+        spec=message.spec,
+        selections=(),
+        consumer_generation=None,
+        build_timeout_s=message.build_timeout_s,
+        requested_at=message.requested_at,
+        cause=cause or message.spec.instance_uuid,
+        given_up=LOST,
+        attempt=message.attempt,
+        is_query=True,
+        sequence=message.sequence,
     )
 
 

@@ -21,7 +21,14 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
-from scheduler_worker.domain.builds import BuildUpdate, RecordedBuild, apply_announcement, is_early, timeline_entries
+from scheduler_worker.domain.builds import (
+    BuildUpdate,
+    RecordedBuild,
+    apply_announcement,
+    is_early,
+    is_known,
+    timeline_entries,
+)
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -157,7 +164,9 @@ class AnnouncementWriter:
                 announced = replace(announced, stamps=applied.ended[-1])
             builds[event.instance_uuid] = after
             applied.announced.append(announced)
-            timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(announced, len(found.history), now))
+            lines = timelines.setdefault(event.instance_uuid, [])
+            if not is_known(found, after):
+                lines.extend(timeline_entries(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         return applied
 

@@ -62,7 +62,7 @@ from scheduler_worker.retention import purge_forever
 from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
-from scheduler_worker.unanswered import UnansweredMoves
+from scheduler_worker.unanswered import UnansweredRequests
 
 
 def is_progress(message: Message) -> bool:
@@ -333,9 +333,10 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
         rng=random.Random(f"evacuations {parts.env.process}"),
     )
     parts.service.add_task("evacuations", evacuations.run)
-    unanswered = UnansweredMoves(
+    unanswered = UnansweredRequests(
         parts.store,
         links.buses,
+        lambda: parts.selector.config,
         clock=clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.move_query_s,

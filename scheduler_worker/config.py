@@ -178,8 +178,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     moves_across_cells: bool = False
     """Whether an instance may be unshelved in another cell, migrated or resized to one, when its own has no host."""
     move_query_s: Seconds = 60.0
-    """Seconds without an event of a move, or of another request about an instance, after which the scheduler queries
-    its cell about it. The query is repeated after twice as long, up to 10 minutes.
+    """Seconds without an event of a build, a delete, a move, or another request about an instance, after which the
+    scheduler queries its cell about it. The query is repeated after twice as long, up to 10 minutes.
     """
     choice_held_s: Seconds = 5.0
     """Seconds that hosts chosen for a move count as used. By then the cell has claimed."""

@@ -1,38 +1,55 @@
 """Queries cells about requests that have had no event for a long time. Any number of schedulers do so side by side.
 
-A cell that has lost the request, or its end, answers with an end (`cell.move.query.v1`). One that does not answer is
-queried again, less and less often; the record of the request states it, and a metric counts such requests.
+A request is a build, the delete of one, or a move. A cell that has lost it, or its end, answers with an end
+(`cell.build.query.v1`, `cell.move.query.v1`), or carries the delete out that it is commanded once more. One that does
+not answer is queried again, less and less often; the record of the request states it, and a metric counts them.
 
-The only state kept is how long each has been silent; a scheduler that starts again begins to count anew.
+The messages are committed with a look at the records that they are about, and sent after that through the outbox, as
+every command is. The only state kept is how long each request has been silent; a scheduler that starts again begins to
+count anew. Moves under way have an index. Builds have none that changes: each pass examines a page of all builds, the
+next pass the next one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.moves import CellMoveQuery
 from bus.faults import Transient
-from bus.port import BusError
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
+from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.recorded_moves import RecordedMove
-from scheduler_worker.domain.transfers import repeated
-from scheduler_worker.domain.unanswered import Watched, Watching, look, marked
-from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+from scheduler_worker.domain.recorded_moves import MoveContext
+from scheduler_worker.domain.unanswered import (
+    AwaitedRequest,
+    Key,
+    Watched,
+    Watching,
+    look,
+    messages_to_cell,
+    open_build,
+    open_move,
+    open_now,
+    silence,
+)
+from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
 LOOKS = 4  # passes in the time after which a cell is queried
 PAGE = 500  # requests read at a time
-MAX_WATCHED = 10_000  # requests whose silence one process keeps track of; the rest is looked at later
+MAX_WATCHED = 10_000  # requests of each kind whose silence one process keeps track of; the rest is looked at later
+MAX_EXAMINED = 5_000  # builds of one pass, in whatever state
+FROM_THE_FIRST = (0.0, FIRST_UUID)
 
 
-class UnansweredMoves:
+class UnansweredRequests:
     """The task of one scheduler. cells: the bus of each; after_s: seconds without an event after which a cell is
     queried.
     """
@@ -41,90 +58,106 @@ class UnansweredMoves:
         self,
         store: SchedulerStore,
         cells: Mapping[str, Bus],
+        config: Callable[[], SchedulerConfig],
         *,
         clock: Clock,
         rng: random.Random,
         after_s: float,
         process: str = "",
     ) -> None:
+        """`config()`: the settings and operators' objects that are in force now."""
         self._store = store
         self._cells = cells
+        self._config = config
         self._clock = clock
         self._rng = rng
         self._after_s = after_s
         self._who = process or "scheduler"
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[Key, Watched] = {}
+        self._examined = FROM_THE_FIRST  # the last build of the page before
 
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            # The answer to the first scheduler's query resets the count of the others.
+            # The answer to the first scheduler's query puts those of the others off.
             await self._clock.sleep(self._after_s / LOOKS * self._rng.uniform(0.75, 1.25))
             try:
                 await self.look()
             except Transient as fault:
-                log.warning("moves.not_looked_at", code=fault.code, reason=str(fault))
+                log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
 
     async def look(self) -> Watching:
-        """Look once at all requests under way. Raises Transient."""
-        found = look(self._watched, await self._open(), now_s=self._clock.monotonic(), pause_s=self._after_s)
+        """Look once at all moves under way, at a page of all builds, and at the builds that are watched. Raises
+        Transient.
+        """
+        requests = [*await self._open_moves(), *await self._open_builds()]
+        found = look(self._watched, requests, now_s=self._clock.monotonic(), pause_s=self._after_s)
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
-        unavailable: set[str | None] = set()
-        for move in found.query:
-            if move.cell not in unavailable and not await self._query(move):
-                unavailable.add(move.cell)
-        if found.silent:
-            await self._mark(found.silent)
+        for is_move in (True, False):
+            if queries := [one for one in found.query if one.is_move is is_move]:
+                await self._send(queries, found)
         return found
 
-    async def _open(self) -> list[RecordedMove]:
-        moves: list[RecordedMove] = []
+    async def _open_moves(self) -> list[AwaitedRequest]:
+        found: list[AwaitedRequest] = []
         after = FIRST_UUID
-        while len(moves) < MAX_WATCHED:
+        while len(found) < MAX_WATCHED:
             page = await self._store.open_moves(after, PAGE)
-            moves += page
+            found += [one for move in page if (one := open_move(move)) is not None]
             if len(page) < PAGE:
                 break
             after = page[-1].request_id
-        return moves
+        return found
 
-    async def _query(self, move: RecordedMove) -> bool:
-        """Publish the query; returns whether the cell's bus took it."""
-        bus = self._cells.get(move.cell or "")
-        log.info("move.queried", request=move.request_id, instance=move.instance_uuid, cell=move.cell)
-        if bus is None:
-            return False
-        query = repeated(move) or CellMoveQuery(
-            request_id=move.request_id,
-            instance_uuid=move.instance_uuid,
-            project_id=move.project_id,
-            kind=move.kind,
-        )
-        metrics.MOVE_QUERIES.labels(bus.name).inc()
-        try:
-            await bus.publish(query, cause=move.request_id)
-        except BusError as fault:
-            log.info("move.not_queried", cell=bus.name, code=fault.code, reason=str(fault))
-            return False
-        return True
+    async def _open_builds(self) -> list[AwaitedRequest]:
+        unchanged_since = self._clock.time() - self._after_s  # what is younger is found by a later page
+        watched = [request_id for is_move, request_id in self._watched if not is_move]
+        page = await self._store.open_builds(watched, self._examined, unchanged_since, MAX_EXAMINED)
+        self._examined = page.last or FROM_THE_FIRST
+        found = [one for build in page.builds if (one := open_build(build)) is not None]
+        found.sort(key=lambda one: one.key not in self._watched)
+        return found[:MAX_WATCHED]
 
-    async def _mark(self, silent: Sequence[RecordedMove]) -> None:
-        """State the silence in their records, unless an event has come meanwhile."""
+    async def _send(self, queries: Sequence[AwaitedRequest], found: Watching) -> None:
+        """Query the cells about those requests that are still open, and state the silence of some in their records."""
         author = Author(self._who, self._clock.time())
         async with self._store.operation() as unit:
-            known = await unit.known({one.request_id: one.instance_uuid for one in silent}, lock=True)
-            for one in silent:
-                now = known[one.request_id]
-                if now.move is None or now.build is None or now.move.terminal or now.move.sequence != one.sequence:
-                    continue
-                after = marked(
-                    now.move,
-                    self._watched[one.request_id],
-                    self._clock.monotonic(),
-                    known=one.cell in self._cells,
-                )
-                log.warning("move.silent", request=one.request_id, code=after.code, reason=after.reason)
-                entry = author.entry(f"{one.kind} waits", f"{after.code}: {after.reason}")
-                await unit.update([BuildUpdate(build=now.build, timeline=(entry,))], author.at)
-                await unit.update_moves([after], author.at)
+            known = await unit.known({one.request_id: one.instance_uuid for one in queries}, lock=True)
+            for one in queries:
+                now = open_now(one, known[one.request_id])
+                if now is None or (now.sequence, now.cell) != (one.sequence, one.cell):
+                    continue  # it has ended or had an event meanwhile, or waits for another request
+                self._query(unit, now, known[one.request_id], author.at)
+                if one in found.silent and known[one.request_id].build is not None:
+                    await self._mark(unit, now, known[one.request_id], author)
+
+    def _query(self, unit: OperationUnit, request: AwaitedRequest, known: MoveContext, at: float) -> None:
+        bus = self._cells.get(request.cell)
+        log.info(
+            "request.queried",
+            request=request.request_id,
+            instance=request.instance_uuid,
+            cell=request.cell,
+            kind=request.kind,
+        )
+        if bus is None or bus.unavailable_reason:  # queries would pile up in the outbox
+            return
+        metrics.MOVE_QUERIES.labels(bus.name).inc()
+        for message in messages_to_cell(request, known, self._config(), at):
+            unit.emit(OutboxMessage(bus.name, message, request.request_id))
+
+    async def _mark(self, unit: OperationUnit, request: AwaitedRequest, known: MoveContext, author: Author) -> None:
+        """State the silence in the record. It is no event: the request is of the same number after it."""
+        watched, is_known = self._watched[request.key], request.cell in self._cells
+        code, reason = silence(watched, self._clock.monotonic(), known=is_known)
+        log.warning("request.silent", request=request.request_id, code=code, cell=request.cell)
+        entry = author.entry(f"{request.kind} waits", f"{code}: {reason}")
+        build = known.build
+        assert build is not None
+        if request.is_move:
+            assert known.move is not None
+            await unit.update_moves([replace(known.move, code=code, reason=reason)], author.at)
+        else:
+            build = replace(build, code=code, reason=reason)
+        await unit.update([BuildUpdate(build=build, timeline=(entry,))], author.at)

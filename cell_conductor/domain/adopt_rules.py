@@ -49,7 +49,7 @@ def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
 
     It was taken before the set-back was recognised, and is to be taken once more.
     """
-    if isinstance(event, BuildRequested):
+    if isinstance(event, BuildRequested) and not event.is_query:
         return event.found is None and rules.is_doubted_request(event, set_back_at)
     is_new = instance.state in (State.ABSENT, State.TOMBSTONE)
     return isinstance(event, DeleteRequested) and bool(set_back_at) and is_new and event.found is None
@@ -65,15 +65,18 @@ def start_or_adopt(instance: Instance, event: BuildRequested, context: StepConte
     """A build that is new here: its machine is adopted, if the cell was found to have one.
 
     A machine on its first host that is of its first attempt is no other machine: the command there is repeated, and
-    answered; unless an earlier record has released that attempt, or the build was given up, and is not commanded.
+    answered; unless an earlier record has released that attempt, or the build was given up, and is not commanded. A
+    query that no search has answered is awaited again.
     """
+    if event.is_query and event.found is None:
+        return Step(instance)
     requested = rules.with_request(instance, event)
     first = (requested.attempt, requested.host_uuid)
     is_held = event.attempt > instance.newest and event.given_up is None
     is_new = is_held and any((one.attempt, one.host_uuid) == first for one in event.found or ())
     if not event.found or is_new:
         return rules.start_build(instance, event, context)
-    return _adopt(replace(rules.numbered_on(requested), reused_from=1), event.found, event.at, context)
+    return _adopt(replace(rules.numbered_on(requested, event), reused_from=1), event.found, event.at, context)
 
 
 def adopt_machine(instance: Instance, event: MachineFound, context: StepContext) -> Step:
@@ -217,6 +220,8 @@ def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:
     for selection in instance.selections:
         if selection.host_uuid == found.host_uuid:
             return selection.allocations
+    if not instance.selections:
+        return None
     chosen = instance.here
     if chosen.allocations.keys() == {chosen.host_uuid}:
         return {found.host_uuid: chosen.allocations[chosen.host_uuid]}

@@ -23,7 +23,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .instance import FORGOTTEN_ATTEMPTS, Instance, State
+from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -89,6 +89,9 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
 
 def refuse_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build of a deleted instance: start nothing, and release its claim once none of its machines is left."""
+    is_anothers = event.given_up is not None and event.given_up.code == MACHINE_EXISTS
+    if event.is_query and (event.found is None or is_anothers):
+        return Step(instance)  # as its delete: nothing is released
     if event.found:
         wanted = DeleteRequested(at=event.at, cause=instance.cause, project_id=event.spec.project_id, found=event.found)
         return delete_unknown(instance, wanted, context)
@@ -133,7 +136,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     """
     move = move_of(instance)
     if move.delete:
-        return Step(instance)
+        return steps.announce(instance, BuildState.DELETING, event.at, context)
     deleted = MoveEnd(MoveState.FAILED, DELETED, "the instance was deleted")
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))

@@ -24,12 +24,13 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     """The scheduler hands over a build whose first selection is claimed under `attempt`, as in CellBuild.
 
     given_up: why the message's retries are exhausted, or are about to be; None: they are not. found: machines that the
-    cell's services have of it, if it is doubted (None: they were not queried).
+    cell's services have of it, if it is doubted (None: they were not queried). is_query: nothing is to be begun; the
+    scheduler queries the state of the build, of which its newest event has the number `sequence`.
     """
 
     spec: InstanceSpec
     selections: tuple[Selection, ...]
-    consumer_generation: int
+    consumer_generation: int | None
     build_timeout_s: float
     requested_at: float = 0.0
     cause: str = ""
@@ -39,6 +40,8 @@ class BuildRequested(Event, frozen=True, kw_only=True):
     given_up: Refusal | None = None
     found: tuple[FoundMachine, ...] | None = None
     attempt: int = 1
+    is_query: bool = False
+    sequence: int = 0
 
 
 class DeleteRequested(Event, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The answer to a build that comes to its cell again: the end that the first one had."""
+"""The answer to a build, a query of one, or a delete that comes again: how far it is, or its end once more."""
 
 from __future__ import annotations
 
@@ -9,41 +9,77 @@ from bus.contracts.build import BuildState
 from .adopt_rules import start_or_adopt
 from .events import BuildRequested, DeleteRequested
 from .instance import Instance
+from .rules import DESTROY_CODES
 from .steps import Step, StepContext, announce
 
 
 def restart_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The build has failed, and the scheduler had forgotten it before it came here: a newer request of it is built, a
-    copy is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that is found is
-    claimed anew.
+    copy or a query is not. Nor is one whose claim was this build's own, which is released by now; a machine of it that
+    is found is claimed anew.
     """
     is_released = 1 < event.attempt <= instance.last_attempt
-    if event.requested_at <= instance.requested_at or (is_released and not event.found):
+    if event.is_query or event.requested_at <= instance.requested_at or (is_released and not event.found):
         was_active = any(record.outcome == "active" for record in instance.history)
-        return _announce_again(instance, BuildState.FAILED, context, terminal=not was_active)
+        return _announce_again(instance, event, BuildState.FAILED, context, terminal=not was_active)
     newest = instance.last_attempt if is_released else 0
     return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence, newest=newest), event, context)
 
 
+def report_building(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A query of a build that is under way is answered; a second command of it changes nothing."""
+    if not event.is_query:
+        return Step(instance)
+    return announce(_numbered_above(instance, event), BuildState.BUILDING, event.at, context)
+
+
+def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
+    """The delete is under way: it is announced once more, with the reason if its host cannot carry it out now."""
+    if isinstance(event, BuildRequested) and not event.is_query:
+        return Step(instance)
+    why = (instance.code, instance.reason) if instance.code.startswith(DESTROY_CODES) else ("", "")
+    return announce(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
+
+
 def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A second build of an active instance: its schedulers may have forgotten the first (a restore), and wait."""
-    return _announce_again(instance, BuildState.ACTIVE, context)
+    return _announce_again(instance, event, BuildState.ACTIVE, context)
 
 
 def announce_adopted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """As `announce_active_again`, of what was active before its claim is requested again; else its end will come."""
-    return _announce_again(instance, BuildState.ACTIVE, context) if instance.claims_refused else Step(instance)
+    if instance.claims_refused:
+        return _announce_again(instance, event, BuildState.ACTIVE, context)
+    return report_building(instance, event, context)
 
 
 def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
     """A build or a delete of a deleted instance, as `announce_active_again`. Its claim is left to the audit."""
-    return _announce_again(instance, BuildState.DELETED, context) if instance.spec is not None else Step(instance)
+    if instance.spec is None:
+        return Step(instance)
+    return _announce_again(instance, event, BuildState.DELETED, context)
 
 
-def _announce_again(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
+def _announce_again(
+    instance: Instance,
+    event: BuildRequested | DeleteRequested,
+    state: BuildState,
+    context: StepContext,
+    *,
+    terminal: bool = True,
+) -> Step:
     """Publish the last announcement of the build once more, under its number: it changes nothing where it is on record.
 
-    Under a later one, which the end of a move may have taken since, clients would get a second terminal event.
+    Under a later one, which the end of a move may have taken since, clients would get a second terminal event. Where
+    schedulers wait for it and have had that number, of a record that was set back since, it takes the next one.
     """
-    last = replace(instance, sequence=instance.build_sequence or instance.sequence - 1, stamps=None)
+    number = instance.build_sequence or instance.sequence - 1
+    if isinstance(event, BuildRequested) and event.is_query and number <= event.sequence:
+        return announce(_numbered_above(instance, event), state, event.at, context, terminal=terminal)
+    last = replace(instance, sequence=number, stamps=None)
     return Step(instance, announce(last, state, instance.since, context, terminal=terminal).commands)
+
+
+def _numbered_above(instance: Instance, event: BuildRequested | DeleteRequested) -> Instance:
+    known = event.sequence if isinstance(event, BuildRequested) else 0
+    return replace(instance, sequence=max(instance.sequence, known + 1))

@@ -32,7 +32,7 @@ from .events import (
 )
 from .fences import FENCED
 from .history import NO_HOST, summary_of, why_not_claimed
-from .instance import NOT_TRIED, SET_BACK_GAP, Instance, State
+from .instance import MACHINE_EXISTS, NOT_TRIED, SET_BACK_GAP, Instance, State
 from .proof import is_outdated, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
 
@@ -53,11 +53,11 @@ def ignore(instance: Instance, event: object, context: StepContext) -> Step:
 
 def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
     """Whether it may have been handed in before, to a record that the database has lost: it was sent before the
-    set-back, or this cell has claimed for it already.
+    set-back, or this cell has claimed for it already, or its schedulers wait for its end.
 
     `stamps.requested` is when its client sent it; `requested_at` when a scheduler decided it, perhaps a second time.
     """
-    if event.attempt > 1:
+    if event.attempt > 1 or event.is_query:
         return True
     sent_at = min(event.requested_at, event.stamps.requested if event.stamps is not None else event.requested_at)
     return bool(set_back_at) and sent_at < set_back_at + CLOCKS_APART_S
@@ -72,7 +72,7 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     if is_doubted:
         # It may have been handed in before, to a record that the database has lost: its host is queried, and its answer
         # awaited. This record's actions do not prove that a machine on a service that is down is over.
-        return _spawn(replace(numbered_on(adopted), doubted=True, reused_from=1), event.at, context)
+        return _spawn(replace(numbered_on(adopted, event), doubted=True, reused_from=1), event.at, context)
     closed = context.closed.why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
         return _spawn(adopted, event.at, context)
@@ -86,9 +86,10 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     return Step(steps.ask(over, State.GIVING_UP, event.at, context))
 
 
-def numbered_on(instance: Instance) -> Instance:
+def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:
     """The record of an instance whose announcements may be lost: schedulers ignore numbers that they have had."""
-    return replace(instance, sequence=instance.sequence + SET_BACK_GAP)
+    known = 0 if event is None else event.sequence
+    return replace(instance, sequence=max(instance.sequence + SET_BACK_GAP, known + 1))
 
 
 def _end_unbuilt(
@@ -97,11 +98,17 @@ def _end_unbuilt(
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
     In doubt it may have been begun by a record that this database has lost, and its machine may run on a host that did
-    not answer: it is kept. until: workers (one gate for everything that is in doubt).
+    not answer: it is kept. until: workers (one gate for everything that is in doubt). If a machine of it has another
+    deployment's mark, its claim may be for that machine: nothing is released.
     """
+    if event.is_query and why.code == MACHINE_EXISTS:
+        marked = replace(numbered_on(instance, event), code=why.code, reason=steps.cut(why.reason), reused_from=1)
+        return _end_failed(marked, event.at, context)
     if is_doubted:
         reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()
-        unsure = _with_attempt(numbered_on(instance), "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
+        unsure = _with_attempt(
+            numbered_on(instance, event), "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason
+        )
         unsure = replace(unsure, doubted=True, reused_from=1, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
         return Step(steps.ask(unsure, State.GIVING_UP, event.at, context))
     passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
@@ -506,6 +513,8 @@ def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def _with_attempt(instance: Instance, outcome: str, *, at: float, code: str = "", reason: str = "") -> Instance:
+    if not instance.selections:  # on record since a query only, which names no host
+        return instance
     record = AttemptRecord(
         attempt=instance.attempt, host=instance.here.host, outcome=outcome, code=code, reason=steps.cut(reason), at=at
     )

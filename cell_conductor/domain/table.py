@@ -57,12 +57,16 @@ class IllegalStep(BrokenInvariant):
     code = "instance.illegal_step"
 
 
+REPORT_BUILDING = Rule(repeat_rules.report_building)
+REPORT_DELETING = Rule(repeat_rules.report_deleting)
+
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
 TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.ABSENT: {
         BuildRequested: Rule(
-            adopt_rules.start_or_adopt, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
+            adopt_rules.start_or_adopt,
+            (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP, State.FAILED),
         ),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
@@ -103,7 +107,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.BUILDING: {
-        BuildRequested: IGNORE,
+        BuildRequested: REPORT_BUILDING,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(rules.come_up, (State.ACTIVE,)),
         SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
@@ -143,7 +147,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.RECLAIMING: {
-        BuildRequested: IGNORE,
+        BuildRequested: REPORT_BUILDING,
         DeleteRequested: Rule(rules.abandon, (State.ABANDONING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -163,8 +167,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.ABANDONING: {
-        BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildRequested: REPORT_DELETING,
+        DeleteRequested: REPORT_DELETING,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,
@@ -206,7 +210,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.GIVING_UP: {
-        BuildRequested: IGNORE,
+        BuildRequested: REPORT_BUILDING,
         DeleteRequested: Rule(rules.delete_instead, (State.RELEASING,)),
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
@@ -248,8 +252,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.DELETING: {
-        BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildRequested: REPORT_DELETING,
+        DeleteRequested: REPORT_DELETING,
         Spawned: Rule(delete_rules.repeat_destroy_both),
         SpawnFailed: Rule(delete_rules.report_undestroyed),
         TimedOut: Rule(delete_rules.destroy_both_again),
@@ -268,8 +272,8 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.RELEASING: {
-        BuildRequested: IGNORE,
-        DeleteRequested: IGNORE,
+        BuildRequested: REPORT_DELETING,
+        DeleteRequested: REPORT_DELETING,
         Spawned: DESTROY_ORPHAN,
         SpawnFailed: DESTROY_LEFTOVER,
         TimedOut: AGAIN,

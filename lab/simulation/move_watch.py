@@ -56,7 +56,7 @@ class MoveWatch:
         self.fenced: set[str] = set()  # hosts that were switched off once: what was not evacuated is off there
         self.gone: set[str] = set()  # fenced hosts that have burnt down: their fence stays
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
-        self.ends: dict[str, tuple[MoveState, str]] = {}
+        self.ends: dict[tuple[str, str], tuple[MoveState, str]] = {}  # by bus and request
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
         self.judges_machines = False  # how many of theirs run, all the same
@@ -138,14 +138,19 @@ class MoveWatch:
             raise Breach("refused_is_unchanged", f"{instance.uuid} was {was}, and is {now}")
 
     def on_event(self, event: MoveEvent, bus: str) -> None:
-        """A conductor publishes, or a scheduler to clients. Raises Breach."""
+        """A conductor publishes, or a scheduler to clients. Raises Breach.
+
+        A cell has one end for a request, and so have clients. Two cells may differ: schedulers take the end of the cell
+        that has the request, and a late copy may come to the one which it was sent to first.
+        """
         if not event.terminal or event.sequence == 0:  # 0: of another request under this id
             return
         if bus != API and event.reason == LEFT:
             return  # the end is not known there: an answer for schedulers that do not know it either
         end = (event.state, event.code)
-        if self.ends.setdefault(event.request_id, end) != end and event.instance_uuid not in self.exempt:
-            raise Breach("one_terminal_event", f"{event.request_id}: {self.ends[event.request_id]}, then {end}")
+        first = self.ends.setdefault((bus, event.request_id), end)
+        if first != end and event.instance_uuid not in self.exempt:
+            raise Breach("one_terminal_event", f"{event.request_id} on the bus {bus}: {first}, then {end}")
 
     # --- machines
 
@@ -235,8 +240,9 @@ class MoveWatch:
                 if any(is_evacuated_from(one, host) for one in table.instances.values() if one.uuid in lost):
                     continue  # its destination has died, and nothing fences that
                 yield f"fences_are_lifted: {host} of {cell} is fenced, {len(table.fence_losses)} are to be destroyed"
+        ended = {request for _, request in self.ends}
         for request, instance in self.sent.items():
-            if request not in self.ends and instance not in lost:
+            if request not in ended and instance not in lost:
                 yield f"one_terminal_event: the request {request} for {instance} has had no end"
 
     def _machines(self, lost: set[str]) -> Iterator[str]:

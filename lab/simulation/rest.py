@@ -21,7 +21,7 @@ from lab.simulation.load import Client
 from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.peer_watch import OVER_QUOTA, resources_of_flavor
 from lab.simulation.plan import Action
-from lab.simulation.standing import standing
+from lab.simulation.standing import forgotten_have_ends, standing
 from lab.simulation.world import World, marked
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
@@ -65,6 +65,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     # burns down a second time does not get.
     burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
+    found += list(forgotten_have_ends(world, _stranded(world)))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
     if world.ironic is not None:
@@ -201,13 +202,18 @@ def _has_vcpu(world: World, root: str) -> bool:
 
 
 def unclearable(world: World) -> set[str]:
-    """Instances that can never be cleared away: they are to be destroyed, or are doubted, on a host that burnt down.
+    """Instances that can never be cleared away: the stranded ones, and those of which a restored database knows an old
+    truth: what becomes of their machines is judged as it happens.
+    """
+    return set(world.taken_back) | _stranded(world)
+
+
+def _stranded(world: World) -> set[str]:
+    """Instances that are to be destroyed, or are doubted, on a host that burnt down.
 
     Or a change waits for a node that its operator has removed from Ironic: only the node shows what it carried out.
-
-    And those of which a restored database knows an old truth: what becomes of their machines is judged as it happens.
     """
-    return set(world.taken_back) | {
+    return {
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()

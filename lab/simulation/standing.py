@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from bus.contracts.build import BuildState
+from cell_conductor.domain.report import UnexplainedKind
 from lab.simulation.plan import Action
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
 from scheduler_worker.domain.decisions import INCOMPLETE, NO_HOST
 from scheduler_worker.domain.deletes import STRANDED
 
@@ -28,3 +31,28 @@ def standing(world: World, build: RecordedBuild) -> str:
         )
     )
     return (BuildState.ACTIVE if is_kept else build.state).value
+
+
+def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str]:
+    """A build, or a delete, of which a restored database knows an old truth may have a second end, and has one.
+
+    Not one that no scheduler has on record, or whose cell waits for a host that burnt down (`stranded`). Nor a delete
+    that its cell has no record of while a machine of it has the mark of another deployment: that one is never
+    destroyed, and an operator decides about it.
+    """
+    ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
+    for uuid in sorted({*world.taken_back, *world.listener.exempt}):
+        build = world.builds.recorded.get(uuid)
+        if build is None or build.cell is None or uuid in stranded:
+            continue
+        if build.state is BuildState.DELETING and _is_anothers(world, build.cell, uuid):
+            continue
+        if build.state in IN_CELL:
+            yield f"one_terminal_event: {uuid} is {build.state} at the top"
+        elif uuid not in ended:
+            yield f"one_terminal_event: {uuid} is {build.state} at the top, and clients have had no end"
+
+
+def _is_anothers(world: World, cell: str, uuid: str) -> bool:
+    records = world.cells[cell].unexplained.values()
+    return any(one.machine.uuid == uuid and one.machine.kind is UnexplainedKind.FOREIGN for one in records)

@@ -25,6 +25,8 @@ OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
+# A build in one of these states is in a cell, which has to announce its end, or that of its delete.
+IN_CELL = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
 
 
 def is_search(query: BuildQuery) -> bool:
@@ -48,13 +50,15 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
 
     terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
     has not decided yet. history: the attempts that its cell has reported. claim_in_doubt: it ended, or waits, without
-    a claim that is known to be its own: what its instance holds may be an earlier request's, and is kept.
+    a claim that is known to be its own: what its instance holds may be an earlier request's, and is kept. attempt: that
+    holds its claim, as its cell has announced it last (0: none was claimed for it).
     """
 
     instance_uuid: str
     project_id: str
     state: BuildState
     sequence: int
+    attempt: int = 0
     terminal: bool = False
     cell: str | None = None
     host: str | None = None
@@ -154,8 +158,14 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
         code=event.code,
         reason=event.reason,
         history=event.history or build.history,
+        attempt=event.attempt or build.attempt,
     )
     return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id)
+
+
+def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:
+    """Whether an announcement brings nothing but its number: the answer to a query, of a build that is as it was."""
+    return after == replace(before, sequence=after.sequence)
 
 
 def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:

@@ -254,6 +254,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             project_id=request.project_id,
             state=BuildState.SCHEDULED,
             sequence=SCHEDULED,
+            attempt=claimed.attempt,
             cell=claimed.cell,
             host=main.host,
         ),

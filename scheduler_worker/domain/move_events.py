@@ -102,6 +102,9 @@ def apply_announcement(
         return Announced(move=move, instance=instance, host=host)
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     event = replace(event, departure=None, settled=None)
+    number = event.sequence
+    if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
+        event = replace(event, sequence=move.sequence + 1)
     if not move.terminal or event.terminal:
         # An event after the terminal one (confirmed by itself, source gone) does not reopen the request.
         after = replace(
@@ -117,10 +120,10 @@ def apply_announcement(
         )
     else:
         after = replace(move, sequence=event.sequence)
-    is_newest, is_awaited = event.sequence > instance.sequence, instance.under_way == move.request_id
+    is_newest, is_awaited = number > instance.sequence, instance.under_way == move.request_id
     if is_newest or (event.terminal and is_awaited and instance.condition is Condition.MOVING):
         # A cell whose database was set back numbers from lower numbers again; its event ends the request under way.
-        instance = replace(instance, condition=event.condition, sequence=max(event.sequence, instance.sequence))
+        instance = replace(instance, condition=event.condition, sequence=max(number, instance.sequence))
     # Before the end, host and cell are the destination's. An event after the end (source gone, undone by itself) names
     # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)

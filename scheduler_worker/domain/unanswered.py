@@ -1,4 +1,4 @@
-"""Which requests have had no event from their cells for too long, and are queried. Pure.
+"""Which requests have had no event from their cells for too long, and what their cells are sent. Pure.
 
 Times are one process's own (monotonic): clocks of different hosts do not decide how old an event is.
 """
@@ -6,72 +6,193 @@ Times are one process's own (monotonic): clocks of different hosts do not decide
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from scheduler_worker.domain.recorded_moves import RecordedMove
+from bus.contracts.base import Message
+from bus.contracts.build import BuildState
+from bus.contracts.cell import CellDelete
+from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.moves import CellMoveQuery
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
+from scheduler_worker.domain.decision_messages import NO_FLAVOR, instance_spec
+from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.transfers import repeated
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
 MAX_PAUSE_S = 600.0  # between two queries about one request
+MAX_QUERIES = 500  # of one pass, which is one transaction; the rest is queried with the next
 CELL_SILENT = "cell.silent"
 CELL_UNKNOWN = "cell.unknown"
+BUILD, DELETE = "build", "delete"
+
+Key: TypeAlias = tuple[bool, str]
+
+
+class AwaitedRequest(Struct, frozen=True):
+    """A request that a cell has to end: a build, the delete of one, or a move. sequence: of its newest event; code: of
+    its record.
+    """
+
+    request_id: str
+    instance_uuid: str
+    kind: str
+    cell: str
+    sequence: int
+    code: str
+
+    @property
+    def is_move(self) -> bool:
+        """Whether it is a request about an instance after its build, other than its delete."""
+        return self.kind not in (BUILD, DELETE)
+
+    @property
+    def key(self) -> Key:
+        """The id, and of what: a build may have the uuid of a move's request."""
+        return self.is_move, self.request_id
+
+
+def open_build(build: RecordedBuild) -> AwaitedRequest | None:
+    """The build, or its delete, if a cell has to end it. Its id is its instance's."""
+    if build.state not in IN_CELL or build.cell is None:
+        return None
+    kind = DELETE if build.state is BuildState.DELETING else BUILD
+    return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell, build.sequence, build.code)
+
+
+def open_move(move: RecordedMove) -> AwaitedRequest | None:
+    """The move, if a cell has to end it."""
+    if move.terminal or move.cell is None:
+        return None
+    return AwaitedRequest(move.request_id, move.instance_uuid, move.kind, move.cell, move.sequence, move.code)
+
+
+def open_now(request: AwaitedRequest, known: MoveContext) -> AwaitedRequest | None:
+    """The request by its records as they are now; None: it has ended, or waits for another one.
+
+    A delete waits while a move of its instance is under way, which may be on its way to another cell: that is watched
+    itself, and a cell that has not received the instance yet would take it for deleted.
+    """
+    if request.is_move:
+        return None if known.move is None else open_move(known.move)
+    now = None if known.build is None else open_build(known.build)
+    waits = known.instance is not None and known.instance.under_way is not None
+    return None if now is None or (now.kind == DELETE and waits) else now
 
 
 class Watched(Struct, frozen=True):
-    """One request that has not ended. sequence: of its newest event, since since_s. queried: how often, since then.
+    """One request that has not ended. seen: as it was at its newest event, since since_s.
 
-    due_s: when it is queried about next.
+    due_s: when it is queried about next. queried: how often it was in all: the pause grows with it until the request
+    ends, whatever is answered. unanswered: how often since its newest event.
     """
 
-    sequence: int
+    seen: AwaitedRequest
     since_s: float
     due_s: float
     queried: int = 0
+    unanswered: int = 0
 
 
 class Watching(Struct, frozen=True):
-    """The findings of one pass. query: about these. silent: the records of these are to state it.
+    """The findings of one pass. query: about these. silent: those among them whose records are to state it.
 
     waiting: how many have been queried without an answer.
     """
 
-    watched: dict[str, Watched]
-    query: tuple[RecordedMove, ...] = ()
-    silent: tuple[RecordedMove, ...] = ()
+    watched: dict[Key, Watched]
+    query: tuple[AwaitedRequest, ...] = ()
+    silent: tuple[AwaitedRequest, ...] = ()
     waiting: int = 0
 
 
-def look(watched: dict[str, Watched], moves: Iterable[RecordedMove], *, now_s: float, pause_s: float) -> Watching:
+def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now_s: float, pause_s: float) -> Watching:
     """All requests that are open now, with the counts of those that were open at the last pass."""
-    after: dict[str, Watched] = {}
-    query: list[RecordedMove] = []
-    silent: list[RecordedMove] = []
-    for move in moves:
-        before = watched.get(move.request_id)
-        if before is None or before.sequence != move.sequence:
-            after[move.request_id] = Watched(move.sequence, now_s, now_s + pause_s)
-            continue
-        if now_s < before.due_s:
-            after[move.request_id] = before
+    after: dict[Key, Watched] = {}
+    query: list[AwaitedRequest] = []
+    silent: list[AwaitedRequest] = []
+    for one in requests:
+        before = watched.get(one.key) or Watched(one, now_s, now_s + pause_s)
+        if _has_changed(one, before.seen):
+            due_s = now_s + _pause(before.queried, pause_s)
+            before = replace(before, seen=one, since_s=now_s, due_s=due_s, unanswered=0)
+        if now_s < before.due_s or len(query) >= MAX_QUERIES:
+            after[one.key] = before
             continue
         queried = before.queried + 1
-        pause = min(pause_s * 2**queried, max(pause_s, MAX_PAUSE_S))
-        after[move.request_id] = replace(before, due_s=now_s + pause, queried=queried)
-        query.append(move)
-        if before.queried >= SILENT_AFTER and move.code not in (CELL_SILENT, CELL_UNKNOWN):
-            silent.append(move)
-    waiting = sum(one.queried >= SILENT_AFTER for one in after.values())
+        due_s = now_s + _pause(queried, pause_s)
+        after[one.key] = replace(before, due_s=due_s, queried=queried, unanswered=before.unanswered + 1)
+        query.append(one)
+        if before.unanswered >= SILENT_AFTER and one.code not in (CELL_SILENT, CELL_UNKNOWN):
+            silent.append(one)
+    waiting = sum(one.unanswered >= SILENT_AFTER for one in after.values())
     return Watching(after, tuple(query), tuple(silent), waiting)
 
 
-def marked(move: RecordedMove, queried: Watched, now_s: float, *, known: bool) -> RecordedMove:
-    """Its record, which states that no event arrives. known: whether this deployment has its cell."""
-    code = CELL_SILENT if known else CELL_UNKNOWN
-    why = (
-        f"nothing is received of it from cell {move.cell}"
-        if known
-        else f"there is no cell {move.cell} in this scheduler's settings"
+def _has_changed(now: AwaitedRequest, seen: AwaitedRequest) -> bool:
+    return (now.sequence, now.cell, now.kind) != (seen.sequence, seen.cell, seen.kind)
+
+
+def _pause(queried: int, pause_s: float) -> float:
+    return float(min(pause_s * 2**queried, max(pause_s, MAX_PAUSE_S)))
+
+
+def messages_to_cell(
+    request: AwaitedRequest, known: MoveContext, config: SchedulerConfig, at: float
+) -> tuple[Message, ...]:
+    """The messages about a request that has had no event: the command once more if a query would end what it has begun,
+    otherwise a query, which begins nothing. at: seconds since the epoch.
+
+    A delete is its own query: nothing revokes it, and its cell carries it out whatever it has forgotten.
+    """
+    build, requested = known.build, known.build_request
+    if request.is_move:
+        assert known.move is not None
+        return _about_move(known.move, build)
+    assert build is not None
+    if request.kind == DELETE:
+        return (_delete(build, begun=True),)
+    assert requested is not None
+    query = CellBuildQuery(
+        spec=instance_spec(requested, config.flavors.get(requested.flavor, NO_FLAVOR), config.on_host_failure),
+        attempt=build.attempt or FIRST_ATTEMPT,
+        build_timeout_s=requested.build_timeout_s or config.build_timeout_s,
+        sequence=build.sequence,
+        requested_at=at,
     )
-    return replace(move, code=code, reason=f"{why}: queried {queried.queried} times in {now_s - queried.since_s:.0f} s")
+    return (query,)
+
+
+def _about_move(move: RecordedMove, build: RecordedBuild | None) -> tuple[Message, ...]:
+    """Of an instance that is to be deleted, or is, its delete ends the move: a cell that was set back to the middle of
+    the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
+    """
+    command = repeated(move)
+    query = CellMoveQuery(
+        request_id=move.request_id, instance_uuid=move.instance_uuid, project_id=move.project_id, kind=move.kind
+    )
+    if build is None or build.state not in (BuildState.DELETING, BuildState.DELETED):
+        return (command or query,)
+    if move.command is not None and move.command.arrival is not None:
+        return move.command, _delete(build, begun=False)
+    return _delete(build, begun=True), query
+
+
+def _delete(build: RecordedBuild, *, begun: bool) -> CellDelete:
+    return CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
+
+
+def silence(watched: Watched, now_s: float, *, known: bool) -> tuple[str, str]:
+    """The code and the reason of a request of which no event arrives. known: whether this deployment has its cell."""
+    why = (
+        f"nothing is received of it from cell {watched.seen.cell}"
+        if known
+        else f"there is no cell {watched.seen.cell} in this scheduler's settings"
+    )
+    code = CELL_SILENT if known else CELL_UNKNOWN
+    return code, f"{why}: queried {watched.unanswered} times in {now_s - watched.since_s:.0f} s"

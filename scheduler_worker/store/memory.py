@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from itertools import islice
@@ -19,6 +19,7 @@ from bus.persistence.unit_of_work import published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
+    IN_CELL,
     RecordedBuild,
     is_search,
 )
@@ -28,7 +29,7 @@ from scheduler_worker.store import rows
 from scheduler_worker.store.memory_table import MemoryBuildTable, delete_builds, drop_moves, key_of
 from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildUnit, MemoryOperationUnit
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OperationUnit, Purged
+from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
 
 
@@ -163,6 +164,26 @@ class MemoryBuilds:
         async with self._session.transaction():
             found = [move for move, _ in self._table.moves.values() if not move.terminal and move.cell is not None]
         return sorted((one for one in found if one.request_id > after), key=lambda one: one.request_id)[:limit]
+
+    async def open_builds(
+        self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
+    ) -> OpenBuilds:
+        """A scan."""
+        table = self._table
+        async with self._session.transaction():
+            page = [one for one in sorted(map(_newest, table.records.values())) if one > after][:limit]
+            old = [uuid for _, uuid in page if table.records[uuid].updated_at < unchanged_since]
+            found = [
+                build
+                for uuid in sorted({*watched, *old})
+                if (build := table.recorded.get(uuid)) is not None and self._is_open(build)
+            ]
+        return OpenBuilds(found, page[-1] if len(page) == limit else None)
+
+    def _is_open(self, build: RecordedBuild) -> bool:
+        instance = self._table.instances.get(build.instance_uuid)
+        waits = build.state is BuildState.DELETING and instance is not None and instance.under_way is not None
+        return build.state in IN_CELL and build.cell is not None and not waits
 
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID

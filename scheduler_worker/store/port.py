@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -28,6 +28,15 @@ class Purged(Struct, frozen=True):
 
     count: int
     until: float
+
+
+class OpenBuilds(Struct, frozen=True):
+    """Builds that a cell has to end. last: when the last build that was examined was requested, and its instance, where
+    the next page begins (None: there is none after it).
+    """
+
+    builds: Sequence[RecordedBuild]
+    last: tuple[float, str] | None = None
 
 
 class BuildUnit(Protocol):
@@ -173,6 +182,15 @@ class SchedulerStore(Protocol):
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Requests without a terminal event that were dispatched to a cell, in order of their ids after this one."""
+
+    async def open_builds(
+        self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
+    ) -> OpenBuilds:
+        """The builds among these that a cell has to end; and those of a page of all builds, in the order in which they
+        were requested, that have not changed since that time. A delete is left out while a move of its instance is
+        under way. limit: builds of the page, in whatever state.
+        """
+        ...
 
     async def active_on(
         self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID

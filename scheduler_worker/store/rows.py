@@ -38,12 +38,12 @@ RETURNING instance_uuid
 # the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
 DECIDE = """
 UPDATE build_requests
-SET state = n.state, sequence = n.sequence, terminal = n.terminal, cell = n.cell, host = n.host, code = n.code,
-    reason = n.reason, claim_in_doubt = n.claim_in_doubt, funnel = n.funnel,
+SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal, cell = n.cell, host = n.host,
+    code = n.code, reason = n.reason, claim_in_doubt = n.claim_in_doubt, funnel = n.funnel,
     timeline = build_requests.timeline || n.timeline, updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[],
-            {}::boolean[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, cell, host, code, reason, claim_in_doubt, funnel, timeline),
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[], {}::text[], {}::text[],
+            {}::text[], {}::boolean[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, claim_in_doubt, funnel, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
   AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
@@ -63,18 +63,19 @@ MAX_SEARCHED = 100_000
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
-BUILD = """instance_uuid, project_id, state, sequence, terminal, cell, host, code, reason, history, delete_requested,
-       claim_in_doubt"""
+BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, code, reason, history,
+       delete_requested, claim_in_doubt"""
 
 UPDATE = """
 UPDATE build_requests
-SET state = n.state, sequence = n.sequence, terminal = n.terminal, delete_requested = n.delete_requested,
-    claim_in_doubt = n.claim_in_doubt, cell = n.cell, host = n.host, code = n.code, reason = n.reason,
-    history = n.history, timeline = build_requests.timeline || n.timeline, updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::boolean[], {}::boolean[], {}::boolean[], {}::text[], {}::text[],
-            {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, terminal, delete_requested, claim_in_doubt, cell, host, code, reason, history,
-       timeline),
+SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal,
+    delete_requested = n.delete_requested, claim_in_doubt = n.claim_in_doubt, cell = n.cell, host = n.host,
+    code = n.code, reason = n.reason, history = n.history, timeline = build_requests.timeline || n.timeline,
+    updated_at = t.now
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[], {}::boolean[],
+            {}::text[], {}::text[], {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, claim_in_doubt, cell, host, code, reason,
+       history, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
@@ -145,6 +146,7 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         build.instance_uuid,
         build.state.value,
         build.sequence,
+        build.attempt,
         build.terminal,
         build.cell,
         build.host and clean(build.host),
@@ -166,6 +168,7 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.instance_uuid,
         build.state.value,
         build.sequence,
+        build.attempt,
         build.terminal,
         build.delete_requested,
         build.claim_in_doubt,
@@ -190,6 +193,7 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         project_id=row["project_id"],
         state=BuildState(row["state"]),
         sequence=row["sequence"],
+        attempt=row["attempt"],
         terminal=row["terminal"],
         cell=row["cell"],
         host=row["host"],

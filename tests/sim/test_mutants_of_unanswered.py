@@ -10,8 +10,9 @@ import pytest
 
 from cell_conductor.domain import departure_rules, move_events
 from cell_conductor.domain.rules import Step
-from lab.simulation.run import run
-from scheduler_worker.unanswered import UnansweredMoves
+from lab.simulation.run import run, simulate
+from lab.simulation.widening import Widening
+from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim.mutants import Mutant
 from tests.sim.test_unanswered import a_cell_forgets
 
@@ -19,10 +20,10 @@ from tests.sim.test_unanswered import a_cell_forgets
 def cells_are_not_queried() -> AbstractContextManager[Any]:
     """A scheduler waits for the end of a request however long."""
 
-    async def look(self: UnansweredMoves) -> None:
+    async def look(self: UnansweredRequests) -> None:
         return None
 
-    return patch.object(UnansweredMoves, "look", look)
+    return patch.object(UnansweredRequests, "look", look)
 
 
 def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
@@ -41,3 +42,9 @@ def lost_requests_are_not_ended() -> AbstractContextManager[Any]:
 def test_a_request_that_waits_for_ever_is_found(mutant: Mutant) -> None:
     with mutant():
         assert run(a_cell_forgets(2)).breach == "one_terminal_event"
+
+
+@pytest.mark.parametrize("seed", [7, 20], ids=["a build", "a delete"])
+def test_a_build_or_a_delete_that_waits_for_ever_is_found(seed: int) -> None:
+    with cells_are_not_queried():
+        assert simulate(seed, {Widening.CELL_RESTORED}).breach == "one_terminal_event"

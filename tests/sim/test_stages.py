@@ -9,6 +9,7 @@ from prometheus_client import REGISTRY
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.stages import STAGES, durations
 from cell_conductor.domain import repeat_rules
+from cell_conductor.domain.events import BuildRequested, DeleteRequested
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.steps import Step, StepContext
 from lab.simulation.draw import plan_of
@@ -87,9 +88,16 @@ def test_builds_that_met_faults_carry_them_too(monkeypatch: pytest.MonkeyPatch) 
     again: set[str] = set()
     announce_again = repeat_rules._announce_again
 
-    def recorded(instance: Instance, state: BuildState, context: StepContext, *, terminal: bool = True) -> Step:
+    def recorded(
+        instance: Instance,
+        event: BuildRequested | DeleteRequested,
+        state: BuildState,
+        context: StepContext,
+        *,
+        terminal: bool = True,
+    ) -> Step:
         again.add(instance.uuid)
-        return announce_again(instance, state, context, terminal=terminal)
+        return announce_again(instance, event, state, context, terminal=terminal)
 
     monkeypatch.setattr(repeat_rules, "_announce_again", recorded)
     found = [event for seed in (1, 10) for event in ends(plan_of(seed), monkeypatch)]

@@ -12,7 +12,7 @@ from bus.contracts.moves import MoveKind
 from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
 from lab.simulation.plan import Action, Order, Plan
-from lab.simulation.run import run
+from lab.simulation.run import run, simulate
 from lab.simulation.widening import Widening
 
 MOVES = (MoveKind.STOP, MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD)
@@ -50,3 +50,10 @@ def test_every_request_has_its_end(seed: int) -> None:
     held = run(a_cell_forgets(seed))
     assert held.breach == "", held.detail
     assert held.counts
+
+
+@pytest.mark.parametrize("seed", [7, 20, 25])
+def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> None:
+    """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
+    held = simulate(seed, {Widening.CELL_RESTORED})
+    assert held.breach == "", held.detail

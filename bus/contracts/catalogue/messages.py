@@ -6,6 +6,7 @@ from bus.contracts import (
     book,
     build,
     cell,
+    cell_queries,
     fences,
     host_metrics,
     placement,
@@ -339,6 +340,15 @@ MESSAGES: tuple[MessageRow, ...] = (
         exchange=COMMANDS,
         key="cell.build",
         idempotency="instance_uuid",
+    ),
+    MessageRow(
+        message=cell_queries.CellBuildQuery,
+        owner="cell_conductor",
+        publishers=("scheduler_worker",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.build.query",
+        idempotency="instance_uuid; the answer may be published more than once",
     ),
     MessageRow(
         message=cell.CellDelete,

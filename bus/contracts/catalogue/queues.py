@@ -189,6 +189,7 @@ QUEUES: tuple[QueueRow, ...] = (
         consumer="cell_conductor",
         bindings=(
             (COMMANDS, "cell.build"),
+            (COMMANDS, "cell.build.query"),
             (COMMANDS, "cell.delete"),
             (COMMANDS, "cell.move"),
             (COMMANDS, "cell.move.query"),

@@ -70,6 +70,7 @@ class Neighbours:
         self.hangs: set[str] = set()
         self.silent = False  # the compute service takes no command
         self.dead: set[str] = set()  # hosts that take none
+        self.names_amounts = False  # a machine that is found comes with what it takes
         self.answers = asyncio.Event()  # set while placement answers
         self.answers.set()
         self.requested = asyncio.Event()
@@ -109,7 +110,10 @@ class Neighbours:
         if held and held[0] == claim.attempt:
             return ClaimResult(outcome=ClaimOutcome.CLAIMED, option=places.index(held[1]), consumer_generation=held[2])
         if held is None or held[2] != claim.consumer_generation:
-            return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=held[2] if held else None)
+            if held is None:
+                return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+            holding = {held[1]: {"VCPU": 1}}
+            return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=held[2], holding=holding)
         del self.held[claim.consumer]
         outcomes: list[ClaimOutcome] = []
         for option, place in enumerate(places):
@@ -140,7 +144,15 @@ class Neighbours:
 
     def _find(self, question: FindMachines) -> MachinesFound:
         machines = tuple(
-            FoundMachine(instance_uuid=uuid, host_uuid=host, host=host, service="s1", attempt=attempt, project_id="p")
+            FoundMachine(
+                instance_uuid=uuid,
+                host_uuid=host,
+                host=host,
+                service="s1",
+                attempt=attempt,
+                project_id="p",
+                allocations={host: {"VCPU": 1}} if self.names_amounts else None,
+            )
             for (host, uuid), attempt in self.running.items()
             if uuid in question.instance_uuids
         )

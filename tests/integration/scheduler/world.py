@@ -16,7 +16,15 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildEvent, BuildPage, BuildQuery, BuildRecord, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import COMMANDS, routing_key
-from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, HostReport, ReportHosts, ServiceOutdated
+from bus.contracts.cell import (
+    CellBuild,
+    CellDelete,
+    ComputeHosts,
+    HostReport,
+    ReportHosts,
+    ServiceOutdated,
+)
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import CellBus
@@ -67,7 +75,7 @@ class World:
         self.events: list[BuildEvent] = []
         self.move_events: list[MoveEvent] = []
         self.moves: list[tuple[str, CellMove]] = []
-        self.queries: list[tuple[str, CellMoveQuery]] = []
+        self.queries: list[tuple[str, CellMoveQuery | CellBuildQuery]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
@@ -191,7 +199,7 @@ class World:
                 self.deletes.append((received.bus, received.message))
             elif isinstance(received.message, CellMove):
                 self.moves.append((received.bus, received.message))
-            elif isinstance(received.message, CellMoveQuery):
+            elif isinstance(received.message, CellMoveQuery | CellBuildQuery):
                 self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
                 self.fences.append((received.bus, received.message))

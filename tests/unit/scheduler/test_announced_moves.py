@@ -85,3 +85,18 @@ def test_what_becomes_of_a_finished_move_by_itself_is_what_the_instance_is() -> 
     applied = apply_announcement(undone, applied.move, applied.instance, host=TARGET, cell=CELL, now=1.0)
     assert (applied.instance.condition, applied.instance.flavor, applied.host) == (Condition.ACTIVE, "small", SOURCE)
     assert (applied.move.state, applied.move.terminal) == (MoveState.DONE, True)
+
+
+def test_the_end_from_a_cell_without_a_record_has_a_number_above_what_clients_have_had() -> None:
+    """Seed 120 of transfers with set-backs: an abort overtook the arrival of its instance, and was refused as number 0,
+    which clients take for another request's.
+    """
+    move = RecordedMove(
+        request_id=MOVE, instance_uuid=VM, project_id="p", kind=MoveKind.ABORT, digest=b"",
+        cell=CELL, state=MoveState.SCHEDULED, sequence=2,
+    )  # fmt: skip
+    unknown = replace(announced(MoveState.REFUSED, 0, terminal=True), condition=Condition.UNKNOWN)
+    instance = InstanceRecord(instance_uuid=VM, condition=Condition.ACTIVE, sequence=20)
+    applied = apply_announcement(unknown, move, instance, host=SOURCE, cell=CELL, now=1.0)
+    assert applied.event is not None and applied.event.sequence == applied.move.sequence == 3
+    assert applied.instance == instance

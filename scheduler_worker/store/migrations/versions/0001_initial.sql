@@ -6,6 +6,7 @@
 -- request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision can be run
 -- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
 -- claim_in_doubt: what the instance holds may be an earlier request's, and is kept.
+-- attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
 -- created_at, updated_at: seconds since the epoch. gang: the request that several were made by, gang_min: how many of them
 -- start together at least.
 -- fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
@@ -19,6 +20,7 @@ CREATE TABLE build_requests (
     digest bytea NOT NULL,
     state text NOT NULL,
     sequence bigint NOT NULL,
+    attempt integer NOT NULL DEFAULT 0,
     terminal boolean NOT NULL,
     delete_requested boolean NOT NULL DEFAULT false,
     claim_in_doubt boolean NOT NULL DEFAULT false,

@@ -1,0 +1,82 @@
+"""A cell whose database was set back to before a delete has it commanded once more by the schedulers' watch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import CellBuild, CellDelete
+from bus.persistence.relay import Relay
+from cell_conductor.domain.instance import State
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.unanswered import UnansweredRequests
+from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
+
+pytestmark = pytest.mark.postgres
+
+
+@pytest.fixture
+async def cell(postgres_url: str) -> AsyncIterator[Cell]:
+    async with opened(postgres_url) as made:
+        yield made
+
+
+@asynccontextmanager
+async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[UnansweredRequests]:
+    """The task of a scheduler that has the delete on record, and waits for its end."""
+    store = MemoryBuilds(MemoryBuildTable(cell.clock).session())
+    buses = {cell.around.bus.name: cell.around.bus}
+    relay = Relay(store.outbox, buses, clock=cell.clock)
+    store.publish_through(relay)
+    await store.open()
+    publishing = asyncio.create_task(relay.run())
+    uuid = build.spec.instance_uuid
+    record = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.DELETING, sequence=12, cell=cell.around.bus.name
+    )
+    request = BuildRequest(instance_uuid=uuid, project_id="p", flavor="m1.small")
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=b"", build=record)], cell.clock.time())
+    yield UnansweredRequests(store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01)
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+
+
+async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it(cell: Cell) -> None:
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    async with cell.database.raw() as connection:
+        before = await connection.fetchrow("SELECT state, record::text FROM instances")
+    cell.around.silent = True  # the delete is on record and not carried out
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    async with asyncio.timeout(WAIT_S):
+        while (  # noqa: ASYNC110  (nothing announces that it is acknowledged)
+            await cell.state(uuid) is State.ACTIVE or sum(one.in_hand for one in cell.consumers)
+        ):
+            await asyncio.sleep(0.01)
+    async with cell.database.raw() as connection:
+        await connection.execute(
+            "UPDATE instances SET state = $1, record = $2::text::json", before["state"], before["record"]
+        )
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    cell.around.silent = False
+    before_it = len(cell.around.events)
+    async with the_schedulers(cell, build) as watch:
+        for _ in range(10):
+            cell.clock.offset += 3_601.0
+            await cell.engine.sweep()
+            await watch.look()
+            await asyncio.sleep(0.1)
+    assert cell.around.ends(uuid)[-1:] == [BuildState.DELETED], (
+        f"ten hours later it is {(await cell.state(uuid)).value}; announced since the set-back:"
+        f" {[(one.state.value, one.sequence) for one in cell.around.events[before_it:]]}"
+    )
