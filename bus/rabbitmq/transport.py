@@ -448,8 +448,14 @@ class RabbitTransport:
         for (_, exchange), (planned, keys) in self._foreign.items():
             if not await is_there(session, planned, exchange, keys):
                 await session.declare(planned)
-        for subscription in self._subscriptions:
-            await subscription.attach(session)
+        # A message delivered while further queues are taken up is answered at once, so this is the current session now.
+        self._session = session
+        try:
+            for subscription in self._subscriptions:
+                await subscription.attach(session)
+        except BaseException:
+            self._session = None
+            raise
 
     async def _restore(self, subscription: RabbitSubscription, session: Session) -> None:
         backoff = Backoff(RECONNECT, self._clock, self._jitter)
