@@ -315,8 +315,8 @@ PLANTS = (
         name="drained_batch_acknowledged",
         does="what a draining consumer has not begun is acknowledged",
         file="bus/consuming/consumer.py",
-        old="            self._deliveries.popleft().delivery.nack(requeue=True)",
-        new="            self._deliveries.popleft().delivery.ack()",
+        old="            self._lanes.take().delivery.nack(requeue=True)",
+        new="            self._lanes.take().delivery.ack()",
         tests="tests/contract/test_consumer.py",
     ),
     Plant(
