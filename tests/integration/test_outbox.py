@@ -19,7 +19,7 @@ from bus.persistence import outbox
 from bus.persistence.database import Database
 from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresBookRows
+from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.persistence.relay_lane import LANE_BATCH
 from bus.port import BusUnavailable, Unroutable
@@ -90,9 +90,7 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
     named = {bus.name: bus for bus in buses}
-    relay = Relay(
-        PostgresBookRows(database), named, clock=SystemClock(), sweep_interval_s=0.02, sweep_age_s=sweep_age_s
-    )  # type: ignore[arg-type]
+    relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_interval_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
     task = asyncio.create_task(relay.run())
     try:
         yield relay
@@ -156,7 +154,7 @@ async def test_deleting_waits_for_no_disk_and_leaves_the_session_as_it_was(datab
         )
     row = await commit(database, [OutboxMessage("api", event())])
     assert row is not None
-    await PostgresBookRows(database).delete([row])
+    await PostgresRows(database).delete([row])
     async with database.single() as connection:
         assert await connection.fetchval("SELECT current_setting('synchronous_commit')") == "on"
         assert await connection.fetchval("SELECT array_agg(way) FROM seen") == ["off"]
@@ -210,7 +208,7 @@ async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(data
         statement = GuardedStatement()
         outbox.add_to(statement, kept)
         row = (await statement.execute(connection))["outbox_row"]
-    relay = Relay(PostgresBookRows(database), {"api": api}, clock=SystemClock())  # type: ignore[dict-item]
+    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock())  # type: ignore[dict-item]
     relay.send(held, forgotten)
     relay.send(row, kept)
     task = asyncio.create_task(relay.run())
@@ -284,7 +282,7 @@ async def test_an_unreachable_cell_leaves_room_for_the_others(database: Database
     api, cell = StubBus("api"), StubBus("cell1")
     cell.failures = 10**9
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
-    relay = Relay(PostgresBookRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
+    relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     async with asyncio.timeout(PATIENCE_S):
         for _ in range(40):
@@ -335,7 +333,7 @@ async def test_the_sweep_is_fair_to_a_bus_beside_one_with_many_rows(database: Da
             "INSERT INTO outbox (buses, body) SELECT buses, body FROM outbox, generate_series(1, $1)", 50
         )
         last = await outbox.add(connection, [OutboxMessage("api", event())])
-    store = PostgresBookRows(database)
+    store = PostgresRows(database)
     found = [row for row, _ in await store.claim_stale(-1.0, 10, [])]
     assert len(found) == 11
     assert last in found
@@ -352,7 +350,7 @@ async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(datab
     cell.failures = 10**9
     to_cell = [OutboxMessage(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")]
     relay = Relay(
-        PostgresBookRows(database),
+        PostgresRows(database),
         {"api": api, "cell1": cell},  # type: ignore[dict-item]
         clock=SystemClock(),
         max_rows=4,
@@ -379,7 +377,7 @@ async def test_a_row_for_two_buses_leaves_where_it_can_and_is_not_repeated(datab
     task.cancel()
     await asyncio.wait([task])
     assert [message.project_id for message, _ in api.got] == ["both", "last"]  # type: ignore[attr-defined]
-    ((_, body),) = [found for found in await PostgresBookRows(database).claim_stale(-1.0, 10, []) if found[0] == row]
+    ((_, body),) = [found for found in await PostgresRows(database).claim_stale(-1.0, 10, []) if found[0] == row]
     assert msgspec.json.decode(body)[0]["cause"] == "kept"
 
 
@@ -403,7 +401,7 @@ async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(dat
 async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Database) -> None:
     api = StubBus("api")
     api.open.clear()
-    relay = Relay(PostgresBookRows(database), {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
+    relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock(), max_rows=2)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     for n in range(3):
         relay.send(
