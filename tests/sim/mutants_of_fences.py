@@ -65,4 +65,4 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
 
 def choice_never_released() -> AbstractContextManager[Any]:
     """A choice for an evacuation counts as used until the next move."""
-    return patch.object(MoveEngine, "_release_later", lambda self: None)
+    return patch.object(MoveEngine, "_expire_later", lambda self: None)

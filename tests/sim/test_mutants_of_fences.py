@@ -22,7 +22,7 @@ from tests.sim.test_fences import hosts_are_fenced, hosts_burn_while_fenced
         pytest.param(1, fence_never_lifted, "fences_are_lifted", id="never lifted"),
         pytest.param(1, losses_never_forgotten, "fences_are_lifted", id="losses kept"),
         pytest.param(1, delete_on_a_fenced_host_keeps_its_claim, "hosts_instances_allocations_agree", id="claim kept"),
-        pytest.param(3, choice_never_released, "replica_agrees", id="choice held"),
+        pytest.param(9, choice_never_released, "replica_agrees", id="choice held"),
     ],
 )
 def test_a_defect_of_fences_is_found(seed: int, mutant: Mutant, breach: str) -> None:
