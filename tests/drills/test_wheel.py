@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,13 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 class Installed:
     """A virtualenv with the wheel and what its extra names, from the index, and an empty home."""
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, place: Path, state: str) -> None:
         self.home = place / "home"
         self.home.mkdir()
         self.bin = place / "venv" / "bin"
         kept = {name: value for name, value in os.environ.items() if name.startswith("PIP_") or name == "PATH"}
-        self.env = {**kept, "HOME": str(self.home)}
+        # As root the state would be below /var/lib, where an earlier one may be; a socket's path must be short.
+        self.env = {**kept, "HOME": str(self.home), "BERTH_STATE_DIR": state}
         self.run(
             sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(place / "dist"), self._sources(place)
         )
@@ -61,8 +63,14 @@ class Installed:
         return str(tree)
 
 
-def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(tmp_path: Path) -> None:
-    installed = Installed(tmp_path)
+@pytest.fixture
+def installed(tmp_path: Path) -> Iterator[Installed]:
+    with tempfile.TemporaryDirectory(prefix="berth-") as state:
+        Path(state).chmod(0o755)  # PostgreSQL runs as another user where this is root
+        yield Installed(tmp_path, state)
+
+
+def test_a_wheel_in_an_empty_virtualenv_runs_a_whole_berth(installed: Installed) -> None:
     up = subprocess.Popen(
         [str(installed.bin / "berth"), "up", "--json"],
         cwd=installed.home, env=installed.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
