@@ -30,7 +30,7 @@ PLAN = SystemPlan(
     schedulers=1,
     placements=1,
     computes_per_cell=2,
-    compute=ComputeConfig(hosts=2, gpu_share=0.0, heartbeat_interval_s=0.5),
+    compute=ComputeConfig(hosts=2, gpu_share=0.0),
     durable=False,
 )
 
@@ -54,7 +54,7 @@ class Moved:
         assert status == 0, err
         self.uuid = boots[0]["instance_uuid"]
         status, moved, err = await self.berth("migrate", self.uuid, "--host", DESTINATION, "--wait", "--json")
-        assert (status, moved["state"]) == (0, "done"), err
+        assert (status, moved["state"]) == (0, "done"), (moved, err)
 
     async def shown(self) -> Any:
         return (await self.berth("show", self.uuid, "--json"))[1]
