@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 
 UNOWNED = "00000000-0000-0000-0000-000000000000"
 
