@@ -4,7 +4,7 @@
         [--instances 1000] [--at-once 16] [--json FILE]
 
 Real servers and a process for each worker. The rack is the hosts of one compute service. First one host of it with
-`--on-host` instances is drained, and the drain is undone; then the whole rack. The fewest moves there can be are as
+`--on-host` instances is drained and enabled again; then the whole rack. The fewest moves there can be are as
 many as there are instances on the drained hosts. For comparison the same rack is planned host by host: what would go
 to another host of the rack would have to move again. The other hosts are as full as the rack. While instances move
 the book is read again and again: no provider over capacity, no two members of an anti-affinity group on one host. At
@@ -33,8 +33,9 @@ from berth.trial.servers import SystemPlan, real_servers, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest
-from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart, DrainTarget
+from bus.contracts.drains import DrainProgress, DrainQuery, DrainStart, DrainTarget
 from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.operations import AdminState, SetAdminState
 from compute_sim.config import ComputeConfig, HostSize
 from lab.benchmarks.command import as_json, measured, parser_of, positive, write
 from lab.benchmarks.street_systems import connected
@@ -68,7 +69,6 @@ class DrainFigures(Struct, frozen=True, kw_only=True):
     failed: int
     looks: int
     host_by_host_again: int | None = None
-    undo_s: float | None = None
     broken: tuple[str, ...] = ()
 
 
@@ -123,8 +123,8 @@ class Rack:
         if not await self.client.wait(TIMEOUT_S) or any(track.state != "active" for track in tracks):
             raise SystemExit(f"{sum(track.state != 'active' for track in tracks)} boots are not active")
 
-    async def drain(self, name: str, target: DrainTarget, hosts: Sequence[str], *, undo: bool) -> DrainFigures:
-        """Plan, drain and follow; and back."""
+    async def drain(self, name: str, target: DrainTarget, hosts: Sequence[str]) -> DrainFigures:
+        """Plan, drain and follow."""
         clock, bus = self.site.clock, self.client.bus
         began_s = clock.monotonic()
         plan = await client_drains.plan(bus, DrainQuery(host=name, target=target))
@@ -141,15 +141,7 @@ class Rack:
             ended = await self._followed(begun)
             ended_s = clock.monotonic()
         used = await self._count_moves() - moves
-        looks, undo_s = self.looks, None
-        if undo:
-            back_s = clock.monotonic()
-            async with self._watched():
-                await client_drains.command(bus, DrainCommand(drain=begun.id, action=DrainAction.UNDO, by="bench"))
-                undone = await self._followed(begun)
-            undo_s = round(clock.monotonic() - back_s, 2)
-            if len(undone.returned) != len(ended.moved):
-                self.broken.append(f"{len(undone.returned)} of {len(ended.moved)} are back")
+        looks = self.looks
         await rest(self.site, timeout_s=TIMEOUT_S)
         verdicts = check_invariants(await gather(self.site, accepted=list(self.client.tracks)))
         self.broken += [f"{one.sentence}: {one.examples}" for one in verdicts if not one.holds]
@@ -164,7 +156,6 @@ class Rack:
             failed=len(ended.failed),
             looks=looks,
             host_by_host_again=again,
-            undo_s=undo_s,
             broken=tuple(self.broken),
         )
 
@@ -224,10 +215,12 @@ async def measure(options: argparse.Namespace) -> list[DrainFigures]:
             rack = Rack(processes, site, client, options.at_once)
             names, rng = await rack.start(options.rack, options.others), random.Random(1)
             await rack.boot(names[:1], options.on_host, rng)
-            one = await rack.drain(names[0], DrainTarget.HOST, names[:1], undo=True)
-            await rack.boot(names[1:], max(0, options.instances - options.on_host), rng)
+            one = await rack.drain(names[0], DrainTarget.HOST, names[:1])
+            enabled = SetAdminState(host=names[0], state=AdminState.ENABLED, by="bench")
+            await client.set_admin_state(enabled, timeout_s=TIMEOUT_S)
+            await rack.boot(names, options.instances, rng)
             await rack.boot(rack.others, options.instances, rng)
-            return [one, await rack.drain(SERVICE, DrainTarget.SERVICE, names, undo=False)]
+            return [one, await rack.drain(SERVICE, DrainTarget.SERVICE, names)]
 
 
 def main() -> int:
