@@ -40,14 +40,6 @@ CREATE INDEX build_requests_newest ON build_requests (created_at DESC);
 CREATE INDEX build_requests_of_project ON build_requests (project_id, created_at DESC);
 CREATE INDEX build_requests_of_gang ON build_requests (gang) WHERE gang IS NOT NULL;
 
--- mapped_at: seconds since the epoch.
-CREATE TABLE instance_cells (
-    instance_uuid uuid PRIMARY KEY,
-    cell text NOT NULL,
-    host_uuid uuid NOT NULL,
-    mapped_at double precision NOT NULL
-);
-
 -- Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest
 -- event of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
 -- into another cell ('': of every other one). A row is written under the lock of its instance's row above.
