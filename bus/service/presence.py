@@ -24,7 +24,7 @@ def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -
     if env.heartbeat_s is not None:
         presence = Presence(service, bus, role=role, every_s=env.heartbeat_s)
         service.add_task("presence", presence.run)
-        service.add_drain(presence.leave)
+        service.add_drain(lambda _: presence.leave())
 
 
 class Presence:
@@ -46,7 +46,7 @@ class Presence:
             await self._publish(self._service.phase)
             await self._pause()
 
-    async def leave(self, _: float) -> None:
+    async def leave(self) -> None:
         """Publish the last one."""
         self._left = True
         await self._publish(STOPPED)
