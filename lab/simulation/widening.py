@@ -31,26 +31,26 @@ class Widening(StrEnum):
     """One kind of thing that others do."""
 
     FOREIGN_MACHINES = "foreign-machines"  # machines on our hypervisors that berth never built
-    FOREIGN_NODES = "foreign-nodes"  # Ironic's nodes that others take and free, also while berth is about to
-    NODE_STATES = "node-states"  # operators rescue, service and rebuild nodes
-    NODE_OWNERS = "node-owners"  # operators set and clear instance_uuid, and undeploy
-    NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid
+    FOREIGN_NODES = "foreign-nodes"  # Ironic's nodes that others have, take and free, also just before berth takes one
+    NODE_STATES = "node-states"  # operators rescue, service and rebuild nodes, for longer than two reports
+    NODE_OWNERS = "node-owners"  # operators set, clear and exchange instance_uuid, and undeploy
+    NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid within milliseconds
     CELLS = "cells"  # cells are added to the settings, and taken out for a while
     SHARES = "shares"  # services of bare metal come and go, and with them every other one's share
-    CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty, as it was at the beginning
-    CELL_RESTORED = "cell-restored"  # ... or set back to an earlier moment
+    CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty; its conductors go on or start anew
+    CELL_RESTORED = "cell-restored"  # ... or as it was up to a minute earlier
     BOOK_RESTORED = "book-restored"  # placement's
     REQUESTS_RESTORED = "requests-restored"  # the schedulers'
     POSITIONS_RESTORED = "positions-restored"  # ironic_sync's
-    HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
-    SAME_HOSTS = "same-hosts"  # a second compute service of another name has hosts of the same uuids
+    HOSTS_RESTORED = "hosts-restored"  # a stopped service's hosts are set back, with its records or without
+    SAME_HOSTS = "same-hosts"  # a second service of another name has hosts of the same uuids
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
-    BREAKER = "breaker"  # machines are lost many at once, and an operator has to reset the breaker
-    MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
+    BREAKER = "breaker"  # machines are lost many at once; an operator resets the breaker 12 s later
+    MOVES = "moves"  # every kind of move, with faults in every step; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
-    GANGS = "gangs"  # requests for several machines that start together, on hosts that are full or nearly so
+    GANGS = "gangs"  # several machines that start together, on hosts that are nearly full; some repeated or deleted
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
@@ -61,7 +61,7 @@ class Widening(StrEnum):
     )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
     REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
-    DEADLINES = "deadlines"  # clients wait for an answer, for a time; then they request the same again, or give up
+    DEADLINES = "deadlines"  # clients wait 50 ms to 10 s for an answer; then they request the same again, or give up
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
