@@ -19,6 +19,8 @@ from bus.contracts.placement import (
     ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
+    HoldingPage,
+    HoldingRequest,
     InventoryForget,
     InventoryForgotten,
     InventoryOutdated,
@@ -190,6 +192,8 @@ class PlacementHandlers:
                 outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
             elif isinstance(requested, LocateRequest):
                 outcomes.append(Done(next(located)))
+            elif isinstance(requested, HoldingRequest):
+                outcomes.append(Done(HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))))
             elif isinstance(requested, HostTreeQuery):
                 outcomes.append(Done(await self._store.reads.tree(requested)))
             elif isinstance(requested, ServiceHostsQuery):

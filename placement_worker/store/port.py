@@ -22,7 +22,7 @@ from bus.contracts.book import (
     ServiceHostsPage,
     ServiceHostsQuery,
 )
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, LocatePage, LocateRequest
+from bus.contracts.placement import Change, ClaimHolder, FeedHead, HeldAllocation, LocatePage, LocateRequest
 from placement_worker.domain.claim_items import WantedMembers
 from placement_worker.domain.claim_verdict import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
@@ -218,9 +218,6 @@ class BookTransaction(NameRows, Protocol):
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
 
-    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
-        """For how long consumers have been on record."""
-
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
         (claimant, what it lacked).
@@ -323,6 +320,9 @@ class BookReads(Protocol):
         """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
         group by host.
         """
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+        """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""

@@ -5,7 +5,7 @@
 
 -- request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision can be run
 -- again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
--- claim_in_doubt: what the instance holds may be an earlier request's, and is kept.
+-- run: names this row to placement; a scheduler claims and releases by it.
 -- attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
 -- created_at, updated_at: seconds since the epoch. gang: the request that several were made by, gang_min: how many of them
 -- start together at least.
@@ -23,7 +23,7 @@ CREATE TABLE build_requests (
     attempt integer NOT NULL DEFAULT 0,
     terminal boolean NOT NULL,
     delete_requested boolean NOT NULL DEFAULT false,
-    claim_in_doubt boolean NOT NULL DEFAULT false,
+    run text NOT NULL,
     cell text,
     host text,
     code text NOT NULL DEFAULT '',

@@ -264,6 +264,17 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="reads only",
     ),
     MessageRow(
+        message=placement.HoldingRequest,
+        owner="placement_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.holding",
+        reply=placement.HoldingPage,
+        persistent=False,
+        idempotency="reads only",
+    ),
+    MessageRow(
         message=book.ServiceHostsQuery,
         owner="placement_worker",
         publishers=("scheduler_worker",),

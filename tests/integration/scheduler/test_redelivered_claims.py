@@ -15,14 +15,11 @@ from tests.integration.scheduler.world import World
 pytestmark = pytest.mark.postgres
 
 
-@pytest.mark.parametrize("aged", [True, False], ids=["claimed a minute before", "claimed a moment before"])
-async def test_a_redelivered_request_that_sent_no_claim_releases_none_however_young_it_is(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, aged: bool
+async def test_a_redelivered_request_that_sent_no_claim_releases_none(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As test_a_request_that_has_sent_no_claim_releases_none_however_young_it_is, and its scheduler dies before the
-    acknowledgement.
-    """
-    request, host = await running(world, aged=aged)
+    """As test_a_request_that_has_sent_no_claim_releases_none, and its scheduler dies before the acknowledgement."""
+    request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)
