@@ -41,7 +41,6 @@ from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     Assume,
-    ClaimStranded,
     Forget,
     HostClaimed,
     PlacementRequest,
@@ -282,7 +281,7 @@ class Placer:
 
     async def _recover_forgotten(self, states: list[PlacementState]) -> list[PlacementState]:
         """The claims of instances that no host has room for, and that run already: the record of their request is lost,
-        as after a restore. They may be why there is no room. A claim that cannot be dispatched changes nothing.
+        as after a restore. They may be why there is no room.
         """
         ended = [one for one in states if is_without_any_claim(one)]
         if not ended:
@@ -292,9 +291,8 @@ class Placer:
         for state, held in zip(ended, answers, strict=True):
             if isinstance(held, HeldAllocation):
                 stepped = found(state, held, self._selector, now=now)
-                if not isinstance(stepped.state.result, ClaimStranded):
-                    self._carry_out(stepped)
-                    after.append(stepped.state)
+                self._carry_out(stepped)
+                after.append(stepped.state)
             elif held is not None:
                 after.append(replace(state, result=unavailable_after(held)))
         return merged(states, after)

@@ -110,8 +110,9 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
     assert BuildState.DELETED not in world.states(request.instance_uuid)
 
 
-async def test_a_request_that_has_sent_no_claim_releases_none(world: World) -> None:
+async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room, and that of the instance is not announced."""
+    monkeypatch.setattr(decisions, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -119,7 +120,7 @@ async def test_a_request_that_has_sent_no_claim_releases_none(world: World) -> N
     book = world.replicas["s2"]
     await world.eventually(lambda: book.row_of(host) is not None)
     await world.ask(request)
-    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
     # A repeated request is answered after what it releases.
     await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
     assert set(await world.used()) == {host}
@@ -153,7 +154,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     announced = world.hosts["c1"].pop(host)
     await world.scheduler("s2", CONFIG)
     await world.ask(request)
-    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
     for _ in range(2):
         world.events.clear()
         await world.delete(request)
@@ -249,7 +250,7 @@ async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world
     await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
     await connection.close()
     await world.ask(request)
-    assert (await world.ended(first)).code == "no_valid_host"
+    assert (await world.ended(first)).code == "gang.incomplete"
     await world.ended(second)
     assert set(await world.used()) == set(hosts)
     await world.delete(world.request(instance_uuid=first))

@@ -32,6 +32,7 @@ from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     ClaimsContended,
+    ClaimStranded,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -278,7 +279,7 @@ async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Clust
     assert cluster.port.asked == [ruled_out.instance_uuid]
     hold(cluster, ruled_out, on=4 if is_announced else -1)
     (found,) = await cluster.place(ruled_out)
-    assert isinstance(found, HostClaimed if is_announced else NoValidHost) and cluster.claims == []
+    assert isinstance(found, HostClaimed if is_announced else ClaimStranded) and cluster.claims == []
     hold(cluster, ruled_out, attempt=0)
     (foreign,) = await cluster.place(ruled_out)
     assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED
@@ -552,6 +553,8 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     cluster = Cluster(hosts, CONFIG)
     request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
     hold(cluster, request, on=0, run=RUN)
+    holding = {hosts.uuids[0]: {"VCPU": 1}}
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
 
     async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
@@ -559,7 +562,7 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     cluster.port.locate = on_its_host  # type: ignore[method-assign]
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
-    assert cluster.claims == []
+    assert placed.selections[0].allocations == holding
 
 
 async def test_item_16_the_claims_of_a_gang_are_submitted_within_the_bounds_of_one_message(
