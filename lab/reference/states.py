@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
+from cell_conductor.domain.desires import DESIRES, Ask
 from cell_conductor.domain.events import EVENTS
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
+from cell_conductor.domain.table import IGNORE, TABLE, Rule
 
 HEAD = """# States of an instance
 
@@ -67,8 +68,8 @@ def _rules() -> list[str]:
 
 
 def _placement_requests() -> list[str]:
-    claim = ", ".join(f"`{state}`" for state in State if state in AWAITS_CLAIM)
-    release = ", ".join(f"`{state}`" for state in State if state in AWAITS_RELEASE)
+    claim = ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.CLAIM)
+    release = ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.RELEASE)
     return [
         "## Requests to placement",
         "",
