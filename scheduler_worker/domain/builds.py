@@ -117,7 +117,6 @@ class BuildDecision(Struct, frozen=True, kw_only=True):
     """
 
     build: RecordedBuild
-    host_uuid: str | None = None
     funnel: tuple[FunnelStep, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
 
