@@ -9,7 +9,14 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
-from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery, ServiceHostsQuery
+from bus.contracts.book import (
+    GroupMembersQuery,
+    HoldingPage,
+    HoldingRequest,
+    HostTreeQuery,
+    ProjectUsageQuery,
+    ServiceHostsQuery,
+)
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
@@ -19,8 +26,6 @@ from bus.contracts.placement import (
     ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
-    HoldingPage,
-    HoldingRequest,
     InventoryForget,
     InventoryForgotten,
     InventoryOutdated,

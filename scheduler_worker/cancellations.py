@@ -11,8 +11,9 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState, DeleteRequest, member_uuids
-from bus.contracts.placement import HeldAllocation, Release
+from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics

@@ -10,16 +10,13 @@ from typing import Protocol, TypeVar
 
 from bus.bus import Bus
 from bus.contracts.base import Message
-from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import HeldAllocation, HoldingPage, HoldingRequest, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     MAX_NAMED,
     Claim,
     ClaimAll,
     ClaimAllResult,
     ClaimResult,
-    HeldAllocation,
-    HoldingPage,
-    HoldingRequest,
     LocatePage,
     LocateRequest,
     Release,

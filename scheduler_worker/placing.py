@@ -21,7 +21,8 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult, HeldAllocation
+from bus.contracts.book import HeldAllocation
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn

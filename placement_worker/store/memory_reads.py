@@ -10,6 +10,7 @@ from bus.contracts.book import (
     MAX_TREE,
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -18,7 +19,7 @@ from bus.contracts.book import (
     ServiceHostsQuery,
     TreeHolder,
 )
-from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, HeldAllocation, LocatePage, LocateRequest
+from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES

@@ -15,6 +15,7 @@ from bus.clock import Clock
 from bus.contracts.book import (
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -22,7 +23,7 @@ from bus.contracts.book import (
     ServiceHostsPage,
     ServiceHostsQuery,
 )
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, HeldAllocation, LocatePage, LocateRequest
+from bus.contracts.placement import Change, ClaimHolder, FeedHead, LocatePage, LocateRequest
 from placement_worker.domain.claim_items import WantedMembers
 from placement_worker.domain.claim_verdict import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources

@@ -14,6 +14,7 @@ from bus.contracts.book import (
     MAX_TREE,
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -22,7 +23,7 @@ from bus.contracts.book import (
     ServiceHostsQuery,
     TreeHolder,
 )
-from bus.contracts.placement import COMPUTE_SOURCE, HeldAllocation, LocatePage, LocateRequest
+from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.units import in_units_sql

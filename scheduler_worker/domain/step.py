@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import ClaimOutcome, ClaimResult, HeldAllocation
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (

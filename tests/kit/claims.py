@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import HeldAllocation, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
     ClaimAllResult,
     ClaimResult,
-    HeldAllocation,
     LocatePage,
     LocateRequest,
     Release,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -17,12 +17,8 @@ from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
     ClaimResult,
-    HeldAllocation,
-    LocatePage,
-    LocateRequest,
     ProviderState,
 )
-from bus.faults import Fault
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker import placing
@@ -30,9 +26,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
-    CONSUMER_CHANGED,
     ClaimsContended,
-    ClaimStranded,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -240,63 +234,6 @@ def nowhere(cluster: Cluster) -> BuildRequest:
     return hosts.request(ignore_hosts=tuple(hosts.selector.name_of(uuid) for uuid in hosts.uuids))
 
 
-def hold(cluster: Cluster, *requests: BuildRequest, on: int = 4, attempt: int = 1, run: str = "another") -> None:
-    """Their instances hold something on this host."""
-    uuid = cluster.hosts.uuids[on] if on >= 0 else "gone"
-    for one in requests:
-        cluster.port.held[one.instance_uuid] = HeldAllocation(
-            consumer=one.instance_uuid,
-            project_id=one.project_id,
-            run=run,
-            attempt=attempt,
-            consumer_generation=2,
-            holding={uuid: {"VCPU": 1}},
-            hosts=(uuid,),
-        )
-
-
-@pytest.mark.parametrize("min_count", [1, 2])
-async def test_members_of_a_gang_that_no_host_can_take_are_looked_up_before_they_fail(
-    cluster: Cluster, min_count: int
-) -> None:
-    first = nowhere(cluster)
-    second = structs.replace(cluster.hosts.request(), instance_uuid=new_uuid(cluster.hosts.rng))
-    gang = Gang(uuid=first.instance_uuid, size=2, min_count=min_count)
-    hold(cluster, first, second, attempt=2)
-    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
-    found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
-    if min_count == 2:
-        assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
-    assert found[0] and cluster.port.asked[0] == first.instance_uuid
-
-
-@pytest.mark.parametrize("is_announced", [True, False])
-async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Cluster, *, is_announced: bool) -> None:
-    """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
-    ruled_out = nowhere(cluster)
-    (failed,) = await cluster.place(ruled_out)
-    assert isinstance(failed, NoValidHost) and cluster.claims == []
-    assert cluster.port.asked == [ruled_out.instance_uuid]
-    hold(cluster, ruled_out, on=4 if is_announced else -1)
-    (found,) = await cluster.place(ruled_out)
-    assert isinstance(found, HostClaimed if is_announced else ClaimStranded) and cluster.claims == []
-    hold(cluster, ruled_out, attempt=0)
-    (foreign,) = await cluster.place(ruled_out)
-    assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED
-    cluster.port.unavailable = True
-    (unanswered,) = await cluster.place(ruled_out)
-    assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
-
-
-async def test_a_boot_is_one_round_trip_and_what_found_no_host_is_looked_up_in_one_more(cluster: Cluster) -> None:
-    requests = [cluster.hosts.request() for _ in range(3)]
-    await cluster.place(*requests)
-    assert [(claim.consumer, claim.by) for claim in cluster.claims] == [(one.instance_uuid, RUN) for one in requests]
-    assert cluster.port.asked == []
-    await cluster.place(nowhere(cluster), nowhere(cluster))
-    assert len(cluster.port.asked) == 2 and len(cluster.claims) == 3
-
-
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
     """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
     hosts = cluster.hosts
@@ -400,19 +337,6 @@ async def test_a_host_in_the_row_of_a_full_host_that_left_is_claimed(cluster: Cl
     cluster.answer = full
     (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == late
-
-
-async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one(cluster: Cluster) -> None:
-    hosts = cluster.hosts
-    for at, uuid in enumerate(hosts.uuids):
-        hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
-    (nothing,) = await cluster.place(hosts.request())
-    assert isinstance(nothing, NoValidHost) and cluster.claims == []
-    request = hosts.request()
-    hold(cluster, request, on=2, run=RUN)
-    (placed,) = await cluster.place(request)
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
-    assert cluster.claims == []
 
 
 async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(cluster: Cluster) -> None:
@@ -544,25 +468,6 @@ async def test_the_members_of_a_group_are_located_once_for_all_of_them_again_aft
     placed = await cluster.place(*requests)
     assert all(isinstance(one, HostClaimed) for one in placed)
     assert len(cluster.port.located) == 1
-
-
-@pytest.mark.parametrize("policy", [GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY])
-async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(policy: GroupPolicy) -> None:
-    """It is counted among the others, so its own host may look full of them: its claim is asked for."""
-    hosts = Hosts([{**PLENTY, "VCPU": 1}], config=CONFIG)
-    cluster = Cluster(hosts, CONFIG)
-    request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
-    hold(cluster, request, on=0, run=RUN)
-    holding = {hosts.uuids[0]: {"VCPU": 1}}
-    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
-
-    async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
-        return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
-
-    cluster.port.locate = on_its_host  # type: ignore[method-assign]
-    (placed,) = await cluster.place(request)
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
-    assert placed.selections[0].allocations == holding
 
 
 async def test_item_16_the_claims_of_a_gang_are_submitted_within_the_bounds_of_one_message(

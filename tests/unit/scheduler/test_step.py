@@ -11,8 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
+from bus.contracts.book import HeldAllocation
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult, HeldAllocation
+from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, Gang
