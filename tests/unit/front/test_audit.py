@@ -1,4 +1,4 @@
-"""Each invariant, seen to hold on sound facts and to break on facts with one thing wrong."""
+"""The invariants over facts, and an audit's findings in them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, FindingKind, findings
 from berth.audit.invariants import (
     BreakerFact,
     Facts,
@@ -20,8 +21,13 @@ from berth.audit.invariants import (
     SourceFact,
     check_invariants,
 )
+from berth.audit.repairing import MAX_AT_ONCE, chosen
+from berth.settings import AuditSettings, Settings
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.placement import Change
+
+# --- each invariant, seen to hold on sound facts and to break on facts with one thing wrong
+
 
 ONE, TWO, GONE = "one", "two", "gone"
 HOST, NESTED, OTHER = "host", "host.gpu", "other"
@@ -289,3 +295,185 @@ def test_a_delete_that_was_given_up_is_no_second_end_of_its_build() -> None:
     assert SOUND.events is not None
     assert broken(replace(SOUND, events=[*SOUND.events, ended(ONE, 0, BuildState.REFUSED)])) == set()
     assert broken(replace(SOUND, events=[*SOUND.events, ended(ONE, 13, BuildState.FAILED)])) == {"one_terminal_state"}
+
+
+# --- an audit's findings in gathered facts: each kind once, nothing while something is under way, nothing foreign
+
+
+A, B, FINDINGS_HOST, FINDINGS_OTHER, FINDINGS_MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab12d")
+K = FindingKind
+ACTIVE = InstanceFact(A, "cell1", "active", FINDINGS_HOST, 1, "s")
+HELD = {A: {FINDINGS_HOST: {"VCPU": 1}}}
+RUNS = RunningFact(A, 1, FINDINGS_HOST)
+
+
+def look(**more: Any) -> AuditFacts:
+    """One instance that is as it should be, and what differs."""
+    held_by_bus = more.pop("held_by_bus", {A, B, FINDINGS_MOVE})
+    busy, migrations = more.pop("busy", frozenset()), more.pop("migrations", {})
+    zones, in_doubt = more.pop("zones", {}), more.pop("in_doubt", frozenset())
+    facts: dict[str, Any] = {
+        "inventories": (),
+        "allocations": HELD,
+        "roots": {FINDINGS_HOST: FINDINGS_HOST, FINDINGS_OTHER: FINDINGS_OTHER},
+        "requests": {A: "active"},
+        "cells": {A: "cell1"},
+        "instances": (ACTIVE,),
+        "running": (RUNS,),
+        "feed": (0, 0, 0),
+        "down": (),
+    }
+    gathered = Facts(**{**facts, **more})
+    return AuditFacts(
+        facts=gathered, held_by_bus=held_by_bus, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+    )
+
+
+FULL = InventoryFact(FINDINGS_HOST, "VCPU", 4, 0, 1.0, 4.0, 5)
+RESIZED = InstanceFact(A, "cell1", "resized", FINDINGS_HOST, 2, "s", SourceFact(FINDINGS_MOVE, FINDINGS_OTHER, 1, "s"))
+FINDINGS_AWAITING = {
+    "instances": (RESIZED,),
+    "allocations": {**HELD, FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}},
+    "migrations": {FINDINGS_MOVE: A},
+    "running": (RunningFact(A, 2, FINDINGS_HOST), RunningFact(A, 1, FINDINGS_OTHER, is_stopped=True)),
+}
+ENDED: dict[str, Any] = {
+    "allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}},
+    "requests": {A: "active", B: "deleted"},
+    "instances": (ACTIVE, InstanceFact(B, "cell1", "deleted", FINDINGS_HOST, 1, "s")),
+}
+CASES: list[tuple[dict[str, Any], list[tuple[FindingKind, str]]]] = [
+    ({}, []),
+    ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
+    ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "held_by_bus": {A}}, []),
+    ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "busy": {B}}, []),
+    ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "in_doubt": {A, B}}, [(K.IN_DOUBT, B)]),
+    ({"allocations": {**HELD, B: {FINDINGS_HOST: {"VCPU": 1}}}, "in_doubt": {B}, "busy": {B}}, []),
+    ({"in_doubt": {A, B}}, []),
+    # A move that is over holds its source no longer; one that is under way, or awaits its confirm, does.
+    (
+        {"allocations": {**HELD, FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}}, "migrations": {FINDINGS_MOVE: A}},
+        [(K.ORPHANED, FINDINGS_MOVE)],
+    ),
+    (
+        {
+            "allocations": {**HELD, FINDINGS_MOVE: {FINDINGS_OTHER: {"VCPU": 1}}},
+            "migrations": {FINDINGS_MOVE: A},
+            "busy": {A},
+        },
+        [],
+    ),
+    (FINDINGS_AWAITING, []),
+    (
+        {**FINDINGS_AWAITING, "running": (RunningFact(A, 2, FINDINGS_HOST), RunningFact(A, 1, FINDINGS_OTHER))},
+        [(K.DOUBLED, A)],
+    ),
+    ({**FINDINGS_AWAITING, "allocations": {**HELD, B: {FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.ORPHANED, B)]),
+    ({"allocations": {}}, [(K.MISSING, A)]),
+    ({"allocations": {A: {FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.MISSING, A)]),
+    ({"allocations": {A: {FINDINGS_HOST: {"VCPU": 1}, FINDINGS_OTHER: {"VCPU": 1}}}}, [(K.DOUBLED, A)]),
+    ({"allocations": {}, "busy": {A}}, []),
+    ({"running": ()}, [(K.INSTANCE_WITHOUT_MACHINE, A)]),
+    ({"running": (), "down": (ServiceDownFact(cell="cell1", service="s", why="silent"),)}, []),
+    ({"running": None}, []),
+    ({"zones": {A: ("west", "east")}}, [(K.OUTSIDE_ZONE, A)]),
+    ({"zones": {A: ("west", "east")}, "busy": {A}}, []),
+    ({"running": (RUNS, RunningFact(A, 2, FINDINGS_OTHER))}, [(K.DOUBLED, A)]),
+    ({"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER))}, [(K.MACHINE_WITHOUT_INSTANCE, B)]),
+    ({"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER)), "busy": {B}}, []),
+    ({"instances": (ACTIVE, InstanceFact(A, "cell2", "failed", None, 1))}, [(K.DOUBLED, A)]),
+    ({"requests": {}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "deleted"}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "failed"}}, [(K.UNREQUESTED, A)]),
+    ({"requests": {A: "deleted"}, "busy": {A}}, []),
+    ({"inventories": (FULL,)}, [(K.OVER_CAPACITY, f"{FINDINGS_HOST} VCPU")]),
+    (
+        {"audit": (f"{FINDINGS_HOST} VCPU: the book has 2, its allocations 1",)},
+        [(K.MISCOUNTED, f"{FINDINGS_HOST} VCPU")],
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "wanted"), CASES)
+def test_what_is_found(more: dict[str, Any], wanted: list[tuple[FindingKind, str]]) -> None:
+    found = findings(look(**more))
+    assert [(one.kind, one.subject) for one in found] == wanted
+    assert all(one.reason and one.repair for one in found)
+
+
+def test_the_repair_of_a_machine_is_its_owners_or_an_operators() -> None:
+    foreign = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))))
+    assert [one.repair for one in foreign] == ["left alone: it is not of this deployment"]
+    kept = QuarantineFact("cell1", "s", FINDINGS_OTHER, B, "no record")
+    (quarantined,) = findings(look(running=(RUNS, RunningFact(B, 1, FINDINGS_OTHER)), quarantine=(kept,)))
+    assert quarantined.repair == f"decide: berth quarantine release {B}" and "no record" in quarantined.reason
+
+
+def test_a_finding_counts_from_its_second_look_on_and_is_gone_with_the_first_without_it() -> None:
+    confirmed = Confirmed()
+    (one,) = findings(look(allocations={}))
+    assert confirmed.apply([one], 1.0) == ([], [])
+    assert confirmed.apply([], 2.0) == ([], [])
+    assert confirmed.apply([one], 3.0) == ([], [])
+    assert not confirmed.lasting({K.MISSING}, 0.0, 9.0)
+    assert confirmed.apply([one], 4.0) == ([one], [])
+    assert confirmed.apply([one], 5.0) == ([], [])
+    assert confirmed.lasting({K.MISSING}, 2.0, 5.0) and not confirmed.lasting({K.MISSING}, 2.1, 5.0)
+    assert not confirmed.lasting({K.ORPHANED}, 0.0, 5.0)
+    assert confirmed.apply([], 6.0) == ([], [one])
+
+
+def proof(**more: Any) -> str:
+    (found,) = (one for one in findings(look(**{**ENDED, **more})) if (one.kind, one.subject) == (K.ORPHANED, B))
+    return found.proof
+
+
+def test_an_orphan_whose_instance_is_deleted_everywhere_has_a_proof() -> None:
+    assert proof() == "deleted by the schedulers' record and in cell1, and no host runs it"
+    assert proof(instances=(ACTIVE,)) == "deleted by the schedulers' record, and no host runs it"
+    assert proof(instances=(ACTIVE, InstanceFact(B, "cell2", "tombstone", None, 1)))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"requests": {A: "active"}},  # no record: they may have been set back to before its request
+        {"requests": {A: "active", B: "failed"}},
+        {"requests": {A: "active", B: "active"}, "instances": (ACTIVE,)},
+        {"instances": (ACTIVE, InstanceFact(B, "cell1", "failed", FINDINGS_HOST, 1, "s"))},
+        {"instances": (*ENDED["instances"], InstanceFact(B, "cell2", "departed", None, 1))},
+        {"running": (RUNS, RunningFact(B, 1, FINDINGS_OTHER, has_mark=False))},
+        {"running": None},
+        {"down": None},
+        {"down": (ServiceDownFact(cell="cell1", service="s2", why="silent"),)},
+    ],
+)
+def test_an_orphan_that_may_have_a_machine_has_none(more: dict[str, Any]) -> None:
+    assert proof(**more) == ""
+
+
+def test_an_orphan_that_is_in_quarantine_has_no_proof() -> None:
+    kept = QuarantineFact(cell="cell1", service="s", host_uuid=FINDINGS_HOST, instance_uuid=B, why="unknown")
+    assert proof(quarantine=(kept,)) == ""
+
+
+def test_a_repair_needs_the_proof_in_two_passes_in_a_row() -> None:
+    confirmed = Confirmed()
+    proved, bare = findings(look(**ENDED)), findings(look(**{**ENDED, "requests": {A: "active"}}))
+    confirmed.apply(bare, 1.0)
+    confirmed.apply(proved, 2.0)
+    assert [one.subject for one in confirmed.found.values()] == [B] and confirmed.proven == []
+    confirmed.apply(proved, 3.0)
+    assert [one.subject for one in confirmed.proven] == [B]
+    confirmed.apply([], 4.0)
+    assert confirmed.proven == []
+
+
+def test_nothing_is_repaired_by_itself_unless_the_site_has_decided_so() -> None:
+    proven = findings(look(**ENDED))
+    assert chosen(Settings().audit, proven) == []
+    assert chosen(AuditSettings(orphaned="repair"), proven) == proven
+    many = [AuditFinding(K.ORPHANED, str(n), "r", "release it", "proof") for n in range(MAX_AT_ONCE + 1)]
+    assert chosen(AuditSettings(orphaned="repair"), many) == [] and chosen(AuditSettings(orphaned="repair"), many[1:])
+    other = AuditFinding(K.MISSING, A, "r", "claim it", "proof")
+    assert chosen(AuditSettings(orphaned="repair"), [other]) == []
