@@ -501,7 +501,7 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
         return reports
 
     monkeypatch.setattr(gather, "_down", down)
-    monkeypatch.setattr(gather, "_deployment", deployment)
+    monkeypatch.setattr(gather, "deployment", deployment)
     monkeypatch.setattr(gather, "_cell_report", cell_report)
     # The host of "s" that its whole report lacks has lost its machine; its service is there.
     where = {REPORTS_HOSTS[0]: "s", REPORTS_HOSTS[1]: "s", REPORTS_HOSTS[2]: "half"}

@@ -26,7 +26,7 @@ from lab.benchmarks.rest_beside import sizes
 from lab.benchmarks.rest_client import LATE, Connection, Outcome
 from lab.benchmarks.rest_phases import FLAT
 from lab.benchmarks.rest_report import Figures, lines, row_of
-from lab.benchmarks.scale import Run, Scale, parse_parts, read, spread, tables, with_run
+from lab.benchmarks.scale import Run, Scale, parse_parts, spread, tables
 from lab.benchmarks.street_report import Result
 from lab.chaos.proxy import MAX_HELD_BYTES, TcpProxy
 from lab.demo.run import Undisturbed, failed_as_planned, failures_in_words, planned, render_load, short, undisturbed
@@ -383,23 +383,10 @@ def test_parts_are_read() -> None:
     assert {hosts for hosts, _ in parse_parts(scale.PARTS)} == {1_000, 10_000, 100_000}
 
 
-def test_parts_of_several_runs_come_together_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "scale.json"
-    found = with_run(Scale(), run(1000, boots_per_s=1000.0))
-    assert found.spread is None
-    path.write_bytes(msgspec.json.encode(found))
-    found = with_run(read(path), run(100_000, boots_per_s=850.0))
-    found = with_run(found, run(10_000, 4, boots_per_s=5.0))
-    assert [one.part for one in found.runs] == [(1000, 1), (10_000, 4), (100_000, 1)]
-    assert found.spread == spread(found.runs)
-    assert found.spread is not None and (found.spread.ratio, found.spread.verdict) == (0.85, "within")
-    assert "0.85 of the throughput" in tables(found)
-
-
-def test_a_part_that_failed_removes_no_result() -> None:
-    good = run(1000, boots_per_s=1000.0)
-    assert with_run(Scale(runs=[good]), run(1000)).runs == [good]
-    assert with_run(Scale(runs=[run(1000)]), good).runs == [good]
+def test_the_tables_have_each_part_and_how_far_apart_the_fewest_and_the_most_hosts_are() -> None:
+    runs = [run(1000, boots_per_s=1000.0), run(10_000, 4, boots_per_s=5.0), run(100_000, boots_per_s=850.0)]
+    assert "0.85 of the throughput" in tables(Scale(runs=runs, spread=spread(runs)))
+    assert "not measured" in tables(Scale(runs=runs[:2], spread=spread(runs[:2])))
 
 
 @pytest.mark.parametrize(
@@ -415,12 +402,3 @@ def test_how_far_apart_the_fewest_and_the_most_hosts_are(most: float, verdict: s
         ]
     )
     assert found is not None and (found.fewest, found.most, found.verdict) == (10, 1000, verdict)
-
-
-def test_another_file_is_not_taken_for_one_of_these(tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text('[{"hosts": 1}]')
-    with pytest.raises(SystemExit, match="something else"):
-        read(path)
-    path.write_text("")
-    assert read(path) == Scale()
