@@ -53,6 +53,7 @@ class Widening(StrEnum):
     GANGS = "gangs"  # several machines that start together, on hosts that are nearly full; some repeated or deleted
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
+    REST_OPERATOR = "rest-operator"  # an operator of that API: names made, renamed and removed, a tree that is reshaped
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
     TRANSFERS = "transfers"  # instances are unshelved in another cell, and moved there with their machines
     HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
@@ -303,6 +304,19 @@ def _rest(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+OPERATOR_VERBS = (
+    *("tree", "hold", "reshape", "reshape", "equip", "race") * 2,
+    *("name", "unname", "rename-class", "rename-provider", "fell", "lists"),
+)
+
+
+def _rest_operator(rng: random.Random, plan: Plan) -> Plan:
+    first = Order(at=1.0, action=Action.REST, verb="tree")
+    verbs = [rng.choice(OPERATOR_VERBS) for _ in range(rng.randint(6, MAX_REST))]
+    orders = [replace(first, at=_some(rng), verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng)) for verb in verbs]
+    return _also(plan, first, *orders)
+
+
 def _cell_schemas(plan: Plan) -> list[str]:
     return [f"cell_{cell.name}" for cell in plan.cells]
 
@@ -517,6 +531,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.GANGS: _gangs,
     Widening.TREES: _trees,
     Widening.REST: _rest,
+    Widening.REST_OPERATOR: _rest_operator,
     Widening.DECIDED_CELLS: _decided_cells,
     Widening.TRANSFERS: _transfers,
     Widening.TRANSFERS_RESTORED: _transfers_restored,

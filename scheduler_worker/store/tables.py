@@ -65,15 +65,6 @@ build_requests = Table(
     postgresql_with={"fillfactor": 50},
 )
 
-instance_cells = Table(
-    "instance_cells",
-    METADATA,
-    Column("instance_uuid", UUID, primary_key=True),
-    needed("cell", Text),
-    needed("host_uuid", UUID),
-    needed("mapped_at", Double),
-)
-
 # Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest event
 # of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
 # into another cell ('': of every other one). A row is written under the lock of its instance's row above.
