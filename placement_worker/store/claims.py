@@ -21,23 +21,19 @@ from placement_worker.store.rows import transposed
 
 # Both call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
-SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[], $8::text[], $9)
+SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[], $8::uuid[],
+    $9::text[], $10)
 """
 WRITE = """
 SELECT write_claims($1::uuid[],
-    $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::bool[],
-    $9::uuid[], $10::uuid[], $11::bigint[], $12::int[], $13::bigint[],
-    $14::bigint[], $15::int[], $16::bigint[], $17::bigint[], $18::bigint[],
-    $19::bigint[], $20::bigint[], $21::bytea[],
-    $22::text[], $23::int[], $24::bigint[], $25::bigint[])
+    $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::text[], $9::bool[],
+    $10::uuid[], $11::uuid[], $12::bigint[], $13::int[], $14::bigint[],
+    $15::bigint[], $16::int[], $17::bigint[], $18::bigint[], $19::bigint[],
+    $20::bigint[], $21::bigint[], $22::bytea[],
+    $23::text[], $24::int[], $25::bigint[], $26::bigint[])
 """
 
-AGES = """
-SELECT uuid::text, extract(epoch FROM clock_timestamp() - created_at)::float8
-FROM consumers WHERE uuid = ANY($1::uuid[])
-"""
-
-_ConsumerRow = tuple[str, int, int, str, str, str]
+_ConsumerRow = tuple[str, int, int, str, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
@@ -76,7 +72,7 @@ def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Ma
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
         holdings.setdefault(consumer, {}).setdefault(provider, {})[class_names[class_id]] = amount
-    found = {row[0]: ConsumerState(*row[1:], holdings.get(row[0], NOTHING)) for row in consumers}
+    found = {row[0]: ConsumerState(*row[1:6], holdings.get(row[0], NOTHING), row[6]) for row in consumers}
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},
         found=found,
@@ -155,6 +151,7 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ..
         [c.consumer_type for _, c in rows],
         [c.generation for _, c in rows],
         [c.attempt for _, c in rows],
+        [c.run for _, c in rows],
     )
 
 
@@ -174,12 +171,13 @@ def _consumer_columns(
 
 
 def _same(a: ConsumerState, b: ConsumerState) -> bool:
-    return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type) == (
+    return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type, a.run) == (
         b.generation,
         b.attempt,
         b.project_id,
         b.user_id,
         b.consumer_type,
+        b.run,
     )
 
 
