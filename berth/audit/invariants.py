@@ -15,7 +15,7 @@ from math import floor
 from msgspec import Struct
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change
+from bus.contracts.placement import Change, ProviderState
 
 MAX_EXAMPLES = 5
 
@@ -465,22 +465,36 @@ def _upward(facts: Facts) -> Iterator[str]:
 def _generations(facts: Facts) -> Iterator[str]:
     last: dict[str, int] = {}
     used: dict[str, dict[str, int]] = {}  # by provider, of the classes that a change has named
+    states: dict[str, ProviderState] = {}
     for change in facts.changes or ():
         provider, known = change.provider, last.get(change.provider, -1)
         if change.removed:
             last.pop(provider, None)
             used.pop(provider, None)
+            states.pop(provider, None)
             continue
-        stays = change.generation == known and _is_freed(change, used.get(provider, {}))
-        if change.generation <= known and not stays:
+        may_stay = _is_freed(change, used.get(provider, {})) or _is_renamed(change.state, states.get(provider))
+        if change.generation < known or (change.generation == known and not may_stay):
             yield f"{provider}: generation {change.generation} after {known} (number {change.sequence})"
         last[provider] = change.generation
         used.setdefault(provider, {}).update(change.used or {})
+        if change.state is not None:
+            states[provider] = change.state
 
 
 def _is_freed(change: Change, before: Mapping[str, int]) -> bool:
     """Whether usage falls and nothing else: DELETE /allocations leaves the generation, as the real Placement's does."""
     return change.used is not None and all(amount <= before.get(name, amount) for name, amount in change.used.items())
+
+
+def _is_renamed(after: ProviderState | None, before: ProviderState | None) -> bool:
+    """Whether the amounts and the traits are as before: a new name of a provider or class, a new parent, and aggregates
+    below 1.19 leave the generation, as the real Placement's do.
+    """
+    if after is None or before is None:
+        return after is not None
+    amounts = [sorted(state.inventories.values()) for state in (before, after)]
+    return amounts[0] == amounts[1] and sorted(after.traits) == sorted(before.traits)
 
 
 _INVARIANTS = (

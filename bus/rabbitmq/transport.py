@@ -18,7 +18,7 @@ from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing,
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.receiving import hand_over_at_once
+from bus.rabbitmq.patches import hand_over_at_once, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
@@ -157,9 +157,10 @@ class RabbitSubscription:
 
 class RabbitTransport:
     """One connection to one virtual host of RabbitMQ: to one of the nodes that the URL names, and to another when it
-    is lost. Raises BadBusUrl."""
+    is lost. Raises BadBusUrl, UnknownLibrary."""
 
     def __init__(self, url: str, *, name: str, prefix: str = "", connection_name: str = "") -> None:
+        install()
         self.name = name
         self._address = parse_bus_url(url)
         self._names = QueueNames(prefix)
