@@ -323,6 +323,6 @@ def test_a_conductor_that_stands_still_suspects_no_service(target: str) -> None:
 KINDS = frozenset({Widening.DECIDED_CELLS})
 
 
-def test_it_holds_cells() -> None:
+def test_it_holds_with_cells() -> None:
     result = simulate(min(FOUND_BY.values()), KINDS)
     assert result.breach == "", result.detail

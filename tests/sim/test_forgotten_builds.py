@@ -48,7 +48,7 @@ def requests_forgotten(seed: int) -> Plan:
 HOST_UNANNOUNCED = 18  # for longer than a request is retried: it ends as claim.stranded
 
 
-def test_it_holds_requests() -> None:
+def test_it_holds_with_forgotten_requests() -> None:
     held = run(requests_forgotten(HOST_UNANNOUNCED))
     assert held.breach == "", held.detail
 
@@ -65,7 +65,7 @@ def transfers(seed: int) -> Plan:
     return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS), orders=orders)
 
 
-def test_it_holds_transfers() -> None:
+def test_it_holds_with_transfers() -> None:
     held = run(transfers(min(FOUND_BY.values())))
     assert held.breach == "", held.detail
 
@@ -91,7 +91,7 @@ def transfers_restored(seed: int) -> Plan:
 
 
 @pytest.mark.parametrize("seed", [NUMBERED_BELOW, GIVEN_BACK_BESIDE])
-def test_it_holds_restored(seed: int) -> None:
+def test_it_holds_with_restored_transfers(seed: int) -> None:
     held = run(transfers_restored(seed))
     assert held.breach == "", held.detail
 
