@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from lab.simulation.ironic_sync_watch import IronicSyncWatch
 from lab.simulation.plan import Action, Order, Plan, Rates
 from lab.simulation.run import run
 from lab.simulation.watch import Breach
-from lab.simulation.widening import WIDENED, Widening
+from lab.simulation.widening import Widening
 from placement_worker import book
 from placement_worker.domain.refusal import WriteRefusal
 from tests.sim.mutants import MUTANTS, UNPROVEN
@@ -94,31 +93,6 @@ def test_a_page_made_before_a_404_does_not_contradict_it(listed_at: float, *, br
     watch.answered(listed_at, json.dumps({"nodes": [node]}).encode())
     watch.saving([removed], {NODE: before})
     assert [one.name for one in found] == ["removed_on_fresh_word"] * breaks
-
-
-# --- the page on the simulation names every kind of thing that others do in the simulation
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "contributing" / "simulation.md"
-BY_NAME = "The last five kinds of the table come by their name alone."
-
-
-def kinds_of_the_page() -> list[str]:
-    """The first column of the table of kinds, in its order."""
-    lines = PAGE.read_text().splitlines()
-    begin = lines.index("| kind | actions of others |") + 2
-    cells = [line.split("|")[1] for line in lines[begin : lines.index("", begin)]]
-    return [name.strip() for cell in cells for name in cell.split(",")]
-
-
-@pytest.mark.parametrize("kind", sorted(Widening))
-def test_a_kind_is_on_the_page(kind: Widening) -> None:
-    assert kind in kinds_of_the_page()
-
-
-def test_kinds_that_come_by_name_are_the_last_ones() -> None:
-    assert BY_NAME in PAGE.read_text()
-    assert set(kinds_of_the_page()[-5:]) == set(Widening) - WIDENED
 
 
 # --- an operator of the REST API in the simulation: its run holds, and finds the defects that it is there for
