@@ -70,7 +70,7 @@ LEFT JOIN resource_classes c ON c.id = coalesce(i.class_id, a.class_id)
 WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 """
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
-_CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
+_CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
@@ -94,12 +94,12 @@ FROM instances WHERE state IN ('{KEPT}', '{RESIZED}')
 """
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
-# A dispatch alone writes the instance map. The cell of a member that was not dispatched is that of an older allocation.
-_GANGS = """
-SELECT b.gang::text, max(b.gang_min), count(*), count(c.instance_uuid),
-       count(*) FILTER (WHERE c.instance_uuid IS NULL AND b.delete_requested), min(b.created_at)
-FROM build_requests b LEFT JOIN instance_cells c ON c.instance_uuid = b.instance_uuid
-WHERE b.gang IS NOT NULL GROUP BY b.gang
+# Whether a member was dispatched is in its timeline: the cell of one that was not may be that of an older allocation.
+_SENT = """timeline LIKE '%"what":"dispatched"%'"""
+_GANGS = f"""
+SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
+       count(*) FILTER (WHERE NOT {_SENT} AND delete_requested), min(created_at)
+FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
 

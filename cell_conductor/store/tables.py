@@ -18,6 +18,7 @@ from bus.persistence.tables import (
     only_row,
     outbox_tables,
 )
+from cell_conductor.domain.desires import EXPECTED_HERE, PURGED, PURGED_FAILED, in_sql
 
 METADATA = MetaData()
 
@@ -40,14 +41,10 @@ instances = Table(
     Column("deadline", Double),
     needed("record", JSON),
     Index("instances_deadline", "deadline", postgresql_where=text("deadline IS NOT NULL")),
-    Index(
-        "instances_host",
-        "host_uuid",
-        postgresql_where=text("state IN ('active', 'resized', 'deleting', 'undoing', 'offloading')"),
-    ),
+    Index("instances_host", "host_uuid", postgresql_where=text(f"state IN ({in_sql(EXPECTED_HERE)})")),
     Index("instances_source", "source_host_uuid", postgresql_where=text("source_host_uuid IS NOT NULL")),
-    Index("instances_over", "since", postgresql_where=text("state IN ('deleted', 'tombstone', 'departed')")),
-    Index("instances_failed", "since", postgresql_where=text("state = 'failed'")),
+    Index("instances_over", "since", postgresql_where=text(f"state IN ({in_sql(PURGED)})")),
+    Index("instances_failed", "since", postgresql_where=text(f"state IN ({in_sql(PURGED_FAILED)})")),
     postgresql_with={"fillfactor": 80},
 )
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
+from cell_conductor.domain.desires import DESIRES, Ask
 from cell_conductor.domain.events import EVENTS
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import AWAITS_CLAIM, AWAITS_RELEASE, IGNORE, TABLE, Rule
+from cell_conductor.domain.table import IGNORE, TABLE, Rule
 
 
 def content() -> dict[str, object]:
@@ -18,8 +19,8 @@ def content() -> dict[str, object]:
         "cell": _cell,
         "cleandoc": cleandoc,
         "rules": sorted({r.name: r for row in TABLE.values() for r in row.values() if r is not None}.items()),
-        "claims": ", ".join(f"`{state}`" for state in State if state in AWAITS_CLAIM),
-        "releases": ", ".join(f"`{state}`" for state in State if state in AWAITS_RELEASE),
+        "claims": ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.CLAIM),
+        "releases": ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.RELEASE),
     }
 
 

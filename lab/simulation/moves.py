@@ -18,7 +18,8 @@ from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, 
 from bus.contracts.placement import INSTANCES
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
-from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
+from cell_conductor.domain.desires import ELSEWHERE
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import LeaseState
 from lab.simulation.load import RETRY_S
 from lab.simulation.loop import Process

@@ -360,7 +360,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         },
         roots={p.uuid: p.root for p in book.providers.values()},
         requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
-        cells=dict(builds.cells),
+        cells={uuid: one.cell for uuid, one in builds.recorded.items() if one.cell is not None},
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
             for cell, table in world.cells.items()

@@ -25,10 +25,10 @@ Columns = tuple[Sequence[Any], ...]
 
 INSERT = """
 INSERT INTO build_requests (instance_uuid, project_id, flavor, name, request, digest, state, sequence, terminal,
-                            code, reason, timeline, gang, gang_min, created_at, updated_at)
+                            code, reason, run, timeline, gang, gang_min, created_at, updated_at)
 SELECT n.*, t.now, t.now
 FROM unnest({}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[], {}::bytea[], {}::text[], {}::bigint[],
-            {}::boolean[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
+            {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
      (SELECT {}::float8 AS now) t
 ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
@@ -39,22 +39,15 @@ RETURNING instance_uuid
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal, cell = n.cell, host = n.host,
-    code = n.code, reason = n.reason, claim_in_doubt = n.claim_in_doubt, funnel = n.funnel,
+    code = n.code, reason = n.reason, funnel = n.funnel,
     timeline = build_requests.timeline || n.timeline, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[], {}::text[], {}::text[],
-            {}::text[], {}::boolean[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, claim_in_doubt, funnel, timeline),
+            {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, run, funnel, timeline),
      (SELECT {}::float8 AS now) t
-WHERE build_requests.instance_uuid = n.instance_uuid
+WHERE build_requests.instance_uuid = n.instance_uuid AND build_requests.run = n.run
   AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
 RETURNING build_requests.instance_uuid
-"""
-
-MAP = """
-INSERT INTO instance_cells (instance_uuid, cell, host_uuid, mapped_at)
-SELECT n.*, {3}::float8 FROM unnest({0}::uuid[], {1}::text[], {2}::uuid[]) n
-ON CONFLICT (instance_uuid) DO NOTHING
-RETURNING instance_uuid
 """
 
 # The builds that a search examines, the newest first, for a column without an index.
@@ -64,24 +57,24 @@ RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
 BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, code, reason, history,
-       delete_requested, claim_in_doubt"""
+       delete_requested, run"""
 
 UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal,
-    delete_requested = n.delete_requested, claim_in_doubt = n.claim_in_doubt, cell = n.cell, host = n.host,
+    delete_requested = n.delete_requested, cell = n.cell, host = n.host,
     code = n.code, reason = n.reason, history = n.history, timeline = build_requests.timeline || n.timeline,
     updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[], {}::boolean[],
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[],
             {}::text[], {}::text[], {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, claim_in_doubt, cell, host, code, reason,
-       history, timeline),
+     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, cell, host, code, reason, history,
+       timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
 
 
-MAX_VALUES = 15
+MAX_VALUES = 16
 ROWS_AT_ONCE = 64  # made in one turn of the event loop
 
 
@@ -98,11 +91,6 @@ async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
 async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
     """The columns of DECIDE."""
     return await _columns(_decide_row, decisions)
-
-
-async def map_columns(dispatched: Sequence[BuildDecision]) -> Columns:
-    """The columns of MAP."""
-    return await _columns(_map_row, dispatched)
 
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
@@ -134,6 +122,7 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
         build.terminal,
         build.code,
         clean(build.reason),
+        build.run,
         timeline_text(new.timeline),
         new.gang and new.gang.uuid,
         new.gang and new.gang.min_count,
@@ -152,14 +141,10 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         build.host and clean(build.host),
         clean(build.code),
         clean(build.reason),
-        build.claim_in_doubt,
+        build.run,
         _encode(decision.funnel).decode(),
         timeline_text(decision.timeline),
     )
-
-
-def _map_row(dispatched: BuildDecision) -> tuple[Any, ...]:
-    return dispatched.build.instance_uuid, dispatched.build.cell, dispatched.host_uuid
 
 
 def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
@@ -171,7 +156,6 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.attempt,
         build.terminal,
         build.delete_requested,
-        build.claim_in_doubt,
         build.cell,
         build.host and clean(build.host),
         clean(build.code),
@@ -201,7 +185,7 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         reason=row["reason"],
         history=_histories.decode(row["history"]),
         delete_requested=row["delete_requested"],
-        claim_in_doubt=row["claim_in_doubt"],
+        run=row["run"],
     )
 
 

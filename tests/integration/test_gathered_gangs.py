@@ -17,14 +17,13 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import end_without_cell
+from scheduler_worker.domain.deletes import KeptAllocation, end_without_cell
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
 
 SENT, FAILED, KEPT, KEPT_DELETED, DELETED = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcde")
-HOST = "10000000-0000-4000-8000-000000000000"
 GANG = Gang(uuid=SENT, size=5, min_count=3)
 AUTHOR = Author("w", 3.0)
 
@@ -39,7 +38,7 @@ def decided(uuid: str) -> BuildDecision:
     build = accepted(uuid).build
     if uuid == SENT:
         scheduled = replace(build, state=BuildState.SCHEDULED, sequence=SCHEDULED, cell="c1", host="h")
-        return BuildDecision(build=scheduled, host_uuid=HOST)
+        return BuildDecision(build=scheduled, timeline=(AUTHOR.entry("dispatched", "to cell c1"),))
     return BuildDecision(build=replace(build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True))
 
 
@@ -55,7 +54,7 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
         await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
         builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
         deleted = [replace(builds[uuid], delete_requested=True) for uuid in (KEPT_DELETED, DELETED)]
-        kept = {KEPT: "c1", KEPT_DELETED: "c1"}
+        kept = dict.fromkeys((KEPT, KEPT_DELETED), KeptAllocation("another", 1, "c1"))
         ends = [end_without_cell(build, AUTHOR, kept, "") for build in (builds[KEPT], *deleted)]
         await unit.update([end.update for end in ends], 3.0)
     try:
