@@ -70,7 +70,7 @@ PLANTS = (
         file="placement_worker/domain/report_group.py",
         old="self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])",
         new="has.append(source)",
-        tests="tests/sim/test_same_hosts.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
+        tests="tests/sim/test_fences.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
     ),
     Plant(
         name="refused_report_proves_losses",
