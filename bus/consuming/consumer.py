@@ -127,7 +127,7 @@ class Consumer:
         self._gather: Gather[InFlightMessage] = Gather(
             self._take,
             self._handle,
-            waiting=self._waiting,
+            waiting=lambda: self._waiting() if self._failed is not None else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
             pause=self._turn,
@@ -165,6 +165,7 @@ class Consumer:
             arrived = partial(self._on_delivery, lane)
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         self._failed = asyncio.get_running_loop().create_future()
+        self._gather.wake()
 
     async def run(self) -> None:
         """Run until drained. Raises the fault that ended the consumer. A cancellation stops it at once."""
