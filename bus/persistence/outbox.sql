@@ -5,7 +5,7 @@ CREATE TABLE outbox (
     id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     created_at timestamptz NOT NULL DEFAULT now(),
     taken_at timestamptz NOT NULL DEFAULT now(),
-    buses text[] NOT NULL,
+    bus text NOT NULL,
     body bytea NOT NULL
 ) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000);
 ALTER TABLE outbox ALTER COLUMN body SET STORAGE EXTERNAL;
