@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import asyncpg
@@ -244,20 +244,30 @@ def write_runtime(state: Path, runtime: Runtime) -> Callable[[], None]:
 _DECISIONS = "SELECT name, body FROM objects WHERE kind = $1 ORDER BY name"
 
 
-async def with_added_cells(site: Site) -> Site:
-    """The same place, with every cell that an operator has added and not removed.
+async def with_added_cells(site: Site, but: Collection[str] = ()) -> Site:
+    """The same place, with every cell that an operator has added and not removed. but: cells that are left out.
 
     Raises CellAddressInvalid: this process finds no URL where a cell's is to be.
     """
     added = {
-        name: CellSettings(url=url_of(decision.bus, site.settings.cells_dir, os.environ), prefix=decision.bus.prefix)
+        name: CellSettings(url=url_of(where, site.settings.cells_dir, os.environ), prefix=where.prefix)
+        for name, where in (await added_cells(site)).items()
+        if name not in but
+    }
+    left = {name: cell for name, cell in site.settings.cells.items() if name not in but}
+    if not added and len(left) == len(site.settings.cells):
+        return site
+    settings = replace(site.settings, cells={**left, **added})
+    return Site(settings, brokers=site.brokers, database_url=site.database_url, clock=site.clock)
+
+
+async def added_cells(site: Site) -> dict[str, CellBus]:
+    """The cells that an operator has added and not removed, beside those of the settings: where the bus of each is."""
+    return {
+        name: decision.bus
         for name, decision in (await _decisions(site)).items()
         if name not in site.settings.cells and decision.bus is not None and decision.state is not CellState.REMOVED
     }
-    if not added:
-        return site
-    settings = replace(site.settings, cells={**site.settings.cells, **added})
-    return Site(settings, brokers=site.brokers, database_url=site.database_url, clock=site.clock)
 
 
 async def _decisions(site: Site) -> dict[str, CellDecision]:

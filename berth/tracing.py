@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from berth.settings import TraceSettings
 from bus.service.settings import SettingsError
-from bus.tracing.otlp_json import OtlpJsonExporter
 from bus.tracing.tracer import SpanExporter, Tracer
 
 _ROLE = re.compile(r"[a-z_]+")
@@ -38,6 +37,8 @@ def _exporter(settings: TraceSettings, resource: dict[str, str]) -> SpanExporter
     except ValueError as error:
         raise SettingsError("traces.endpoint", str(error)) from None
     if settings.protocol == "http/json":
+        from bus.tracing.otlp_json import OtlpJsonExporter  # noqa: PLC0415  (httpx, which no other part of most has)
+
         return OtlpJsonExporter(settings.endpoint, resource)
     try:
         from bus.tracing.otlp_sdk import SdkExporter  # noqa: PLC0415  (an extra that few install)

@@ -20,7 +20,7 @@ from bus.service.service import Reached
 
 log = structlog.get_logger(__name__)
 
-REOPEN_S = 5.0  # the interval at which an added cell's bus is tried again after it could not be entered or found
+REOPEN_S = 5.0  # the interval at which a cell's bus is tried again after it could not be entered or found
 DRAIN_S = 5.0  # the grace time for batches in progress when a cell is taken out of use
 MAX_ADDED = 200  # the bound of cells beyond those of the settings; each has a connection
 
@@ -29,7 +29,7 @@ Reach = Callable[[str, CellBus | None], Bus]
 
 
 class _CellSlot:
-    """One cell. configured: the settings name the cell, so a fault that ends its link ends the worker."""
+    """One cell. configured: the settings name it. problem: why it could not be entered; "": it is, or is tried."""
 
     def __init__(self, name: str, where: CellBus | None, link: CellLink | None) -> None:
         self.name = name
@@ -52,7 +52,7 @@ class _ReachedCell:
         if not self._slot.wanted:
             return ""
         bus = self._buses.get(self._slot.name)
-        return "not connected" if bus is None else bus.unavailable_reason
+        return self._slot.problem or "not connected" if bus is None else bus.unavailable_reason
 
 
 class CellLinks:
@@ -146,7 +146,7 @@ class CellLinks:
                 await self._added.wait()
 
     async def hold(self, name: str) -> None:
-        """Serve one cell while it is in use. Raises the fault that ended the link to a cell of the settings."""
+        """Serve one cell while it is in use."""
         slot = self._slots[name]
         if self._reach is None:
             assert slot.link is not None, name
@@ -164,8 +164,8 @@ class CellLinks:
                 return
 
     async def _serve(self, slot: _CellSlot) -> None:
-        """Serve a cell until it is out of use or its address changes; an added cell also until it cannot be entered for
-        now.
+        """Serve a cell until it is out of use, its address changes, or it cannot be entered, which keeps no other
+        cell waiting.
         """
         slot.changed.clear()
         try:
@@ -174,7 +174,7 @@ class CellLinks:
             slot.problem = ""
         except Exception as error:  # the worst fault of a group decides
             first = first_fault(error)
-            if slot.configured or not isinstance(first, BusError | CellAddressInvalid):
+            if not isinstance(first, BusError | CellAddressInvalid):
                 raise
             slot.problem = str(first)
             CELLS_NOT_ENTERED.labels(slot.name).inc()

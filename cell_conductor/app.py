@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
-from bus.faults import BrokenInvariant
+from bus.faults import BrokenInvariant, Transient
 from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.relay import Relay
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
 
+from . import metrics
 from .config import ConductorConfig
+from .domain.report import UnexplainedKind
 from .engine import Engine
 from .fences import FenceKeeper
 from .forgetting import LeaseForgetter
@@ -25,6 +28,7 @@ from .search import MachineSearch
 from .side_tasks import ReportRequester, purge_forever, search_forever, sweep_forever
 from .store.port import InstanceStore
 from .store.postgres import PostgresInstances
+from .store.safety import KEEP
 
 REQUESTS = "conductor.requests"
 RESULTS = "conductor.results"
@@ -103,8 +107,18 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
     _add_consumers(service, bus, config, requests, hosts, keeper)
     service.add_bus_check("bus", bus)
     service.add_check("database", lambda: store.ready)
+    service.add_refresh(partial(_show_safety, store, cell))
     service.add_drain(relay.drain)
     return service
+
+
+async def _show_safety(store: InstanceStore, cell: str) -> None:
+    """Set the gauges of what waits for a person. While the database is away they keep their values."""
+    with suppress(Transient):
+        records = await store.safety.records()
+        waiting = [one for one in records if one.machine.kind is UnexplainedKind.QUARANTINED and one.verdict != KEEP]
+        metrics.IN_QUARANTINE.labels(cell).set(len(waiting))
+        metrics.BREAKERS_OPEN.labels(cell).set(sum(one.is_open for one in await store.safety.breakers()))
 
 
 def _search_of(

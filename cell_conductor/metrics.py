@@ -23,6 +23,12 @@ UNEXPLAINED = Counter(
 )
 QUARANTINED = Counter("berth_conductor_quarantined", "Machines of ours put into quarantine, by service.", ["service"])
 TRIPPED = Counter("berth_conductor_breaker_trips", "Breakers that stopped destruction, by service.", ["service"])
+BREAKERS_OPEN = Gauge("berth_conductor_breakers_open", "Breakers of the cell that are open now.", ["cell"])
+IN_QUARANTINE = Gauge(
+    "berth_conductor_machines_in_quarantine",
+    "Machines in quarantine in the cell now, less those that an operator keeps there.",
+    ["cell"],
+)
 HELD = Counter("berth_conductor_breaker_held", "Destructions and losses held back by a breaker.", ["service"])
 RESERVED = Counter(
     "berth_conductor_reserve_orders",

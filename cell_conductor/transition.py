@@ -22,8 +22,6 @@ from .domain.table import question_of
 
 log = structlog.get_logger(__name__)
 
-ENDS = frozenset({State.ACTIVE, State.FAILED, State.DELETED, State.OFFLOADED})
-
 
 class Transition(Struct, frozen=True):
     """The changes that one transaction makes to its instances, the messages that it sends, and the lines to log after

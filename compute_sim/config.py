@@ -11,7 +11,7 @@ from msgspec import Struct
 from bus.contracts.base import Amount, ClassName, Label, TraitName, Uuid, Word
 from bus.contracts.deploy import ImageSource
 from bus.contracts.patterns import matching
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 from compute_sim.domain.faults import Faults, Rate, Seconds
 

@@ -8,7 +8,7 @@ from msgspec import Meta as Bound
 from msgspec import Struct
 
 from bus.contracts.patterns import matching
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from bus.service.settings import Secret
 
 Seconds = Annotated[float, Bound(gt=0, le=86_400)]

@@ -234,8 +234,6 @@ class AnnouncementHandler:
             )
             await unit.update_moves([applied.moves[one] for one in applied.changed], now)
             await unit.put_instances([applied.instances[uuid] for uuid in applied.timelines])
-            if applied.departed:
-                await unit.put_cells(applied.departed, now)
         for event, why in applied.ignored:
             self._log_ignored(event, why, cause=event.request_id)
         for uuid, cell in applied.departed.items():

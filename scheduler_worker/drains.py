@@ -48,13 +48,11 @@ from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
     DONE,
     LEFT,
-    UNDER_WAY,
     DrainMove,
     commanded,
     drain_of,
     drained,
     end_of,
-    given_back,
     is_held,
     retried,
     step,
@@ -134,7 +132,7 @@ class DrainKeeper:
     async def command(
         self, command: DrainCommand, message_id: str, until: float | None = None
     ) -> DrainResult | Refusal:
-        """Pause, resume, stop or undo a drain. Raises Transient. until: as for `ObjectRegistry.change`."""
+        """Pause, resume or stop a drain. Raises Transient. until: as for `ObjectRegistry.change`."""
         now = self._clock.time()
         author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
 
@@ -146,19 +144,16 @@ class DrainKeeper:
                 return (), author
             await unit.lock_drain(command.drain, now, 0)
             record = drain_of(stored)
-            moves = await unit.drain_moves(command.drain, NO_LIMIT)
-            rows = [retried(one, command.action) for one in moves]
-            after = commanded(record, command, now, rows)
+            after = commanded(record, command, now)
             if isinstance(after, Refusal):
                 return after
             begins_again = record.state is DrainState.ENDED and after != record
             if begins_again and len(_going(drains_of(present.objects))) >= MAX_OPEN:
                 return TOO_MANY
-            await unit.put_drain_moves([new for one, new in zip(moves, rows, strict=True) if new != one])
-            changed = [] if after == record else [_changed_drain(command.drain, record, after)]
-            if command.action is DrainAction.UNDO:
-                changed += _hosts_given_back(present, command.drain)
-            return changed, author
+            if command.action is DrainAction.RESUME:
+                moves = await unit.drain_moves(command.drain, NO_LIMIT)
+                await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
+            return [] if after == record else [_changed_drain(command.drain, record, after)], author
 
         refusal = await self._registry.write(make, until)
         if refusal is not None:
@@ -229,7 +224,7 @@ class DrainKeeper:
             if found is None or found.record.state is DrainState.ENDED:
                 return False
             ids = {
-                str(one.request_id) if one.state in UNDER_WAY else one.next_request_id: one.instance_uuid
+                str(one.request_id) if one.state is DrainMoveState.UNDER_WAY else one.next_request_id: one.instance_uuid
                 for one in found.open
             }
             known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
@@ -253,7 +248,7 @@ class DrainKeeper:
             await self._review(drain, hosts, {row.source_uuid for row in found.open if is_held(row)})
         if code is not None:
             await self._end(drain, code)
-        return found.record.state is not DrainState.PAUSED or any(map(found.counts.get, UNDER_WAY))
+        return found.record.state is not DrainState.PAUSED or bool(found.counts.get(DrainMoveState.UNDER_WAY))
 
     def _hosts(self, drain: str) -> dict[str, tuple[DrainedHost, str]]:
         """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can).
@@ -412,17 +407,6 @@ def _stuck(made: MadePlan) -> Refusal:
     return Refusal(code="drain.stuck", reason=reason[:MAX_REASON])
 
 
-def _hosts_given_back(present: RecordedObjects, drain: str) -> list[ChangedObject]:
-    """The decisions about hosts from before the drain are restored when it is undone."""
-    changed = []
-    for (kind, uuid), stored in sorted(present.objects.items()):
-        if kind is ObjectKind.HOST:
-            decision = msgspec.convert(stored.body, HostDecision)
-            if decision.drain == drain and decision.state is not AdminState.FENCED:
-                changed.append(_changed(kind, uuid, decision, given_back(decision)))
-    return changed
-
-
 def _changed_drain(drain: str, before: DrainRecord | None, after: DrainRecord | None) -> ChangedObject:
     return _changed(ObjectKind.DRAIN, drain, before, after)
 
@@ -462,15 +446,12 @@ def _with_moves(known: DrainProgress, moves: list[DrainMove]) -> DrainProgress:
     of: dict[DrainMoveState, list[DrainMove]] = {state: [] for state in DrainMoveState}
     for one in moves:
         of[one.state].append(one)
-    failed = [*of[DrainMoveState.FAILED], *of[DrainMoveState.STAYED]]
-    under_way = [*of[DrainMoveState.UNDER_WAY], *of[DrainMoveState.RETURNING]]
-    waiting = [*of[DrainMoveState.WAITING], *of[DrainMoveState.TO_RETURN]]
+    failed = of[DrainMoveState.FAILED]
     return replace(
         known,
         moved=tuple(one.instance_uuid for one in of[DrainMoveState.MOVED]),
         failed=tuple(DrainFailure(instance_uuid=one.instance_uuid, code=one.code, reason=one.reason) for one in failed),
-        under_way=tuple(one.instance_uuid for one in under_way),
-        not_begun=tuple(one.instance_uuid for one in waiting),
-        returned=tuple(one.instance_uuid for one in of[DrainMoveState.RETURNED]),
+        under_way=tuple(one.instance_uuid for one in of[DrainMoveState.UNDER_WAY]),
+        not_begun=tuple(one.instance_uuid for one in of[DrainMoveState.WAITING]),
         more=known.planned > len(moves),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 
 import msgspec
 from msgspec import Struct
@@ -51,20 +51,23 @@ class AuditPass(Struct, frozen=True):
     at_s: float
 
 
-async def read_facts(site: Site) -> AuditFacts:
-    """All facts of one pass. Requests under way are read before and after the rest: it is under way in between, too."""
+async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
+    """All facts of one pass. Requests under way are read before and after the rest: it is under way in between, too.
+
+    unread: cells that are not read; what may be theirs is not judged, as if it were under way.
+    """
     environment = site.environment("audit")
     scheduler, book = environment.database("scheduler", pool_size=1), environment.database("placement", pool_size=1)
     try:
         busy = await _busy(scheduler)
-        facts = await gather(site)
+        facts = await gather(site, unread=unread)
         async with book.raw() as connection:
             held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
             in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT)}
         zones = await _outside_zones(site, facts, scheduler, book)
-        busy |= await _busy(scheduler)
+        busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(
             facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
         )
@@ -73,12 +76,12 @@ async def read_facts(site: Site) -> AuditFacts:
         await book.close()
 
 
-async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
+async def watch(site: Site, *, every_s: float, unread: Collection[str] = ()) -> AsyncGenerator[AuditPass]:
     """One pass every `every_s` seconds, counted from the begin of the last; at once where a pass takes longer."""
     confirmed = Confirmed()
     while True:
         began_s = site.clock.monotonic()
-        found = findings(await read_facts(site))
+        found = findings(await read_facts(site, unread))
         now_s = site.clock.monotonic()
         new, gone = confirmed.apply(found, now_s)
         yield AuditPass(tuple(new), tuple(gone), confirmed, now_s)

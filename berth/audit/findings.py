@@ -196,9 +196,15 @@ def _proof_of_end(facts: Facts, consumer: str) -> str:
     """Why an orphaned allocation may be released: its instance was deleted by all records, and no host runs it.
 
     A consumer that no record knows has no proof: the records may have been set back to before its request. Neither has
-    one while a compute service sends no report.
+    one while a compute service sends no report, or a cell cannot be read.
     """
-    if facts.requests.get(consumer) != DELETED or facts.running is None or facts.down is None or facts.down:
+    if (
+        facts.requests.get(consumer) != DELETED
+        or facts.running is None
+        or facts.down is None
+        or facts.down
+        or facts.unread
+    ):
         return ""
     records = [one for one in facts.instances if one.instance_uuid == consumer]
     if any(one.state not in (DELETED, TOMBSTONE) for one in records):

@@ -70,7 +70,7 @@ LEFT JOIN resource_classes c ON c.id = coalesce(i.class_id, a.class_id)
 WHERE coalesce(i.used, 0) <> coalesce(a.amount, 0)
 """
 _REQUESTS = "SELECT instance_uuid::text, state FROM build_requests"
-_CELLS = "SELECT instance_uuid::text, cell FROM instance_cells"
+_CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT NULL"
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
@@ -94,12 +94,12 @@ FROM instances WHERE state IN ('{KEPT}', '{RESIZED}')
 """
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
-# A dispatch alone writes the instance map. The cell of a member that was not dispatched is that of an older allocation.
-_GANGS = """
-SELECT b.gang::text, max(b.gang_min), count(*), count(c.instance_uuid),
-       count(*) FILTER (WHERE c.instance_uuid IS NULL AND b.delete_requested), min(b.created_at)
-FROM build_requests b LEFT JOIN instance_cells c ON c.instance_uuid = b.instance_uuid
-WHERE b.gang IS NOT NULL GROUP BY b.gang
+# Whether a member was dispatched is in its timeline: the cell of one that was not may be that of an older allocation.
+_SENT = """timeline LIKE '%"what":"dispatched"%'"""
+_GANGS = f"""
+SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
+       count(*) FILTER (WHERE NOT {_SENT} AND delete_requested), min(created_at)
+FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"
 
@@ -115,9 +115,13 @@ async def gather(
     events: Sequence[BuildEvent] | None = None,
     changes: Sequence[Change] | None = None,
     connections: Sequence[tuple[str, str, bool]] | None = None,
+    unread: Collection[str] = (),
 ) -> Facts:
-    """Read everything. Facts that the caller received itself (events, changes) are passed through."""
-    site = await with_added_cells(site)
+    """Read everything. Facts that the caller received itself (events, changes) are passed through.
+
+    unread: cells that are not read (`unreadable`).
+    """
+    site = await with_added_cells(site, unread)
     environment = site.environment("check")
     book, scheduler = environment.database("placement", pool_size=2), environment.database("scheduler", pool_size=2)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=2) for cell in site.cells}
@@ -130,7 +134,12 @@ async def gather(
                 break
             facts = await _facts(site, book, scheduler, cells)
         return msgspec.structs.replace(
-            facts, accepted=accepted, events=events, changes=changes, connections=connections
+            facts,
+            accepted=accepted,
+            events=events,
+            changes=changes,
+            connections=connections,
+            unread=frozenset(unread),
         )
     finally:
         for database in (book, scheduler, *cells.values()):
@@ -170,17 +179,17 @@ async def _running(
     down = await _down(cells)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
-    reports, unreported = await _reports(site, wanted, {cell: await _deployment(cells[cell]) for cell in cells})
+    reports, unreported = await _reports(site, wanted, {cell: await deployment(cells[cell]) for cell in cells})
     down.update(unreported)
     return [fact for one in reports for fact in one.facts()], down
 
 
-async def rest(site: Site, *, timeout_s: float) -> bool:
+async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) -> bool:
     """Wait until nothing is under way: every request and instance settled, every outbox empty. False: time ran out.
 
-    Requests under way at a compute service that is down are not awaited.
+    Requests under way at a compute service that is down are not awaited. unread: cells that are not read.
     """
-    site = await with_added_cells(site)
+    site = await with_added_cells(site, unread)
     environment = site.environment("rest")
     scheduler = environment.database("scheduler", pool_size=1)
     cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
@@ -289,7 +298,8 @@ def _clock_time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
-async def _deployment(database: Database) -> str:
+async def deployment(database: Database) -> str:
+    """The identity of a cell's database."""
     return str((await _rows(database, _DEPLOYMENT))[0][0])
 
 
@@ -354,7 +364,7 @@ async def reported(
     for cell in sorted({cell for cell, _ in wanted}):
         database = site.environment("check").database(f"cell_{cell}", pool_size=1)
         try:
-            deployments[cell] = await _deployment(database)
+            deployments[cell] = await deployment(database)
         finally:
             await database.close()
     reports, _ = await _reports(site, wanted, deployments, also)

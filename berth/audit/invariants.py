@@ -15,7 +15,7 @@ from math import floor
 from msgspec import Struct
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change
+from bus.contracts.placement import Change, ProviderState
 
 MAX_EXAMPLES = 5
 
@@ -150,6 +150,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
     requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
     or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
+    unread: cells that could not be read; what may be theirs is not judged.
     """
 
     inventories: Sequence[InventoryFact]
@@ -170,6 +171,17 @@ class Facts(Struct, frozen=True, kw_only=True):
     down: Sequence[ServiceDownFact] | None = None
     moves: Sequence[MoveFact] | None = None
     gangs: Sequence[GangFact] | None = None
+    unread: AbstractSet[str] = frozenset()
+
+    def in_unread_cells(self) -> set[str]:
+        """Instances on record, and consumers of the book, that may be of a cell which could not be read."""
+        if not self.unread:
+            return set()
+        theirs = {uuid for uuid in self.requests if self.cells.get(uuid) in self.unread}
+        moves = self.moves or ()
+        migrations = {one.request_id for one in moves}
+        theirs |= {one.request_id for one in moves if one.instance_uuid in theirs}
+        return theirs | (self.allocations.keys() - self.requests.keys() - migrations)
 
 
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
@@ -235,7 +247,7 @@ def _silent_services(facts: Facts) -> Iterator[str]:
 def _open_moves(facts: Facts) -> Iterator[str]:
     """Requests at a compute service that is down wait for it."""
     silent = _down(facts)
-    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
+    down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent} | facts.in_unread_cells()
     for move in facts.moves or ():
         if not move.terminal and move.instance_uuid not in down:
             yield f"{move.instance_uuid}: {move.kind} {move.request_id} is still {move.state}"
@@ -283,6 +295,7 @@ def _terminal(facts: Facts) -> Iterator[str]:
             yield f"{uuid}: accepted, but no scheduler has it on record"
     silent = _down(facts)
     down = {i.instance_uuid for i in facts.instances if i.state not in AT_REST and (i.cell, i.service) in silent}
+    down |= facts.in_unread_cells()
     for uuid, state in facts.requests.items():
         if state not in settled and uuid not in down:
             yield f"{uuid}: still {state}"
@@ -366,7 +379,7 @@ def _held(facts: Facts, alive: Mapping[str, InstanceFact], unsettled: AbstractSe
             yield from _held_on(facts, source.migration, source.host_uuid, what)
     # A move under way has a consumer for its source as well: by the requests on record.
     under_way = {one.request_id for one in facts.moves or () if one.instance_uuid in unsettled}
-    allowed = holders(facts).keys() | unsettled | under_way
+    allowed = holders(facts).keys() | unsettled | under_way | facts.in_unread_cells()
     for uuid in facts.allocations:
         if uuid not in allowed:
             yield f"{uuid}: holds an allocation, but is no active instance"
@@ -397,9 +410,9 @@ def _running(
                 yield f"{uuid}: active, but no host runs it"
         elif machine.host_uuid != instance.host_uuid or machine.attempt != instance.attempt:
             yield f"{uuid}: runs on {machine.host_uuid} as attempt {machine.attempt}, not where its cell has it"
-    quarantined = {one.instance_uuid for one in facts.quarantine or ()}
+    explained = unsettled | {one.instance_uuid for one in facts.quarantine or ()} | facts.in_unread_cells()
     for uuid in places:
-        if uuid not in alive and uuid not in unsettled and uuid not in quarantined:
+        if uuid not in alive and uuid not in explained:
             yield f"{uuid}: runs, but is no active instance"
 
 
@@ -428,7 +441,8 @@ def _feed(facts: Facts) -> Iterator[str]:
 
 def _caused(facts: Facts) -> Iterator[str]:
     moves = {one.request_id for one in facts.moves or ()}
-    for consumer in sorted(facts.allocations.keys() - facts.requests.keys() - moves - holders(facts).keys()):
+    explained = facts.requests.keys() | moves | holders(facts).keys() | facts.in_unread_cells()
+    for consumer in sorted(facts.allocations.keys() - explained):
         yield f"{consumer}: holds an allocation that was not requested"
     for instance in facts.instances:
         if instance.state == TOMBSTONE:  # a delete that came before any build: it had no effect
@@ -451,22 +465,36 @@ def _upward(facts: Facts) -> Iterator[str]:
 def _generations(facts: Facts) -> Iterator[str]:
     last: dict[str, int] = {}
     used: dict[str, dict[str, int]] = {}  # by provider, of the classes that a change has named
+    states: dict[str, ProviderState] = {}
     for change in facts.changes or ():
         provider, known = change.provider, last.get(change.provider, -1)
         if change.removed:
             last.pop(provider, None)
             used.pop(provider, None)
+            states.pop(provider, None)
             continue
-        stays = change.generation == known and _is_freed(change, used.get(provider, {}))
-        if change.generation <= known and not stays:
+        may_stay = _is_freed(change, used.get(provider, {})) or _is_renamed(change.state, states.get(provider))
+        if change.generation < known or (change.generation == known and not may_stay):
             yield f"{provider}: generation {change.generation} after {known} (number {change.sequence})"
         last[provider] = change.generation
         used.setdefault(provider, {}).update(change.used or {})
+        if change.state is not None:
+            states[provider] = change.state
 
 
 def _is_freed(change: Change, before: Mapping[str, int]) -> bool:
     """Whether usage falls and nothing else: DELETE /allocations leaves the generation, as the real Placement's does."""
     return change.used is not None and all(amount <= before.get(name, amount) for name, amount in change.used.items())
+
+
+def _is_renamed(after: ProviderState | None, before: ProviderState | None) -> bool:
+    """Whether the amounts and the traits are as before: a new name of a provider or class, a new parent, and aggregates
+    below 1.19 leave the generation, as the real Placement's do.
+    """
+    if after is None or before is None:
+        return after is not None
+    amounts = [sorted(state.inventories.values()) for state in (before, after)]
+    return amounts[0] == amounts[1] and sorted(after.traits) == sorted(before.traits)
 
 
 _INVARIANTS = (

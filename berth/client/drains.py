@@ -35,7 +35,7 @@ async def start(bus: Bus, command: DrainStart) -> DrainProgress:
 
 
 async def command(bus: Bus, requested: DrainCommand) -> DrainProgress:
-    """Pause, resume, stop or undo it. Raises RequestTimeout, or RequestRefused (`drain.unknown`, ...)."""
+    """Pause, resume or stop it. Raises RequestTimeout, or RequestRefused (`drain.unknown`, ...)."""
     return (await bus.request(requested, DrainResult, timeout_s=ASK_TIMEOUT_S, cause=requested.drain)).drain
 
 

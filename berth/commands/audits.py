@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Annotated
@@ -15,9 +15,21 @@ from berth.audit.auditing import watch
 from berth.audit.findings import REPAIRABLE, AuditFinding
 from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
+from berth.audit.readable import unreadable
 from berth.audit.repairing import chosen, release_ended
 from berth.commands.book import GRACE_S, audited
-from berth.commands.common import AsJson, Exit, Stop, database_of, decided_by, err, out, print_json, print_json_line
+from berth.commands.common import (
+    AsJson,
+    Exit,
+    Stop,
+    database_of,
+    decided_by,
+    err,
+    explain,
+    out,
+    print_json,
+    print_json_line,
+)
 from berth.render import printable, render_verdicts
 from berth.settings import Settings
 from berth.site import Site
@@ -32,23 +44,47 @@ async def check(
     wait: Annotated[float, typer.Option(min=0, max=3600, help="Seconds to wait for rest first.")] = 30.0,
     as_json: AsJson = False,
 ) -> int:
-    """Judge the invariants of a running system from the outside. Exit status 1 when one is broken."""
+    """Judge the invariants of a running system from the outside. Exit status 1 when one is broken.
+
+    A cell whose bus or database cannot be read is named, and the rest is judged; the exit status is then 2 or 3.
+    """
     site = database_of(settings)
     try:
         async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
-            at_rest = await rest(site, timeout_s=wait)
-            verdicts = check_invariants(await gather(site))
+            unread = await _unread(site)
+            at_rest = await rest(site, timeout_s=wait, unread=unread)
+            verdicts = check_invariants(await gather(site, unread=unread))
     except TimeoutError as fault:
         raise Stop(Exit.UNAVAILABLE, "check.unanswered", "bus or database did not answer in time") from fault
     if as_json:
-        print_json({"at_rest": at_rest, "invariants": verdicts})
+        print_json({"at_rest": at_rest, "invariants": verdicts, "not_judged": _as_json(unread)})
     else:
         if not at_rest:
             err.print(
                 "[yellow]the system is not at rest; requests under way count as a breach[/yellow]", soft_wrap=True
             )
         render_verdicts(verdicts, out)
-    return 0 if all(verdict.holds for verdict in verdicts) else Exit.NO
+        _show_unread(unread)
+    return _status(unread) if all(verdict.holds for verdict in verdicts) else Exit.NO
+
+
+async def _unread(site: Site) -> dict[str, Stop]:
+    """{cell that cannot be read: why, in the words of a user}."""
+    why = {cell: (fault, explain(fault)) for cell, fault in (await unreadable(site)).items()}
+    return {cell: stop or Stop(Exit.NO, "fault", str(fault)) for cell, (fault, stop) in why.items()}
+
+
+def _show_unread(unread: Mapping[str, Stop]) -> None:
+    for cell, stop in unread.items():
+        err.print(Text(printable(f"not judged: {cell}: {stop} ({stop.code})")), soft_wrap=True)
+
+
+def _as_json(unread: Mapping[str, Stop]) -> dict[str, dict[str, str]]:
+    return {cell: {"code": stop.code, "reason": str(stop)} for cell, stop in unread.items()}
+
+
+def _status(unread: Mapping[str, Stop]) -> int:
+    return max((stop.status for stop in unread.values()), default=0)
 
 
 async def audit(
@@ -74,10 +110,13 @@ async def audit(
     Requests under way are not judged, and a finding counts when two passes in a row have it, so one run makes two. With
     --watch it ends by Ctrl-C. Nothing is changed without --repair, unless the setting `audit.orphaned` is `repair`:
     then --watch releases allocations of instances that are proved to be deleted. Things that are not of this deployment
-    are never changed. Exit status 1 when something is wrong.
+    are never changed. A cell whose bus or database cannot be read is named on standard error, and what may be its own
+    is not judged; the exit status is then 2 or 3. Exit status 1 when something is wrong.
     """
     here, passes = database_of(settings), 0
-    async with aclosing(watch(here, every_s=every)) as stream:
+    unread = await _unread(here)
+    _show_unread(unread)
+    async with aclosing(watch(here, every_s=every, unread=unread)) as stream:
         async for seen in stream:
             passes += 1
             for state, changed in (("found", seen.new), ("gone", seen.gone)):
@@ -93,7 +132,7 @@ async def audit(
             if passes >= 2 and not follow:
                 if not seen.confirmed.found and not as_json:
                     out.print("nothing is wrong")
-                return Exit.NO if seen.confirmed.found else 0
+                return Exit.NO if seen.confirmed.found else _status(unread)
     return 0
 
 

@@ -42,7 +42,7 @@ from bus.faults import (
 from bus.owner import BusOwnedByAnother
 from bus.port import BusError, BusForbidden, BusUnavailable, PublishRefused, Unroutable
 from bus.rabbitmq import BrokerUntrusted
-from bus.service.environment import NotConfigured
+from bus.service.environment import CellAddressInvalid, NotConfigured
 from bus.service.settings import SettingsError
 from bus.service.telemetry import configure_logging
 from bus.service.watchdog import watchdog_of_this_process, watched_loop
@@ -215,6 +215,7 @@ _MEANINGS: tuple[tuple[type[BaseException], int, str], ...] = (
     (DatabaseUnprepared, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Forbidden, Exit.USAGE, "{}"),
     (NotConfigured, Exit.USAGE, "{}"),
+    (CellAddressInvalid, Exit.USAGE, "{}"),
     (DatabaseUnavailable, Exit.UNAVAILABLE, "the database is out of reach: {}"),
     (asyncpg.UndefinedTableError, Exit.UNAVAILABLE, "no worker has prepared this database yet: {}"),
     (Transient, Exit.UNAVAILABLE, "{}"),

@@ -38,7 +38,6 @@ from bus.contracts.drains import (
     MAX_DEADLINE_S,
     DrainAction,
     DrainCommand,
-    DrainMoveState,
     DrainPlan,
     DrainProgress,
     DrainQuery,
@@ -191,22 +190,6 @@ async def stop(settings: Settings, drain_id: Id, *, options: ToDrain) -> int:
     return await _command(settings, drain_id, DrainAction.STOP, options)
 
 
-@drains.command()
-async def undo(
-    settings: Settings,
-    drain_id: Id,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end.")] = False,
-    timeout_s: Timeout = 3600.0,
-    *,
-    options: ToDrain,
-) -> int:
-    """Move the moved instances back; again, try those that have stayed.
-
-    The decisions about its hosts from before are restored at once.
-    """
-    return await _command(settings, drain_id, DrainAction.UNDO, options, follow_s=timeout_s if wait else None)
-
-
 async def _command(
     settings: Settings,
     drain_id: str,
@@ -214,15 +197,12 @@ async def _command(
     options: ToDrain,
     *,
     deadline_s: float | None = None,
-    follow_s: float | None = None,
 ) -> int:
     check_reason(options.reason)
     ident, who = parse_uuid(drain_id), decided_by(options.by)
     command = DrainCommand(drain=ident, action=action, by=who, reason=options.reason, deadline_s=deadline_s)
     async with client(settings) as berth:
         found = await client_drains.command(berth.bus, command)
-        if follow_s is not None:
-            return _ended(await _follow(berth, ident, follow_s, who, options.as_json), options.as_json)
     _show(found, options.as_json)
     return 0
 
@@ -258,8 +238,7 @@ def _ended(seen: DrainProgress, as_json: bool) -> int:
         raise Stop(Exit.TIME, "drain.under_way", f"it continues; see berth drains show {seen.id}")
     if left:
         if not as_json:
-            verb = "undo" if DrainMoveState.TO_RETURN in seen.counts else "resume"  # an undo that was stopped
-            reason = f"{counted(left, 'instance')} not moved; see berth drains {verb} {seen.id}"
+            reason = f"{counted(left, 'instance')} not moved; see berth drains resume {seen.id}"
             raise Stop(Exit.TIME, seen.code, reason)
         return Exit.TIME
     return Exit.NO if seen.failed else 0

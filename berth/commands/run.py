@@ -5,6 +5,7 @@ A worker imports itself and nothing of the others: a conductor does not wait for
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Callable
 from enum import StrEnum
@@ -151,7 +152,9 @@ def _listen(requested: tuple[str, int] | None, settings: Settings) -> tuple[str,
         socket.create_server(where, family=_family(where[0])).close()
     except OSError as fault:
         reason = fault.strerror or str(fault)
-        raise Stop(Exit.USAGE, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
+        # Another process may be about to end: a supervisor starts this one again.
+        status = Exit.UNAVAILABLE if fault.errno == errno.EADDRINUSE else Exit.USAGE
+        raise Stop(status, "http.address", f"cannot listen at {where[0]}:{where[1]}: {reason}") from fault
     return where
 
 

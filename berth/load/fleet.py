@@ -8,7 +8,6 @@ model. Every distinct request is a flavor; one for several GPUs requests a group
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,34 +111,3 @@ def settings_like(hosts: Counter[HostKind], requests: Sequence[TraceRow]) -> Set
         ),
         scheduler=SchedulerConfig(default_flavors=(), flavors={one.flavor: flavor_of(one) for one in requested}),
     )
-
-
-def demand(requests: Sequence[TraceRow], *, deletes: bool = True) -> list[tuple[float, float, float, float]]:
-    """(seconds from the first arrival, cores, MiB, GPUs) that are requested from each arrival or deletion on."""
-    first, last = requests[0].created_s, requests[-1].created_s
-    steps: list[tuple[float, int, TraceRequest]] = []
-    for one in requests:
-        steps.append((one.created_s - first, 1, one.requested))
-        if deletes and one.ends_by(last):
-            steps.append((one.created_s - first + one.lifetime_s, -1, one.requested))
-    steps.sort(key=lambda step: (step[0], step[1]))
-    sums = [0, 0, 0]
-    found = []
-    for at, sign, requested in steps:
-        for place, part in enumerate((requested.cpu_milli, requested.memory_mib, requested.gpus * requested.gpu_milli)):
-            sums[place] += sign * part
-        found.append((at, sums[0] / 1000, float(sums[1]), sums[2] / WHOLE_GPU))
-    return found
-
-
-def mean_in(demanded: Sequence[tuple[float, float, float, float]], low: float, high: float, part: int) -> float:
-    """The mean over a time of one part of a demand (1 cores, 2 MiB, 3 GPUs)."""
-    total, before, value = 0.0, low, 0.0
-    for step in demanded:
-        if step[0] >= high:
-            break
-        if step[0] > before:
-            total += value * (step[0] - before)
-            before = step[0]
-        value = step[part]
-    return (total + value * (high - before)) / max(high - low, math.ulp(1.0))

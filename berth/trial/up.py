@@ -86,7 +86,7 @@ def kept_in(site: Site) -> Path:
 
 DATABASE_NAME = "postgres"
 FIRST_PLACEMENT = "placement1"
-OTHER_SCHEMAS = frozenset(f"database.{one}_schema" for one in ("other", "old", "newer", "foreign"))
+OTHER_SCHEMAS = frozenset(f"database.{one}_schema" for one in ("other", "newer", "foreign"))
 
 
 @contextlib.asynccontextmanager

@@ -386,7 +386,7 @@ class Drains:
         return found[0]
 
     async def command(self, ident: str, action: DrainAction, body: DrainCommandBody, by: str) -> DrainProgress:
-        """Pause, resume, stop or undo it. Raises Problem 404."""
+        """Pause, resume or stop it. Raises Problem 404."""
         await self.get(ident)
         command = DrainCommand(drain=ident, action=action, by=by, reason=body.reason, deadline_s=body.deadline_s)
         return await client_drains.command(self._bus, command)
@@ -446,11 +446,6 @@ class WebDrains(Handlers):
     async def resume_drain(self, request: Request) -> object:
         """Go on, also with one that has ended: what has failed is tried again. For operators."""
         return await self._command(request, DrainAction.RESUME)
-
-    @route("POST", "/drains/{uuid}/undo", role=WebRole.OPERATOR)
-    async def undo_drain(self, request: Request) -> object:
-        """Move back what it has moved; its hosts are at once what they were before. For operators."""
-        return await self._command(request, DrainAction.UNDO)
 
     async def _plan(self, request: Request, name: str, target: str | None) -> DrainPlan:
         kind = request.query_params.get("kind", "live-migrate")

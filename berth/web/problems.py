@@ -30,7 +30,6 @@ _STATUS = {
     "drain.stuck": 409,
     "drain.overlap": 409,
     "drain.ended": 409,
-    "drain.undone": 409,
     "drain.stopping": 409,
     "drain.too_many": 429,
     "aggregate.zone_conflict": 409,

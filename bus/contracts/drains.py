@@ -35,12 +35,11 @@ class DrainTarget(StrEnum):
 
 
 class DrainState(StrEnum):
-    """How far a drain has come. Only a running one begins moves, and an undoing one those back."""
+    """How far a drain has come. Only a running one begins moves."""
 
     RUNNING = "running"
     PAUSED = "paused"
     STOPPING = "stopping"  # begins no further moves, and ends with those under way
-    UNDOING = "undoing"
     ENDED = "ended"
 
 
@@ -50,8 +49,6 @@ class DrainAction(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"  # also of one that has ended: what failed is tried again
     STOP = "stop"
-    # Moved instances go back, and the decisions about its hosts from before are restored. Again: what stayed is tried.
-    UNDO = "undo"
 
 
 class DrainMoveState(StrEnum):
@@ -62,10 +59,6 @@ class DrainMoveState(StrEnum):
     MOVED = "moved"
     FAILED = "failed"
     LEFT = "left"  # no concern of the drain any more: deleted, moved by another request, or its host has left the drain
-    TO_RETURN = "to-return"
-    RETURNING = "returning"
-    RETURNED = "returned"
-    STAYED = "stayed"  # it could not go back, and stays where the drain has moved it
 
 
 class DrainQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="hosts.drain.query.v1"):
@@ -131,7 +124,7 @@ class DrainStart(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
 
 
 class DrainCommand(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="drain.command.v1"):
-    """Pause, resume, stop or undo a drain. Idempotent by the message's id, and by its content.
+    """Pause, resume or stop a drain. Idempotent by the message's id, and by its content.
 
     deadline_s: of a resumed one, from now on; without it a resumed drain that had one has none.
     """
@@ -147,8 +140,7 @@ class DrainRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     """A drain as it is on record: the body of an object of kind `drain`, whose name is the drain's id.
 
     started_at, deadline_at: seconds since the epoch. code: why it has ended (`drain.done`, `drain.left`: something
-    could not move, `drain.deadline`, `drain.stopped`, `drain.undone`). hosts: how many it has disabled.
-    is_undone: it was undone, and is not resumed.
+    could not move, `drain.deadline`, `drain.stopped`). hosts: how many it has disabled.
     """
 
     name: Label
@@ -163,11 +155,10 @@ class DrainRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     started_at: float = 0.0
     deadline_at: float | None = None
     hosts: Count = 0
-    is_undone: bool = False
 
 
 class DrainFailure(Struct, frozen=True, kw_only=True):
-    """An instance that could not move, or not go back."""
+    """An instance that could not move."""
 
     instance_uuid: Uuid
     code: str
@@ -177,8 +168,8 @@ class DrainFailure(Struct, frozen=True, kw_only=True):
 class DrainProgress(Struct, frozen=True, kw_only=True):
     """The progress of a drain. host: the target's name. planned: its instances.
 
-    counts: {state of an instance: how many}. moved, failed, under_way, not_begun, returned: which, where one drain was
-    asked for; at most MAX_PLANNED. more: there are further ones.
+    counts: {state of an instance: how many}. moved, failed, under_way, not_begun: which, where one drain was asked for;
+    at most MAX_PLANNED. more: there are further ones.
     """
 
     id: Uuid
@@ -200,7 +191,6 @@ class DrainProgress(Struct, frozen=True, kw_only=True):
     failed: tuple[DrainFailure, ...] = ()
     under_way: tuple[Uuid, ...] = ()
     not_begun: tuple[Uuid, ...] = ()
-    returned: tuple[Uuid, ...] = ()
     more: bool = False
 
 

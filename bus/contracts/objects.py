@@ -129,16 +129,13 @@ class SchedulingRules(Struct, frozen=True, kw_only=True, omit_defaults=True, for
 class HostDecision(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """An operator's decision about a host. The object's name is the host's uuid; host: its name at that time.
 
-    drain: the drain that it belongs to. before, reason_before: its state before the drain began, which is restored when
-    that is undone.
+    drain: the drain that it belongs to.
     """
 
     host: Label
     state: AdminState
     reason: Reason = ""
     drain: Uuid | None = None
-    before: AdminState | None = None
-    reason_before: Reason = ""
 
 
 class FenceRecord(Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

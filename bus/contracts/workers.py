@@ -12,6 +12,9 @@ from .base import Count, Label, Message, Word
 Phrase = Annotated[str, Bound(max_length=255)]
 
 
+STOPPED = "stopped"  # the phase in a worker's last heartbeat: it has drained, and no other follows
+
+
 class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat.v1"):
     """A worker's heartbeat: published every `every_s` seconds on its own bus, and lost without harm.
 

@@ -1,7 +1,6 @@
 """Signing in to Keystone: a token for every request, requested once, and again when it is refused or expires.
 
-By httpx alone, as placement's Keystone part: the two requests that this takes need no library of their own, and nothing
-here blocks the event loop.
+By httpx alone: the one request that this takes needs no library of its own, and nothing here blocks the event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.faults import Fault, Transient
-from bus.service.settings import Secret, SettingsError
+from bus.openstack.login import KeystoneLogin
+from bus.service.settings import SettingsError
 
 TOKEN = "X-Auth-Token"
 SUBJECT = "X-Subject-Token"
@@ -40,29 +40,6 @@ class SignInRefused(Fault):
     code = "keystone.refused"
 
 
-class KeystoneLogin(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Credentials for Keystone: a user of a project with a password, or an application credential."""
-
-    auth_url: str = ""
-    """Keystone's address, with or without /v3. Empty: no Keystone."""
-    username: str = ""
-    """The user; also of an application credential that is given by name."""
-    password: Secret = ""
-    """The user's password."""
-    project_name: str = "service"
-    """The user's project."""
-    user_domain_name: str = "Default"
-    """The domain of the user."""
-    project_domain_name: str = "Default"
-    """The domain of the project."""
-    application_credential_id: str = ""
-    """An application credential by its id, instead of user and password."""
-    application_credential_name: str = ""
-    """An application credential by its name and its user."""
-    application_credential_secret: Secret = ""
-    """The application credential's secret."""
-
-
 class _Token(Struct, frozen=True):
     expires_at: str = ""
 
@@ -72,7 +49,7 @@ class _Answer(Struct, frozen=True):
 
 
 class KeystoneAuth(httpx.Auth):
-    """Gives each request of a client our token."""
+    """Gives each request of a client our token. url: Keystone's resource of tokens."""
 
     def __init__(
         self,
@@ -85,7 +62,7 @@ class KeystoneAuth(httpx.Auth):
     ) -> None:
         """setting: the name of the login in the settings, for the error's code. Raises SettingsError."""
         self._body = _identity(login, setting)
-        self._url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
+        self.url = login.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
         self._clock = clock
         self._client = httpx.AsyncClient(timeout=timeout_s, verify=verify, trust_env=False)
         self._token = ""
@@ -115,9 +92,9 @@ class KeystoneAuth(httpx.Auth):
         async with self._signing_in:
             if self._token == stale:
                 try:
-                    answer = await self._client.post(self._url, json=self._body)
+                    answer = await self._client.post(self.url, json=self._body)
                 except (httpx.HTTPError, httpx.InvalidURL) as error:  # the caller would take it for Ironic's
-                    text = f"Keystone at {self._url}: {type(error).__name__}: {error}"
+                    text = f"Keystone at {self.url}: {type(error).__name__}: {error}"
                     raise SignInUnavailable(text) from error
                 self._token, self._renew_at = self._parse_token(answer)
             return self._token
@@ -139,7 +116,7 @@ class KeystoneAuth(httpx.Auth):
 
 def _identity(login: KeystoneLogin, setting: str) -> dict[str, Any]:
     """The body that Keystone wants (Identity API v3). Raises SettingsError."""
-    user = {"name": login.username, "domain": {"name": login.user_domain_name}}
+    user = {"name": login.username, "domain": _domain(login.user_domain_id, login.user_domain_name)}
     if login.application_credential_id or login.application_credential_name:
         named: dict[str, Any] = {"id": login.application_credential_id}
         if not login.application_credential_id:
@@ -150,6 +127,11 @@ def _identity(login: KeystoneLogin, setting: str) -> dict[str, Any]:
         return {"auth": {"identity": {"methods": ["application_credential"], "application_credential": secret}}}
     if not login.username:
         raise SettingsError(setting, "a username or an application credential is needed")
-    scope = {"project": {"name": login.project_name, "domain": {"name": login.project_domain_name}}}
+    domain = _domain(login.project_domain_id, login.project_domain_name)
+    scope = {"project": {"name": login.project_name, "domain": domain}}
     password = {"user": {**user, "password": login.password}}
     return {"auth": {"identity": {"methods": ["password"], "password": password}, "scope": scope}}
+
+
+def _domain(by_id: str, by_name: str) -> dict[str, str]:
+    return {"id": by_id} if by_id else {"name": by_name}

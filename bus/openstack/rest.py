@@ -14,7 +14,8 @@ import httpx
 import msgspec
 
 from bus.clock import Clock
-from bus.openstack.keystone import KeystoneAuth, KeystoneLogin
+from bus.openstack.keystone import KeystoneAuth
+from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 
 IRONIC_VERSION = "X-OpenStack-Ironic-API-Version"

@@ -1,8 +1,8 @@
 """Runs Alembic for all workers: a package with `versions/`, one schema, and the tables of its revisions in that schema.
 
-A worker's `store/schema.sql` is its whole schema at the newest revision. A migration that only adds states
-`compatible_from`, the oldest revision whose code may run on the schema that it leaves; without that, older code is
-refused.
+A worker's `store/tables.py` has its tables at the newest revision; its functions are in files of SQL beside the
+migrations. A migration that only adds states `compatible_from`, the oldest revision whose code may run on what it
+leaves; without that, older code is refused.
 """
 
 from __future__ import annotations
@@ -98,10 +98,9 @@ def _unknown_revision(schema: str, found: Revisions, known: Sequence[str]) -> Un
             code="database.newer_schema",
         )
     return UnsupportedSchema(
-        f"schema {schema} is at revision {found.applied}, from before berth 0.1.0, and cannot be upgraded; it is left "
-        "as it was. Name an empty database or schema; the berth that made it can export the book (berth placement "
-        "export)",
-        code="database.old_schema",
+        f"schema {schema} is at revision {found.applied}, which no version of berth has; it is left as it was. Name an "
+        "empty database or schema, or run the state of berth that made it",
+        code="database.other_schema",
     )
 
 

@@ -9,13 +9,13 @@ adds leaves the second as it is, so that workers of two versions run side by sid
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
+from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, MetaData, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
@@ -25,11 +25,8 @@ APPLIED = "schema_revision"  # the table with the newest revision that was appli
 OLDEST = "alembic_version"
 REVISION_TABLES = (APPLIED, OLDEST)
 
-SCHEMA = "schema.sql"  # beside a package of migrations: the whole schema at head
 NUMBERED = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 had other names
 
-TABLE = re.compile(r"^CREATE (?:UNLOGGED )?TABLE (\w+) \((.*?)^\)", re.MULTILINE | re.DOTALL)
-COLUMN = re.compile(r"^    ([a-z_]\w*) ", re.MULTILINE)  # constraints begin with a capital
 # The last one: whether no row can be inserted without a value for it.
 COLUMNS = """
 SELECT c.relname, a.attname, a.attnotnull AND NOT a.atthasdef AND a.attidentity = ''
@@ -38,9 +35,7 @@ WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p') AND 
 """
 PRESENT = "SELECT to_regclass(:applied) IS NOT NULL, to_regclass(:oldest) IS NOT NULL"
 
-
 MAX_NAMED = 5
-MAX_READ = 16  # schemas whose columns are kept in memory
 
 
 class MigrationsMissing(LookupError):
@@ -118,29 +113,26 @@ async def _check_columns(connection: AsyncConnection, package: str, schema: str,
     Before a release a revision was changed in place, so a schema that an earlier state made may have the name of head.
     Of a later revision, columns are accepted that an insert without them leaves empty or fills.
     """
-    above = package.rpartition(".")[0]
-    if not above or not (written := files(above).joinpath(SCHEMA)).is_file():
-        return  # migrations alone: nothing to compare with
-    expected = columns_of(written.read_text(encoding="utf-8"))
     found: dict[str, set[str]] = {}
     accepted: dict[str, set[str]] = {}
     for table, column, is_needed in await connection.execute(text(COLUMNS), {"schema": f'"{schema}"'}):
         found.setdefault(table, set()).add(column)
         if not is_at_head and not is_needed:
             accepted.setdefault(table, set()).add(column)
-    for table, columns in expected.items():
-        extra = found.get(table, set()) - columns - accepted.get(table, set())
-        if differing := sorted((columns - found.get(table, set())) | extra):
+    for table in tables_of(package).tables.values():
+        expected, there = set(table.columns.keys()), found.get(table.name, set())
+        if differing := sorted((expected - there) | (there - expected - accepted.get(table.name, set()))):
             at = f"is {'at' if is_at_head else 'later than'} revision {known_revisions(package)[-1]}"
             raise UnsupportedSchema(
-                f"schema {schema} {at} and does not have its tables (of {table} these columns differ: "
+                f"schema {schema} {at} and does not have its tables (of {table.name} these columns differ: "
                 f"{', '.join(differing[:MAX_NAMED])}): another state of berth made it. It is left as it was; name an "
                 "empty database or schema, or run the version that made it",
                 code="database.other_schema",
             )
 
 
-@lru_cache(maxsize=MAX_READ)
-def columns_of(statements: str) -> Mapping[str, frozenset[str]]:
-    """{table: its columns} of a file of SQL statements, as this project writes them."""
-    return {name: frozenset(COLUMN.findall(body)) for name, body in TABLE.findall(statements)}
+def tables_of(package: str) -> MetaData:
+    """The tables that a package of migrations leads to."""
+    metadata = import_module(package).METADATA
+    assert isinstance(metadata, MetaData)
+    return metadata

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,11 +19,9 @@ from aiormq.exceptions import (
     ConnectionClosed,
     ConnectionNotAllowed,
     DeliveryError,
-    InvalidFrameError,
     ProbableAuthenticationError,
     PublishError,
 )
-from pamqp.commands import Connection
 
 from bus.port import (
     BusError,
@@ -76,8 +73,6 @@ def port_error(error: BaseException, about: str = "") -> BusError:
     if isinstance(error.__cause__, ssl.SSLCertVerificationError):
         return BrokerUntrusted(f"its certificate is refused: {error.__cause__.verify_message}")
     text = _text(error)
-    if isinstance(error, InvalidFrameError):
-        return _refused_connection(error, text)
     if isinstance(error, PublishError):
         return Unroutable(text)
     if isinstance(error, DeliveryError):
@@ -111,21 +106,6 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
     if isinstance(error, ChannelPreconditionFailed):
         return QueueDiffers(text)
     return BusError(text)
-
-
-def _refused_connection(error: InvalidFrameError, text: str) -> BusError:
-    """Why the broker closed a connection that was being opened.
-
-    aiormq 7.2 reports only "expected OpenOk" and drops the Close frame with its code and text; it is still a local
-    variable of the frame that raised. When it is not found, the broker counts as unavailable, and the connection is
-    retried.
-    """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        close = frame.f_locals.get("frame")
-        if isinstance(close, Connection.Close):
-            kind = BusForbidden if close.reply_code == NOT_ALLOWED else BusUnavailable
-            return kind(close.reply_text)
-    return BusUnavailable(text)
 
 
 def _text(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import aio_pika
 import structlog
-from aiormq import Channel, spec
+from aiormq import Channel
 from aiormq.abc import AbstractChannel, AbstractConnection
 from msgspec import structs
 
@@ -19,6 +19,7 @@ from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing
 from bus.rabbitmq.address import BrokerAddress
 from bus.rabbitmq.confirms import PublishChannel
 from bus.rabbitmq.errors import translated
+from bus.rabbitmq.patches import listen_for_alarms
 from bus.server_url import Endpoint
 from bus.topology import (
     MARK_OF,
@@ -59,7 +60,7 @@ class Session:
         self._pika = connection
         self._connection: AbstractConnection = connection.transport.connection
         self._connection.closing.add_done_callback(lambda _: self.lost.set())
-        self._listen_for_alarms(self._connection)
+        listen_for_alarms(self._connection, self._alarmed)
         self._channels: dict[str, AbstractChannel] = {}
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
@@ -95,21 +96,9 @@ class Session:
                 raise
         return cls(pika, names)
 
-    def _listen_for_alarms(self, connection: AbstractConnection) -> None:
-        """aiormq only logs connection.blocked: its two handlers are replaced on this connection."""
-
-        async def blocked(frame: spec.Connection.Blocked) -> None:
-            self.blocked = frame.reason or "no reason given"
-            self.on_blocked()
-
-        async def unblocked(_: spec.Connection.Unblocked) -> None:
-            self.blocked = ""
-            self.on_blocked()
-
-        for name, handler in (("blocked", blocked), ("unblocked", unblocked)):
-            private = f"_Connection__handle_connection_{name}"
-            assert hasattr(connection, private), private
-            setattr(connection, private, handler)
+    def _alarmed(self, reason: str) -> None:
+        self.blocked = reason
+        self.on_blocked()
 
     async def close(self) -> None:
         """Close, and never wait long for a broker that does not answer."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -14,12 +13,12 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 
 from bus import metrics
 from bus.clock import SystemClock
-from bus.contracts.catalogue import QueueKind, QueueRow
+from bus.contracts.catalogue import QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
-from bus.rabbitmq.receiving import hand_over_at_once
+from bus.rabbitmq.patches import hand_over_at_once, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there
 from bus.retrying import RECONNECT, SET_UP, Backoff, Retrying
 from bus.topology import MARK, QueueNames, QueuePlan, foreign_plan, plan, reply_plan
@@ -33,17 +32,6 @@ log = structlog.get_logger("bus.rabbitmq")
 DIRECT_REPLY = "amq.rabbitmq.reply-to."
 
 T = TypeVar("T")
-
-# The queues that stood beside each durable queue before a bus had one set
-# (docs/decisions/0016-one-set-of-delays-a-bus.md): its dead letters. Its retry queues empty themselves.
-FORMER_DEAD = ".dead"
-
-
-async def _log_what_is_left(session: Session, name: str) -> None:
-    """Log the queues that an older berth has left beside a queue, so that no letter is forgotten there."""
-    left = await session.count(name + FORMER_DEAD)
-    if left is not None:
-        log.warning("bus.former_queue", queue=name + FORMER_DEAD, messages=left, see="docs/operate/deploy.md")
 
 
 class RabbitSubscription:
@@ -169,9 +157,10 @@ class RabbitSubscription:
 
 class RabbitTransport:
     """One connection to one virtual host of RabbitMQ: to one of the nodes that the URL names, and to another when it
-    is lost. Raises BadBusUrl."""
+    is lost. Raises BadBusUrl, UnknownLibrary."""
 
     def __init__(self, url: str, *, name: str, prefix: str = "", connection_name: str = "") -> None:
+        install()
         self.name = name
         self._address = parse_bus_url(url)
         self._names = QueueNames(prefix)
@@ -262,8 +251,6 @@ class RabbitTransport:
     async def declare_queue(self, row: QueueRow, name: str, bindings: Sequence[tuple[str, str]]) -> None:
         """Declare a queue. Raises QueueLocked."""
         await self._declare(plan(row, name, bindings))
-        if row.kind is QueueKind.DURABLE:
-            await self._lasting(partial(_log_what_is_left, name=self._names.queue(name)))
 
     async def declare_reply_queue(self, name: str) -> None:
         """Declare a private queue for replies."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from contextlib import suppress
 from importlib import metadata
 
 from bus.bus import Bus
-from bus.contracts.workers import WorkerHeartbeat
+from bus.contracts.workers import STOPPED, WorkerHeartbeat
 from bus.port import BusError
 from bus.service.environment import Environment
 from bus.service.service import Service
@@ -21,7 +22,9 @@ MAX_TEXT = 255
 def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
     """Have a service publish a heartbeat on this bus every `env.heartbeat_s` seconds; where that is None, never."""
     if env.heartbeat_s is not None:
-        service.add_task("presence", Presence(service, bus, role=role, every_s=env.heartbeat_s).run)
+        presence = Presence(service, bus, role=role, every_s=env.heartbeat_s)
+        service.add_task("presence", presence.run)
+        service.add_drain(lambda _: presence.leave())
 
 
 class Presence:
@@ -35,16 +38,34 @@ class Presence:
         self._started_at = bus.clock.time()
         self._version = metadata.version("berth")[:MAX_TEXT]
         self._host = socket.gethostname()[:MAX_TEXT]
+        self._left = False
 
     async def run(self) -> None:
-        """Publish it at once, and then at intervals, until cancelled."""
-        while True:
-            with suppress(BusError):  # lost without harm: the next one follows
-                await self._bus.publish(self.heartbeat())
-            await self._bus.clock.sleep(self._every_s)
+        """Publish it at once, when the worker is ready, and at intervals, until it has left or is cancelled."""
+        while not self._left:
+            await self._publish(self._service.phase)
+            await self._pause()
 
-    def heartbeat(self) -> WorkerHeartbeat:
-        """The worker's present activity."""
+    async def leave(self) -> None:
+        """Publish the last one."""
+        self._left = True
+        await self._publish(STOPPED)
+
+    async def _publish(self, phase: str) -> None:
+        with suppress(BusError):  # lost without harm: the next one follows, or the worker counts as silent
+            await self._bus.publish(self._heartbeat(phase))
+
+    async def _pause(self) -> None:
+        waiting: list[asyncio.Task[object]] = [asyncio.create_task(self._bus.clock.sleep(self._every_s))]
+        if not self._service.ready.is_set():
+            waiting.append(asyncio.create_task(self._service.ready.wait()))
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waiting:
+                one.cancel()
+
+    def _heartbeat(self, phase: str) -> WorkerHeartbeat:
         in_hand = {queue[:MAX_TEXT]: count for queue, count in list(self._service.in_hand().items())[:MAX_QUEUES]}
         return WorkerHeartbeat(
             role=self._role,
@@ -53,7 +74,7 @@ class Presence:
             pid=os.getpid(),
             version=self._version,
             started_at=self._started_at,
-            phase=self._service.phase,
+            phase=phase,
             not_ready=tuple(reason[:MAX_TEXT] for reason in self._service.not_ready()[:MAX_NOT_READY]),
             in_hand=in_hand,
             every_s=self._every_s,

@@ -89,7 +89,8 @@ def describe_fields(kind: type[Struct]) -> Mapping[str, str]:
     """
     (struct,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(struct, ast.ClassDef)
-    found = {}
+    above = kind.__mro__[1]
+    found = {} if above is Struct else dict(describe_fields(above))
     for field, below in zip(struct.body, struct.body[1:], strict=False):
         match field, below:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

@@ -1,15 +1,15 @@
 """Logs that a machine can read, one JSON object a line, each with its process and role.
 
 A line about a build carries `cause` (and `instance` where it is known): `log.info("claimed", cause=meta.cause)`.
-Inside `about(...)` every line carries them by itself. Where its trace is sampled, it carries `trace_id` too.
+Where its trace is sampled, it carries `trace_id` too.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO, cast
 
 import msgspec
@@ -110,13 +110,6 @@ class LossyLog:
         """Flush; what cannot be written stays in the stream's buffer, or is lost."""
         with suppress(OSError, ValueError):
             self._stream.flush()
-
-
-@contextmanager
-def about(**values: str) -> Iterator[None]:
-    """Every line inside carries these values (`cause`, `instance`)."""
-    with structlog.contextvars.bound_contextvars(**values):
-        yield
 
 
 def _add_trace(_logger: Any, _method: str, event: Any) -> Any:

@@ -17,6 +17,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
+from .desires import DESIRES
 from .events import (
     BuildRequested,
     Claimed,
@@ -51,7 +52,7 @@ def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
     """
     if isinstance(event, BuildRequested) and not event.is_query:
         return event.found is None and rules.is_doubted_request(event, set_back_at)
-    is_new = instance.state in (State.ABSENT, State.TOMBSTONE)
+    is_new = instance.spec is None
     return isinstance(event, DeleteRequested) and bool(set_back_at) and is_new and event.found is None
 
 
@@ -93,7 +94,7 @@ def why_not_adoptable(instance: Instance | None) -> str:
         return "the cell has no record of it"
     if instance.machine_exists:
         return "its build was refused, because the machine may be another project's"
-    if instance.state not in (State.ACTIVE, State.FAILED) or instance.move is not None:
+    if not DESIRES[instance.state].takes_machine or instance.move is not None:
         return f"it is {instance.state}: only what is active elsewhere by its record, or failed, takes a machine over"
     return ""
 

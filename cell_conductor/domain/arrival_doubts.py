@@ -17,6 +17,7 @@ from bus.contracts.moves import MoveKind
 
 from . import rules
 from .adopt_rules import MAX_SELECTIONS, taken_of
+from .desires import DESIRES, Wish
 from .events import MachineFound, MoveRequested, Reverted, TimedOut
 from .instance import Instance, State
 from .move_doubts import ask_both
@@ -28,9 +29,6 @@ from .undo_rules import return_to_source
 FORCED = "move.forced"
 # The longest pause between two searches for an instance that is held: when the services have answered, it goes on then.
 MAX_SEARCH_PAUSE_S = 60.0
-# The allocation is claimed, released or reverted in these: the instance may be built, given back or started next.
-_SEARCHED = frozenset({State.CLAIMING, State.VACATING})
-_UNDER_WAY = frozenset({State.CLAIMING, State.PREPARING, State.FINISHING, State.UNDOING, State.VACATING})
 
 
 def is_unsure(instance: Instance, context: StepContext) -> bool:
@@ -47,7 +45,8 @@ def is_searched_for(instance: Instance) -> bool:
     if not instance.doubted or move is None:
         return False
     is_back = instance.state is State.REVERTING and move.to_cell is not None
-    return is_back or (move.kept is not None and instance.state in _SEARCHED)
+    # Nothing of it is here: it may be built, or given back, next.
+    return is_back or (move.kept is not None and DESIRES[instance.state].here is Wish.NONE)
 
 
 def is_taken_back(instance: Instance) -> bool:
@@ -147,7 +146,7 @@ def force_back(instance: Instance, event: MoveRequested, context: StepContext) -
     is_meant = event.request.kind is MoveKind.REVERT and event.request.force and not event.is_query
     if is_meant and is_taken_back(instance):
         return _start_here(instance, event, context)
-    if not is_meant or instance.state not in _UNDER_WAY or not is_unsure(instance, context):
+    if not is_meant or instance.state is State.RESIZED or not is_unsure(instance, context):
         return None
     move = move_of(instance)
     if event.request.migration not in (None, move.request_id) or move.by:

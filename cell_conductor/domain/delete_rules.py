@@ -13,6 +13,7 @@ from bus.contracts.moves import (
 )
 
 from . import rules, steps
+from .desires import DESIRES, OVER, Ask
 from .events import (
     BuildRequested,
     DeleteRequested,
@@ -41,11 +42,6 @@ from .move_steps import (
     source_gone,
 )
 from .steps import Step, StepContext
-
-# A request to placement is under way whose answer shows which consumer holds what.
-WAITS = frozenset({State.CLAIMING, State.REASSIGNING})
-# The destination of a move from another cell is given up already.
-GOES_BACK = frozenset({State.UNDOING, State.VACATING})
 
 
 def delete_unknown(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -141,7 +137,9 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
-    if named.state in WAITS or (move.kept is not None and named.state in GOES_BACK):
+    desire = DESIRES[named.state]
+    # The answer of placement shows which consumer holds what; of one from another cell the destination is given up.
+    if desire.asks is Ask.CLAIM or (move.kept is not None and desire.here in OVER):
         waiting = replace(named, move=replace(move_of(named), delete=True))
         return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
     if move.kept is not None:

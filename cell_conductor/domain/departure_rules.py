@@ -14,8 +14,9 @@ from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, Departure, K
 
 from . import steps
 from .departure_steps import announce_departure, depart, give_back
+from .desires import DESIRES, ELSEWHERE
 from .events import DeleteRequested, MoveRequested
-from .instance import ELSEWHERE, MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Power, State
+from .instance import MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Power, State
 from .move_events import (
     DELETED,
     IN_DOUBT,
@@ -33,7 +34,6 @@ from .move_steps import adopt, claim, revert_book
 from .steps import Step, StepContext
 
 ENDED_ELSEWHERE = "instance.departed"
-_NOWHERE = frozenset({State.ABSENT, State.TOMBSTONE, State.OFFLOADED, State.DEPARTED})
 
 
 def numbered_above(instance: Instance, request: CellMove) -> Instance:
@@ -168,7 +168,7 @@ def is_arrival(instance: Instance, event: MoveRequested) -> bool:
     """Whether it comes from another cell with what is newer than the record, which has it nowhere."""
     arrival = event.request.arrival
     is_newer = arrival is not None and (instance.spec is None or arrival.sequence >= instance.sequence)
-    return is_newer and instance.state in _NOWHERE
+    return is_newer and DESIRES[instance.state].arrives
 
 
 def _depart(instance: Instance, event: MoveRequested, cell: str, context: StepContext) -> Step:

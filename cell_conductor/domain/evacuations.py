@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from bus.contracts.moves import MoveKind
 
+from .desires import DESIRES, EVACUATED, EVACUATED_IN_DOUBT
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import LeaseState
@@ -20,9 +21,7 @@ from .move_events import move_of
 from .steps import StepContext
 
 NOT_FENCED, SERVICE_UP, STILL_RUNNING = "evacuate.not_fenced", "evacuate.service_up", "evacuate.still_running"
-_COMMANDED = frozenset({State.FINISHING, State.UNDOING})
 _UNPROVED = frozenset({NOT_FENCED, SERVICE_UP, STILL_RUNNING})  # for want of a fence, or of a newer one
-_RELIES = frozenset({State.FINISHING, State.OFFLOADING, State.VACATING})
 
 
 class NotProved(Struct, frozen=True):
@@ -90,7 +89,7 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     A doubted record may have forgotten that it did.
     """
     move = instance.move
-    may_run = instance.state in _COMMANDED or (instance.state is State.PREPARING and instance.doubted)
+    may_run = instance.state in EVACUATED or (instance.state in EVACUATED_IN_DOUBT and instance.doubted)
     is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
     return is_going and instance.source_host_uuid == host_uuid
 
@@ -99,7 +98,8 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
     host of a shelved instance up.
     """
-    if before.state in _RELIES or after.state not in _RELIES or move_of(after).kind is not MoveKind.EVACUATE:
+    relied, relies = DESIRES[before.state].relies_on_fence, DESIRES[after.state].relies_on_fence
+    if relied or not relies or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
     host = after.source_host_uuid or after.host_uuid
     fence = None if host is None else fences.get(host)

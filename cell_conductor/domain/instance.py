@@ -63,28 +63,6 @@ class Power(StrEnum):
     RESCUED = "rescued"  # its rescue system runs, and not its own
 
 
-# A build that was under way: between a backup and its restore it may have reached another host, or become active.
-UNDER_WAY = frozenset({State.BUILDING, State.RECLAIMING})
-# A move that was under way: it may have advanced, and its destination be the only machine.
-MOVING = frozenset(
-    {
-        State.CLAIMING,
-        State.PREPARING,
-        State.HANDING_OVER,
-        State.FINISHING,
-        State.RESIZED,
-        State.CONFIRMING,
-        State.RELEASING_SOURCE,
-        State.UNDOING,
-        State.REVERTING,
-        State.RESTARTING,
-        State.LEAVING,
-        State.REASSIGNING,
-    }
-)
-# Another cell has it.
-ELSEWHERE = frozenset({State.DEPARTED, State.KEPT, State.CLEARING, State.RELEASING_KEPT})
-
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
 # A record that was set back continues this much higher: above every number of its forgotten announcements.
@@ -93,10 +71,6 @@ SET_BACK_GAP = 1_000_000
 FORGOTTEN_ATTEMPTS = 1000
 
 
-# A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
-DELETE_REQUESTED = frozenset({State.TOMBSTONE, State.ABANDONING, State.DELETING, State.RELEASING, State.DELETED})
-# A build that was refused is in one of these, or its client has deleted it since.
-REFUSED = DELETE_REQUESTED | {State.GIVING_UP, State.FAILED}
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.
 MACHINE_EXISTS = "build.machine_exists"
 # Of an alternate, or a first host, whose service was down when its turn came.
@@ -298,7 +272,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def machine_exists(self) -> bool:
         """Whether the build was refused because of a machine that is not proved to be its project's."""
-        return self.state in REFUSED and self.code == MACHINE_EXISTS
+        return self.code == MACHINE_EXISTS
 
     @property
     def alternates_and_here(self) -> tuple[Selection, ...]:

@@ -13,6 +13,7 @@ from bus.contracts.moves import ChangeKind, Departure, GivenBack, KeptMachine, M
 
 from . import departure_rules, rules, steps, way_back
 from .departure_steps import announce_departure, begin_order_epoch, depart
+from .desires import DELETE_REQUESTED, DESIRES
 from .events import (
     ChangeEnded,
     Claimed,
@@ -25,7 +26,7 @@ from .events import (
     Spawned,
     TimedOut,
 )
-from .instance import DELETE_REQUESTED, MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Move, Power, State
+from .instance import MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Move, Power, State
 from .move_events import (
     DELETED,
     MoveEnd,
@@ -263,9 +264,10 @@ def follow_outdated(instance: Instance, event: MoveRequested, context: StepConte
 def _is_outdated(instance: Instance, kept: KeptMachine, context: StepContext) -> bool:
     if instance.state is State.ABSENT:
         return context.set_back_at > 0
-    if instance.state in (State.LEAVING, State.REASSIGNING):
+    move = instance.move
+    if move is not None and move.to_cell is not None and DESIRES[instance.state].progress is MoveState.MIGRATING:
         # In doubt it is numbered on: it was leaving by this very request.
-        return move_of(instance).request_id == kept.migration
+        return move.request_id == kept.migration
     return instance.sequence <= kept.number
 
 

@@ -10,6 +10,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
+from .desires import DESIRES
 from .events import MoveRequested
 from .instance import MAX_ENDED, MAX_ENDED_ATTEMPTS, EndedMove, Instance, Move, Power, State
 from .steps import Step, StepContext, cut
@@ -19,31 +20,6 @@ _AT_REST = {
     Power.STOPPED: Condition.STOPPED,
     Power.SHELVED: Condition.SHELVED,
     Power.RESCUED: Condition.RESCUED,
-}
-_CONDITIONS = {
-    State.OFFLOADED: Condition.OFFLOADED,
-    State.RESIZED: Condition.RESIZED,
-    State.FAILED: Condition.FAILED,
-    State.GIVING_UP: Condition.FAILED,
-    State.TOMBSTONE: Condition.DELETED,
-    State.ABANDONING: Condition.DELETED,
-    State.DELETING: Condition.DELETED,
-    State.RELEASING: Condition.DELETED,
-    State.DELETED: Condition.DELETED,
-}
-
-
-# The progress of a move's request, by the state of its instance.
-_PROGRESS = {
-    State.CLAIMING: MoveState.CLAIMING,
-    State.PREPARING: MoveState.PREPARING,
-    State.HANDING_OVER: MoveState.MIGRATING,
-    State.FINISHING: MoveState.FINISHING,
-    State.UNDOING: MoveState.UNDOING,
-    State.REVERTING: MoveState.UNDOING,
-    State.RESTARTING: MoveState.UNDOING,
-    State.LEAVING: MoveState.MIGRATING,
-    State.REASSIGNING: MoveState.MIGRATING,
 }
 MOVE_LOST = "move.lost"
 LEFT = "the instance has left the cell by it, and has come back since: its end is not known here"
@@ -67,9 +43,7 @@ DELETED = "instance.deleted"  # the code of a move that ended because its instan
 
 def condition_of(instance: Instance) -> Condition:
     """The state of the instance for its client."""
-    if instance.state in (State.ACTIVE, State.CONFIRMING, State.RELEASING_SOURCE):
-        return _AT_REST[instance.power]
-    return _CONDITIONS.get(instance.state, Condition.MOVING)
+    return DESIRES[instance.state].condition or _AT_REST[instance.power]
 
 
 def move_of(instance: Instance) -> Move:
@@ -91,7 +65,7 @@ def report_waiting(instance: Instance, code: str, reason: str, at: float, contex
     move = move_of(instance)
     if not move.by or move.by_kind is None:
         return Step(instance)
-    waits = EndedMove(move.by, move.by_kind, _PROGRESS.get(instance.state, MoveState.CHANGING), code, cut(reason))
+    waits = EndedMove(move.by, move.by_kind, DESIRES[instance.state].progress, code, cut(reason))
     return _event(instance, waits, at, context, condition=condition_of(instance))
 
 
@@ -197,7 +171,7 @@ def answer_query(instance: Instance, event: MoveRequested, context: StepContext)
     if again := repeat_end(instance, event, context):
         return again
     if move is not None and request.request_id in (move.request_id, move.by):
-        state = _PROGRESS.get(instance.state, MoveState.CHANGING)
+        state = DESIRES[instance.state].progress
         progress = EndedMove(request.request_id, request.kind, state)
         return _event(instance, progress, event.at, context, condition=Condition.MOVING)
     reason = "its cell has no record of it: it never came there, or the cell's database was set back"

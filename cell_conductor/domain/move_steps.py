@@ -20,6 +20,7 @@ from bus.contracts.placement import ClaimOutcome
 
 from . import steps
 from .departure_steps import order_epoch
+from .desires import DESIRES, MAY_BE_THERE, Ask, Wish
 from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
@@ -36,20 +37,6 @@ from .steps import Step, StepContext
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
 CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
 AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
-# States of a move in which its current destination has been commanded: it may carry a machine.
-COMMANDED = frozenset(
-    {
-        State.FINISHING,
-        State.RESIZING,
-        State.RESIZED,
-        State.CONFIRMING,
-        State.RELEASING_SOURCE,
-        State.UNDOING,
-        State.RESTARTING,
-        State.CHANGING,
-        State.OFFLOADING,
-    }
-)
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
@@ -59,13 +46,15 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
     """
     if move_of(instance).kept is not None:
         return undo(instance, at, context, DELETED, "the instance was deleted")
-    here_gone = instance.state not in COMMANDED and not is_at_source(instance)
-    source_gone = instance.source_host_uuid is None or instance.state is State.RELEASING_SOURCE
+    desire = DESIRES[instance.state]
+    here_gone = desire.here not in MAY_BE_THERE and not is_at_source(instance)
+    source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
+    # A revert that is under way has used the next number: the release comes after it.
+    newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
     left = replace(
         instance,
         state=State.DELETING,
-        # A revert that is under way has used the next number: the release comes after it.
-        newest=instance.next_attempt if instance.state is State.REVERTING else instance.newest,
+        newest=newest,
         deadline=at + context.destroy_retry_s,
         since=at,
         move=replace(move_of(instance), here_gone=here_gone, source_gone=source_gone),
@@ -376,14 +365,6 @@ CHANGES = {
 }
 
 
-PROGRESS = {
-    State.PREPARING: MoveState.PREPARING,
-    State.HANDING_OVER: MoveState.MIGRATING,
-    State.LEAVING: MoveState.MIGRATING,
-    State.RESIZING: MoveState.CHANGING,
-    State.RESTARTING: MoveState.UNDOING,
-    State.CHANGING: MoveState.CHANGING,
-}
 MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 _OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
 
@@ -408,7 +389,7 @@ def change(instance: Instance, state: State, kind: ChangeKind, at: float, contex
     """Enter a state that waits for one change of one machine."""
     entered = replace(instance, state=state, deadline=at + step_s(instance, kind, context), since=at, queried=False)
     earlier = order(entered, kind, at, context)
-    return after(earlier, report_progress(earlier.instance, PROGRESS[state], at, context))
+    return after(earlier, report_progress(earlier.instance, DESIRES[state].progress, at, context))
 
 
 def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext, *, is_back: bool = False) -> Step:

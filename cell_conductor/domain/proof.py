@@ -6,38 +6,13 @@ from typing import Protocol
 from uuid import UUID, uuid5
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
+from bus.contracts.moves import Condition
 
+from .desires import DELETE_REQUESTED, DESIRES, OVER, WANTED, Wish, Work
 from .events import Event, HostMissing, HostRuns
-from .instance import DELETE_REQUESTED, Instance, ScanId, State
+from .instance import Instance, ScanId, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
-
-# The current attempt is wanted on its host. While a destination is claimed or checked, the source is no other machine.
-WANTED = frozenset(
-    {
-        State.BUILDING,
-        State.ADOPTING,
-        State.ACTIVE,
-        State.FINISHING,
-        State.RESIZING,
-        State.RESIZED,
-        State.CONFIRMING,
-        State.RELEASING_SOURCE,
-        State.RESTARTING,
-        State.CHANGING,
-        State.LEAVING,
-        State.REASSIGNING,
-        State.KEPT,
-    }
-)
-# The destination runs for good: the machine of the move's source is not wanted any more.
-SOURCE_OVER = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
-# A destination was claimed and never commanded: a machine there under its attempt has no explanation.
-NOT_COMMANDED = frozenset({State.PREPARING, State.HANDING_OVER})
-# A build that was doubted continues: it may end the attempts that it has commanded itself.
-BUILD_GOES_ON = frozenset({State.BUILDING, State.RECLAIMING})
-# A move advances, or goes back, and the current host is still its source.
-AT_SOURCE = frozenset({State.CLAIMING, State.PREPARING, State.HANDING_OVER, State.UNDOING, State.REVERTING})
 
 
 class InstanceFacts(Protocol):
@@ -112,9 +87,9 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     if is_untried(record, attempt) or is_unsure(record, attempt, host_uuid):
         return False
     if record.source_host_uuid is not None and attempt == record.source_attempt:
-        return host_uuid == record.source_host_uuid and record.state in SOURCE_OVER
+        return host_uuid == record.source_host_uuid and DESIRES[record.state].source in OVER
     if attempt == record.attempt:
-        is_kept = is_wanted_here(record) or record.state in NOT_COMMANDED
+        is_kept = is_wanted_here(record) or DESIRES[record.state].here is Wish.UNCOMMANDED
         return host_uuid == record.host_uuid and not is_kept
     return attempt <= record.last_attempt and not is_renumbered(record, attempt)
 
@@ -123,18 +98,20 @@ def is_renumbered(record: InstanceFacts, attempt: int) -> bool:
     """Whether this attempt may have been given out twice: the record was set back while it was moved, or before."""
     if 0 < record.reused_from <= attempt:
         return True
-    return record.doubted and record.state not in BUILD_GOES_ON
+    # A build that was doubted goes on: it may end the attempts that it has commanded itself.
+    return record.doubted and DESIRES[record.state].work is not Work.BUILD
 
 
 def is_wanted_here(record: InstanceFacts) -> bool:
     """Whether the current attempt is wanted on its host."""
+    desire = DESIRES[record.state]
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
-    return record.state in WANTED or (is_source and record.state in AT_SOURCE)
+    return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
 
 
 def is_wanted_at_source(record: InstanceFacts) -> bool:
     """Whether the machine of the move's source is to be kept."""
-    return record.source_host_uuid is not None and record.state not in DELETE_REQUESTED | SOURCE_OVER
+    return record.source_host_uuid is not None and DESIRES[record.state].source is Wish.STAY
 
 
 def is_untried(record: InstanceFacts, attempt: int) -> bool:
@@ -146,7 +123,7 @@ def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the build was given up without its host's answer, in doubt: its machine may be the one that the client
     had.
     """
-    ended = record.state in (State.GIVING_UP, State.FAILED)
+    ended = DESIRES[record.state].condition is Condition.FAILED
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 

@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from bus.contracts.cell import ComputeHosts, Running
 
+from .desires import DELETE_REQUESTED, DESIRES, EXPECTED, Wish
 from .events import Event, HostMissing, HostRuns
-from .instance import DELETE_REQUESTED, ScanId, State
+from .instance import ScanId, State
 from .proof import (
-    NOT_COMMANDED,
     InstanceFacts,
     is_over,
     is_renumbered,
@@ -75,14 +75,6 @@ class Differences(Struct, frozen=True):
     rescans: tuple[tuple[str, str], ...] = ()
 
 
-# Its host must carry it, or may still: a report that leaves it out is a finding.
-EXPECTED = frozenset({State.ACTIVE, State.RESIZED, State.DELETING, State.UNDOING, State.OFFLOADING})
-# The same for the source of a move, once it is to be given up.
-SOURCE_EXPECTED = frozenset({State.CONFIRMING, State.DELETING})
-# A report that leaves these out ends something whose end was not requested.
-HARMED = frozenset({State.ACTIVE, State.RESIZED})
-
-
 def differences(
     report: ComputeHosts,
     recorded: Iterable[RecordedInstance],
@@ -123,7 +115,7 @@ def differences(
     anothers = {one.uuid for one in by_uuid.values() if _is_anothers(one, report.service, may_have)}
     missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s, anothers=anothers)
     for place, record in missing:
-        into = harmful if record.state in HARMED else events
+        into = harmful if DESIRES[record.state].here is Wish.RUN else events
         into.append((record.uuid, _missing(report, place, now, seen_at)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
 
@@ -150,8 +142,8 @@ def _not_listed(
         # The state machine knows the order of the times of the host's own service; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         places: tuple[tuple[str | None, bool], ...] = (
-            (record.host_uuid, record.state in EXPECTED),
-            (record.source_host_uuid, record.state in SOURCE_EXPECTED),
+            (record.host_uuid, DESIRES[record.state].here in EXPECTED),
+            (record.source_host_uuid, DESIRES[record.state].source in EXPECTED),
         )
         for place, is_expected in places:
             if place is None or not is_expected or not counts or place not in running_on:
@@ -173,7 +165,7 @@ def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
     """
     if record is None:
         return False
-    is_built = record.state not in (State.BUILDING, State.FINISHING)
+    is_built = DESIRES[record.state].here is not Wish.BUILD
     if record.host_uuid == host_uuid and is_built and (record.state is State.DELETING or is_wanted_here(record)):
         return True
     return record.source_host_uuid == host_uuid
@@ -188,7 +180,7 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     if is_unsure(record, one.attempt, host_uuid):
         return UNSURE
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_commanded = is_here and record.state not in NOT_COMMANDED
+    is_commanded = is_here and DESIRES[record.state].here is not Wish.UNCOMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
     if is_commanded or is_source or is_wanted_at_home(record, one.attempt, host_uuid):
         return ""
@@ -209,7 +201,7 @@ def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str
         return is_wanted_at_source(record)
     if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
         return False
-    if record.state in (State.BUILDING, State.FINISHING):
+    if DESIRES[record.state].here is Wish.BUILD:
         return not one.built  # its result has not arrived yet
     return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
 

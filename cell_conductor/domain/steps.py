@@ -16,6 +16,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
 
 from .closed_hosts import ClosedHosts
+from .desires import DESIRES, Wish
 from .events import Destroyed, HostMissing, HostRuns, Spawned
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
@@ -157,7 +158,7 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepCon
         event, instance.here.service, up_scan_here(instance)
     ):
         return False
-    if instance.state in (State.ACTIVE, State.RESIZED):
+    if DESIRES[instance.state].here is Wish.RUN:
         if event.service != instance.here.service:
             return True  # its scan began after the record was active
         if instance.up_scan is not None and event.scan is not None:

@@ -11,6 +11,7 @@ from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Reve
 from bus.faults import BrokenInvariant
 
 from . import adopt_rules, arrival_doubts, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
+from .desires import DESIRES, OVER, Ask
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -320,7 +321,7 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     rule = TABLE[instance.state][type(event)]
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + (instance.state in MAY_BE_CLAIMED):
+    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + _may_be_claimed(instance.state):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
@@ -338,17 +339,14 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
     return adopt_rules.claim_later(stepped, event.at)
 
 
-AWAITS_CLAIM = frozenset({State.ADOPTING, State.RECLAIMING, State.ABANDONING, State.CLAIMING, State.REASSIGNING})
-AWAITS_RELEASE = frozenset({State.GIVING_UP, State.RELEASING, State.VACATING})
-RELEASES_MIGRATION = frozenset({State.RELEASING_SOURCE, State.RELEASING_KEPT})
-# A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
-# there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
-# nothing leaks.
-MAY_BE_CLAIMED = (
-    AWAITS_CLAIM
-    | AWAITS_RELEASE
-    | {State.FAILED, State.DELETED, State.REVERTING, State.UNDOING, State.DELETING, State.OFFLOADED, State.DEPARTED}
-)
+def _may_be_claimed(state: State) -> bool:
+    """Whether an attempt may be claimed for an instance in this state.
+
+    A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
+    there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
+    nothing leaks.
+    """
+    return DESIRES[state].asks is Ask.CLAIM or DESIRES[state].here in OVER
 
 
 Question: TypeAlias = Claim | Release | Revert | SourceQuery
@@ -360,10 +358,10 @@ def question_of(instance: Instance) -> Question | None:
     """
     if (query := source_query_of(instance)) is not None:
         return query
-    if instance.state in AWAITS_CLAIM:
+    asks, move = DESIRES[instance.state].asks, instance.move
+    if asks is Ask.CLAIM:
         return _claim(instance)
-    move = instance.move
-    if instance.state is State.REVERTING:
+    if asks is Ask.REVERT:
         assert move is not None
         return Revert(
             consumer=instance.uuid,
@@ -372,11 +370,11 @@ def question_of(instance: Instance) -> Question | None:
             attempt=instance.next_attempt,
         )
     is_instance_over = move is not None and move.instance_released
-    if instance.state in RELEASES_MIGRATION or (instance.state in AWAITS_RELEASE and is_instance_over):
+    if asks is Ask.RELEASE_MIGRATION or (asks is Ask.RELEASE and is_instance_over):
         assert move is not None
         assert instance.spec is not None
         return Release(consumer=move.request_id, project_id=instance.spec.project_id, of_migration=True)
-    if instance.state in AWAITS_RELEASE:
+    if asks is Ask.RELEASE:
         # One attempt further than the last: a claim that was requested and never answered may still be on its way (a
         # placement worker that waits for its database), and must be refused by the fence.
         return Release(consumer=instance.uuid, attempt=instance.next_attempt)
@@ -385,7 +383,7 @@ def question_of(instance: Instance) -> Question | None:
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move = instance.move if instance.state in (State.CLAIMING, State.REASSIGNING) else None
+    move = instance.move
     claim = Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,

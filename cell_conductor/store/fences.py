@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from bus.persistence.database import Database
+from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
 from cell_conductor.domain.fences import Fence, Loss
 
 MAX_LOSSES = 100_000  # read at a time; the oldest are destroyed first
@@ -72,9 +73,10 @@ WHERE (l.host_uuid, l.instance_uuid) = (n.h, n.i) AND l.attempt <= n.a
 _TO_LIFT = "SELECT 1 FROM fences WHERE host_uuid = $1 AND version = $2 AND lifting FOR UPDATE"
 _LEFT = "SELECT 1 FROM fence_losses WHERE host_uuid = $1 LIMIT 1"
 # As `domain.evacuations.is_evacuated_from`.
-_EVACUATED = """
-SELECT 1 FROM instances WHERE source_host_uuid = $1 AND record #>> '{move,kind}' = 'evacuate' AND (
-    state IN ('finishing', 'undoing') OR (state = 'preparing' AND record ->> 'doubted' = 'true')) LIMIT 1
+_EVACUATED = f"""
+SELECT 1 FROM instances WHERE source_host_uuid = $1 AND record #>> '{{move,kind}}' = 'evacuate' AND (
+    state IN ({in_sql(EVACUATED)})
+    OR (state IN ({in_sql(EVACUATED_IN_DOUBT)}) AND record ->> 'doubted' = 'true')) LIMIT 1
 """
 _DELETE = "DELETE FROM fences WHERE host_uuid = $1"
 _FENCED = "SELECT 1 FROM fences WHERE host_uuid = $1"
@@ -87,10 +89,10 @@ SELECT version FROM lifted_fences l
 WHERE host_uuid = $1 AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = l.host_uuid)
 """
 # Instances that are over hold nothing there; the remains of a lost one are a loss already.
-TOUCHING = """
+TOUCHING = f"""
 SELECT uuid::text FROM instances
 WHERE (host_uuid = $1 OR source_host_uuid = $1) AND uuid > $2::uuid
-    AND state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed')
+    AND state NOT IN ({in_sql(AT_REST)})
 ORDER BY uuid LIMIT $3
 """
 

@@ -16,10 +16,17 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
 from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.desires import (
+    EXPECTED_HERE,
+    IN_DOUBT_AFTER_SET_BACK,
+    LEFT_WITH_ITS_SERVICE,
+    PURGED,
+    PURGED_FAILED,
+    REFUSED,
+)
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import MOVING, UNDER_WAY, Instance, State
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.report import EXPECTED
 from cell_conductor.domain.rules import numbered_on
 from cell_conductor.domain.service_places import is_at
 
@@ -87,7 +94,7 @@ class MemoryTransaction:
             return None
         self._seen.set_back_at = table.clock.time()
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
-        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in UNDER_WAY | MOVING)
+        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
@@ -304,11 +311,11 @@ class MemoryInstances:
                     i.first_not_tried,
                     i.doubted,
                     i.reused_from,
-                    i.machine_exists,
+                    i.state in REFUSED and i.machine_exists,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named
-                or (i.state in EXPECTED and i.host_uuid in hosts)
+                or (i.state in EXPECTED_HERE and i.host_uuid in hosts)
                 or (i.source_host_uuid is not None and i.source_host_uuid in hosts)
             ]
 
@@ -320,7 +327,7 @@ class MemoryInstances:
             return [
                 (uuid, instance.here.service)
                 for uuid, instance in sorted(self._table.instances.items())
-                if instance.state in (State.BUILDING, State.PREPARING) and instance.here.service in named
+                if instance.state in LEFT_WITH_ITS_SERVICE and instance.here.service in named
             ]
 
     async def at_service(self, service: str, limit: int) -> list[str]:
@@ -333,11 +340,11 @@ class MemoryInstances:
 
     async def purge_deleted(self, before: float, limit: int) -> int:
         """Delete instances that were deleted before this time, up to a bound."""
-        return await self._purge((State.DELETED, State.TOMBSTONE, State.DEPARTED), before, limit)
+        return await self._purge(PURGED, before, limit)
 
     async def purge_failed(self, before: float, limit: int) -> int:
         """Delete instances that failed before this time, up to a bound."""
-        return await self._purge((State.FAILED,), before, limit)
+        return await self._purge(PURGED_FAILED, before, limit)
 
     async def _purge(self, states: Collection[State], before: float, limit: int) -> int:
         async with self._session.transaction() as transaction:

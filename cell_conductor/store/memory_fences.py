@@ -7,14 +7,14 @@ from functools import partial
 from typing import Protocol
 
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from cell_conductor.domain.desires import AT_REST
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance
 
 from .fences import MAX_LOSSES
 
 MachineKey = tuple[str, str]
-_OVER = frozenset({State.TOMBSTONE, State.FAILED, State.DELETED, State.OFFLOADED, State.DEPARTED})
 
 
 class FenceTables(Protocol):
@@ -100,7 +100,7 @@ class MemoryFences:
             return [
                 uuid
                 for uuid, one in sorted(self._table.instances.items())
-                if uuid > after and one.state not in _OVER and host_uuid in (one.host_uuid, one.source_host_uuid)
+                if uuid > after and one.state not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
             ][:limit]
 
 

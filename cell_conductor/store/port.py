@@ -185,8 +185,8 @@ class InstanceStore(Protocol):
         """
 
     async def briefs(self, host_uuids: Sequence[str], instance_uuids: Sequence[str]) -> list[Brief]:
-        """The instances that should be on these hosts or are to go from them (`EXPECTED`), and these instances in any
-        state.
+        """The instances that should be on these hosts or are to go from them (`desires.EXPECTED_HERE`), and these
+        instances in any state.
         """
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:

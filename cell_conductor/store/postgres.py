@@ -20,15 +20,23 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.unit_of_work import Committed
 from bus.persistence.version_cache import VersionCache
+from cell_conductor.domain.desires import (
+    AT_REST,
+    EXPECTED_HERE,
+    IN_DOUBT_AFTER_SET_BACK,
+    LEFT_WITH_ITS_SERVICE,
+    NOT_HERE,
+    PURGED,
+    PURGED_FAILED,
+    REFUSED,
+    in_sql,
+)
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
     FIRST_SEQUENCE,
     MACHINE_EXISTS,
-    MOVING,
     NOT_TRIED,
-    REFUSED,
     SET_BACK_GAP,
-    UNDER_WAY,
     Instance,
     State,
 )
@@ -71,9 +79,7 @@ UPDATE = rows.numbered(rows.UPDATE)
 
 READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
 
-# The states of `report.EXPECTED`: the partial index's condition.
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
-_REFUSED = ", ".join(f"'{state}'" for state in sorted(REFUSED))
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
@@ -82,12 +88,13 @@ SELECT uuid, state, host_uuid,
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
     coalesce((record ->> 'reused_from')::integer, 0) AS reused_from,
-    CASE WHEN state IN ({_REFUSED}) THEN coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) ELSE false END
+    CASE WHEN state IN ({in_sql(REFUSED)}) THEN coalesce(record ->> 'code' = '{MACHINE_EXISTS}', false) ELSE false END
         AS machine_exists
 FROM instances
 """
+# The states are a partial index's condition, here and in PURGE.
 BRIEFS_OF_HOSTS = f"""
-{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ('active', 'resized', 'deleting', 'undoing', 'offloading')
+{_BRIEF} WHERE host_uuid = ANY($1::uuid[]) AND state IN ({in_sql(EXPECTED_HERE)})
 UNION ALL
 {_BRIEF} WHERE source_host_uuid = ANY($1::uuid[]) AND source_host_uuid IS NOT NULL
 """
@@ -95,15 +102,15 @@ UNION ALL
 BUILDING_AT = f"""
 SELECT uuid, service FROM (
     SELECT uuid, {_SERVICE} AS service FROM instances
-    WHERE deadline IS NOT NULL AND state IN ('building', 'preparing')) AS building
+    WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
 # As `domain.service_places.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances
-WHERE state NOT IN ('tombstone', 'failed', 'deleted', 'offloaded', 'departed')
+WHERE state NOT IN ({in_sql(AT_REST)})
     AND strpos(record::text, to_json($1::text)::text) > 0 AND (
-    ({_SERVICE} = $1 AND state NOT IN ('claiming', 'vacating')
+    ({_SERVICE} = $1 AND state NOT IN ({in_sql(NOT_HERE)})
         AND NOT EXISTS (SELECT FROM fences f WHERE f.host_uuid = instances.host_uuid))
     OR (record #>> '{{move,source,service}}' = $1 AND NOT EXISTS (
         SELECT FROM fences f WHERE f.host_uuid::text = record #>> '{{move,source,host_uuid}}')))
@@ -112,13 +119,12 @@ ORDER BY uuid LIMIT $2
 BRIEFS_BY_UUID = f"{_BRIEF} WHERE uuid = ANY($1::uuid[])"
 
 
-# An instance whose consumer holds an allocation is not over. The states are the partial indexes' conditions.
 PURGE = """
 DELETE FROM instances WHERE uuid IN (
-    SELECT uuid FROM instances WHERE {over} AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
+    SELECT uuid FROM instances WHERE state IN ({states}) AND since < $1 ORDER BY since LIMIT $2 FOR UPDATE SKIP LOCKED)
 """
-PURGE_DELETED = PURGE.format(over="state IN ('deleted', 'tombstone', 'departed')")
-PURGE_FAILED = PURGE.format(over="state = 'failed'")
+PURGE_DELETED = PURGE.format(states=in_sql(PURGED))
+PURGE_FAILED = PURGE.format(states=in_sql(PURGED_FAILED))
 
 
 class PostgresInstanceRows:
@@ -172,7 +178,7 @@ class PostgresTransaction:
         if not is_elsewhere:
             return None
         seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
-        status: str = await self._connection.execute(DOUBT, [state.value for state in UNDER_WAY | MOVING])
+        status: str = await self._connection.execute(DOUBT, [state.value for state in IN_DOUBT_AFTER_SET_BACK])
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:

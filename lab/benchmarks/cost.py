@@ -142,7 +142,7 @@ class Instruments:
 
     async def _published(self) -> dict[str, float]:
         """The broker messages of each process."""
-        pages = {name: probe.counters(await self._processes.metrics(name), COUNTED) for name in self._names()}
+        pages = {name: probe.scraped(await self._processes.metrics(name), COUNTED) for name in self._names()}
         pages["client"] = probe.own_counters(COUNTED)
         return {name: float(page["berth_bus_published"]) for name, page in pages.items()}
 

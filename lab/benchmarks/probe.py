@@ -2,78 +2,75 @@
 
 from __future__ import annotations
 
-import os
-import re
+import contextlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import asyncpg
-from prometheus_client import REGISTRY, generate_latest
+import psutil
+from prometheus_client import REGISTRY, Metric
+from prometheus_client.parser import text_string_to_metric_families
 
 PROFILE_HZ = 250
 PROFILE_S = 5
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_SAMPLE = re.compile(r"^(\w+?)(?:_total)?(?:\{([^}]*)\})? ([0-9.e+-]+)$", re.MULTILINE)
-
 _TRANSACTIONS = "SELECT sum(xact_commit)::float8 FROM pg_stat_database WHERE datname = current_database()"
 _STATEMENTS = "SELECT query, calls::float8, total_exec_time AS ms FROM pg_stat_statements WHERE NOT query ~ '^EXPLAIN'"
 
 
 def cpu_s(root: int) -> float:
     """CPU seconds that a process and its living descendants have used, with those of children that have ended."""
-    parents, used = _processes()
-    return sum(used[pid] for pid in _tree(root, parents))
+    return _sum(root, lambda process: sum(process.cpu_times()[:4]))
 
 
 def memory_mb(root: int) -> float:
     """Resident memory of a process and its living descendants (shared pages counted in each)."""
-    parents, _ = _processes()
-    page_mb = os.sysconf("SC_PAGE_SIZE") / 2**20
-    total = 0.0
-    for pid in _tree(root, parents):
-        try:
-            with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-                total += int(file.read().split()[1]) * page_mb
-        except OSError:
-            continue
-    return total
+    return _sum(root, lambda process: process.memory_info().rss) / 2**20
 
 
 def tree(root: int) -> list[int]:
-    """A process and its living descendants."""
-    return _tree(root, _processes()[0])
+    """A process and its living descendants, parents first."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [root, *(child.pid for child in psutil.Process(root).children(recursive=True))]
+    return []
 
 
 def shared_out_mb(root: int, *, alone: bool = False) -> float:
     """Memory of a process and (unless alone) its descendants; shared pages divided among those who share them (PSS)."""
-    parents, _ = ({}, {}) if alone else _processes()
+    return _sum(root, lambda process: process.memory_full_info().pss, alone=alone) / 2**20
+
+
+def _sum(root: int, read: Callable[[psutil.Process], float], *, alone: bool = False) -> float:
     total = 0.0
-    for pid in [root] if alone else _tree(root, parents):
-        try:
-            with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
-                total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:")) / 1024
-        except OSError:  # it has just ended
-            continue
+    for pid in [root] if alone else tree(root):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += read(psutil.Process(pid))
     return total
 
 
-def counters(text: str, names: Iterable[str]) -> Counter[str]:
-    """Some Prometheus counters of a /metrics page: the sum over all labels by name, and by `name{labels}` each."""
+def counters(families: Iterable[Metric], names: Iterable[str]) -> Counter[str]:
+    """Some Prometheus counters: the sum over all labels by name, and by `name{label="value"}` each."""
     wanted = set(names)
     found: Counter[str] = Counter()
-    for name, labels, value in _SAMPLE.findall(text):
-        if name in wanted:
-            found[name] += float(value)  # type: ignore[assignment]
-            found[f"{name}{{{labels}}}"] += float(value)  # type: ignore[assignment]
+    for family in families:
+        for sample in family.samples if family.name in wanted else ():
+            if not sample.name.endswith("_created"):
+                labels = ",".join(f'{name}="{value}"' for name, value in sample.labels.items())
+                found[family.name] += sample.value  # type: ignore[assignment]
+                found[f"{family.name}{{{labels}}}"] += sample.value  # type: ignore[assignment]
     return found
 
 
+def scraped(page: str, names: Iterable[str]) -> Counter[str]:
+    """Those of a /metrics page."""
+    return counters(text_string_to_metric_families(page), names)
+
+
 def own_counters(names: Iterable[str]) -> Counter[str]:
-    """The same of this process."""
-    return counters(generate_latest(REGISTRY).decode(), names)
+    """Those of this process."""
+    return counters(REGISTRY.collect(), names)
 
 
 def profile(pids: Mapping[str, int], directory: Path) -> None:
@@ -89,7 +86,11 @@ def profile(pids: Mapping[str, int], directory: Path) -> None:
 
 async def transactions(url: str) -> float:
     """Transactions committed so far, the instruments' own included."""
-    return await _value(url, _TRANSACTIONS)
+    connection = await asyncpg.connect(url)
+    try:
+        return float(await connection.fetchval(_TRANSACTIONS))
+    finally:
+        await connection.close()
 
 
 async def count_statements(url: str) -> None:
@@ -116,40 +117,3 @@ async def statements(url: str) -> Mapping[str, tuple[float, float]] | None:
         return found
     finally:
         await connection.close()
-
-
-async def _value(url: str, statement: str) -> float:
-    connection = await asyncpg.connect(url)
-    try:
-        return float(await connection.fetchval(statement))
-    finally:
-        await connection.close()
-
-
-def _tree(root: int, parents: Mapping[int, int]) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found, todo = [], [root] if root in parents else []
-    while todo:
-        pid = todo.pop()
-        found.append(pid)
-        todo += children.get(pid, [])
-    return found
-
-
-def _processes() -> tuple[dict[int, int], dict[int, float]]:
-    """({pid: parent}, {pid: CPU seconds, ended children included})."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:  # it has just ended
-            continue
-        parents[int(name)] = int(fields[1])
-        used[int(name)] = sum(map(int, fields[11:15])) / TICKS_PER_S
-    return parents, used

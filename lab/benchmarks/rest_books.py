@@ -19,8 +19,7 @@ AGGREGATES = tuple(f"{number:08d}-0000-4000-8000-000000000000" for number in ran
 GOLD = "HW_CPU_X86_AVX2"  # one flat host in ten has it
 NOWHERE = "HW_CPU_X86_SGX"
 CELL = "HW_NUMA_ROOT"
-DEVICE = "CUSTOM_PCI_DEVICE"
-LIKE_CHILDREN = 8
+INVENTORY = ("total", "reserved", "min_unit", "max_unit", "step_size", "allocation_ratio")
 FIRST_CUSTOM = 10_000  # the real one numbers a site's own classes from here
 
 VCPU = Inventory(total=64, allocation_ratio=16.0)
@@ -94,16 +93,6 @@ def nested(roots: int) -> list[Host]:
     return hosts
 
 
-def like_children() -> list[Host]:
-    """One host with eight devices that nothing distinguishes."""
-    root = uuid_of(0)
-    children = [
-        Host(uuid=uuid_of(n), name=f"device-{n}", root=root, parent=root, inventories={DEVICE: Inventory(total=1)})
-        for n in range(1, LIKE_CHILDREN + 1)
-    ]
-    return [Host(uuid=root, name="host", root=root, inventories={"VCPU": VCPU}), *children]
-
-
 def as_lines(hosts: Sequence[Host]) -> Iterable[bytes]:
     """The book as `berth placement import` reads it."""
     providers = {
@@ -154,21 +143,9 @@ async def _write(connection: asyncpg.Connection, hosts: Sequence[Host]) -> None:
     await _copy(
         connection,
         "inventories",
-        "created_at updated_at resource_provider_id resource_class_id total reserved min_unit max_unit step_size"
-        " allocation_ratio",
+        f"created_at updated_at resource_provider_id resource_class_id {' '.join(INVENTORY)}",
         [
-            (
-                now,
-                now,
-                ids[h.uuid],
-                classes[name],
-                i.total,
-                i.reserved,
-                i.min_unit,
-                i.max_unit,
-                i.step_size,
-                i.allocation_ratio,
-            )
+            (now, now, ids[h.uuid], classes[name], *(getattr(i, column) for column in INVENTORY))
             for h in hosts
             for name, i in h.inventories.items()
         ],

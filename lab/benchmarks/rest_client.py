@@ -1,4 +1,4 @@
-"""A client that costs next to nothing: raw requests over asyncio protocols, for lab/benchmarks/rest_beside.py.
+"""A client that costs little: raw requests over asyncio streams, for lab/benchmarks/rest_beside.py.
 
 Requests are bytes made beforehand; of an answer only the status and the length are looked at.
 """
@@ -11,12 +11,12 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import cast
 
 from msgspec import Struct
 
 HEAD = b"Host: bench\r\nX-Auth-Token: admin\r\nAccept: application/json\r\nOpenStack-API-Version: placement 1.39\r\n"
 ANSWER_TIMEOUT_S = 60.0
+READ_LIMIT_BYTES = 2**24  # the largest answer is read without a pause
 LATE, HUNG_UP = 0, -1  # instead of a status: no answer in time, none at all
 
 Work = Callable[["Connection", int], Awaitable[int]]
@@ -28,7 +28,6 @@ class Bound(Struct, frozen=True):
     seconds: float
     most: int
     least: int = 1
-    answer_s: float = ANSWER_TIMEOUT_S  # longest wait for one answer
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -52,89 +51,36 @@ class Outcome(Struct, frozen=True, kw_only=True):
         return sum(self.statuses.values()) - self.done
 
 
-class Reader:
-    """Takes the bytes of one answer after the other, however they are cut."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-        self._head = b""
-        self._missing = -1  # bytes of the body still to come; -1: the head is not complete
-        self._status = 0
-
-    def feed(self, data: bytes) -> tuple[int, bytes] | None:
-        """(status, body) once they are complete."""
-        if self._missing < 0:
-            data = self._head + data
-            end = data.find(b"\r\n\r\n")
-            if end < 0:
-                self._head = data
-                return None
-            self._head = b""
-            head = data[: end + 2].lower()
-            self._status = int(head[9:12])
-            at = head.find(b"content-length:")
-            self._missing = 0 if at < 0 else int(head[at + 15 : head.index(b"\r", at)])
-            data = data[end + 4 :]
-        self._missing -= len(data)
-        self._pieces.append(data)
-        if self._missing > 0:
-            return None
-        body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self.clear()
-        return self._status, body
-
-    def clear(self) -> None:
-        """Forget what came of an answer that is not complete."""
-        self._pieces.clear()
-        self._head, self._missing = b"", -1
-
-
-class Connection(asyncio.Protocol):
+class Connection:
     """One request at a time. keep_alive False: the server closes after each answer (uwsgi's http-socket)."""
 
     def __init__(self, host: str, port: int, *, keep_alive: bool = True) -> None:
         self._address = (host, port)
         self._keep_alive = keep_alive
-        self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
-        self._answer: asyncio.Future[tuple[int, bytes]] | None = None
-        self._reader = Reader()
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, request: bytes) -> tuple[int, bytes]:
         """(status, body). Raises ConnectionError."""
-        if self._transport is None:
-            await self._loop.create_connection(lambda: self, *self._address)
-        assert self._transport is not None
-        answer: asyncio.Future[tuple[int, bytes]] = self._loop.create_future()
-        self._answer = answer
-        self._transport.write(request)
-        found = await answer
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(*self._address, limit=READ_LIMIT_BYTES)
+        reader, writer = self._streams
+        writer.write(request)
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = head.partition(b"content-length:")[2].partition(b"\r")[0]
+            body = await reader.readexactly(int(length or 0))
+        except EOFError as error:
+            self.close()
+            raise ConnectionError(f"hung up: {error}") from error
         if not self._keep_alive:
             self.close()
-        return found
+        return int(head[9:12]), body
 
     def close(self) -> None:
         """Hang up; the next request connects again."""
-        if self._transport is not None:
-            self._transport.abort()
-            self._transport = None
-        self._reader.clear()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio's."""
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """asyncio's."""
-        found = self._reader.feed(data)
-        if found is not None and self._answer is not None and not self._answer.done():
-            self._answer.set_result(found)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """asyncio's."""
-        self._transport = None
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(ConnectionError(f"hung up: {error}"))
+        if self._streams is not None:
+            self._streams[1].transport.abort()
+            self._streams = None
 
 
 def request(method: str, path: str, body: bytes | None = None) -> bytes:
@@ -176,7 +122,7 @@ async def load(connections: Sequence[Connection], work: Work, bound: Bound, fine
                 times.append(clock() - started)
 
     try:
-        async with asyncio.timeout(bound.seconds + bound.answer_s):
+        async with asyncio.timeout(bound.seconds + ANSWER_TIMEOUT_S):
             await asyncio.gather(*(one(connection) for connection in connections))
     except TimeoutError:
         statuses[LATE] += 1

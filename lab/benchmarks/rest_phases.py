@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from lab.benchmarks.rest_books import AGGREGATES, CELL, DEVICE, GOLD, LIKE_CHILDREN, NOWHERE, Host, flat_host
+from lab.benchmarks.rest_books import AGGREGATES, CELL, GOLD, NOWHERE, Host, flat_host
 from lab.benchmarks.rest_client import Bound, Connection, Outcome, Work, request
 
 ASK = "resources=VCPU:1,MEMORY_MB:{amount},DISK_GB:1"
@@ -44,8 +44,7 @@ class TestBed(Struct, kw_only=True):
 class Phase(Struct, frozen=True, kw_only=True):
     """One row. better: what is compared, pieces of work a second or the median time of one.
 
-    goals: by how much berth is to be better, by size of the book (0: any). warm: pieces of work before the clock runs.
-    frozen: also measured on the real one with a frozen heap. limit_ms: an absolute goal instead.
+    warm: pieces of work before the clock runs.
     """
 
     key: str
@@ -53,22 +52,13 @@ class Phase(Struct, frozen=True, kw_only=True):
     make: Callable[[TestBed], Work]
     better: Literal["rate", "median"] = "rate"
     clients: int = 8
-    goals: dict[int, float] = {}
-    goal_ms: float | None = None
     fine: frozenset[int] = frozenset({NO_CONTENT})
     warm: int = 16
     most: int = 40_000
-    least: int = 3
-    answer_s: float = 60.0
-    frozen: bool = False
 
     def bound(self, seconds: float) -> Bound:
         """How long it lasts."""
-        return Bound(seconds, self.most, least=self.least, answer_s=self.answer_s)
-
-    def goal(self, size: int) -> float | None:
-        """By how much berth is to be better in a book of this size."""
-        return self.goals.get(size, self.goals.get(0))
+        return Bound(seconds, self.most, least=3)
 
 
 async def holds(connection: Connection, bed: TestBed) -> str | None:
@@ -100,7 +90,7 @@ def search(query: str) -> Callable[[TestBed], Work]:
     return lambda _: work
 
 
-def candidates(key: str, title: str, query: str, goals: dict[int, float]) -> Phase:
+def candidates(key: str, title: str, query: str) -> Phase:
     """A search by one client."""
     return Phase(
         key=key,
@@ -108,11 +98,9 @@ def candidates(key: str, title: str, query: str, goals: dict[int, float]) -> Pha
         make=search(query),
         better="median",
         clients=1,
-        goals=goals,
         fine=frozenset({OK}),
         warm=6,
         most=5000,
-        frozen=True,
     )
 
 
@@ -264,55 +252,36 @@ def set_up(bed: TestBed) -> Work:
 
 # --- rows
 
-FLAT = (
-    candidates("candidates", "candidates, limit=1000, 1 client", f"{ASK}&limit=1000", {1000: 20, 10_000: 60}),
-    candidates("candidates-1", "candidates, limit=1, 1 client", f"{ASK}&limit=1", {10_000: 300}),
+FLAT: tuple[Phase, ...] = (
+    candidates("candidates", "candidates, limit=1000, 1 client", f"{ASK}&limit=1000"),
+    candidates("candidates-1", "candidates, limit=1, 1 client", f"{ASK}&limit=1"),
     candidates(
         "candidates-trait",
         "candidates, trait and member_of, limit=1000, 1 client",
         f"{ASK}&required={GOLD}&member_of={AGGREGATES[0]}&limit=1000",
-        {10_000: 40},
     ),
-    candidates(
-        "candidates-none", "no candidate (trait), 1 client", f"{ASK}&required={NOWHERE}&limit=1000", {10_000: 50}
-    ),
-    Phase(key="put", title="PUT allocations, 8 clients", make=claim, goals={0: 10}),
-    Phase(
-        key="crowded", title="PUT allocations, 64 clients on 4 providers", make=crowded, clients=WRITERS, goals={0: 20}
-    ),
-    Phase(key="swap", title="POST allocations, swap, 8 clients", make=swap, goals={0: 10}),
-    Phase(
-        key="many",
-        title="POST allocations, 20 consumers each, 4 clients",
-        make=many(anywhere),
-        clients=4,
-        warm=4,
-    ),
-    Phase(key="boot", title="GET candidates (limit=1000) + PUT, 8 clients", make=boot, goals={10_000: 60}),
-    Phase(  # last: it leaves providers behind, more on the faster system
-        key="set-up",
-        title="set up a provider (4 calls), 8 clients",
-        make=set_up,
-        goals={0: 6},
-        fine=frozenset({OK}),
-        most=5000,
-    ),
+    candidates("candidates-none", "no candidate (trait), 1 client", f"{ASK}&required={NOWHERE}&limit=1000"),
+    Phase(key="put", title="PUT allocations, 8 clients", make=claim),
+    Phase(key="crowded", title="PUT allocations, 64 clients on 4 providers", make=crowded, clients=WRITERS),
+    Phase(key="swap", title="POST allocations, swap, 8 clients", make=swap),
+    Phase(key="many", title="POST allocations, 20 consumers each, 4 clients", make=many(anywhere), clients=4, warm=4),
+    Phase(key="boot", title="GET candidates (limit=1000) + PUT, 8 clients", make=boot),
+    # last: it leaves providers behind, more on the faster system
+    Phase(key="set-up", title="set up a provider (4 calls), 8 clients", make=set_up, fine=frozenset({OK}), most=5000),
 )
 
-NESTED = (
+NESTED: tuple[Phase, ...] = (
     candidates(
         "same-subtree",
         "nested, 3 groups, same_subtree, limit=1000, 1 client",
         "resources=DISK_GB:{amount}&resources_CPU=VCPU:2,MEMORY_MB:1024"
         f"&required_CPU={CELL}&resources_NET=SRIOV_NET_VF:1"
         "&group_policy=none&same_subtree=_CPU,_NET&limit=1000",
-        {0: 20},
     ),
     candidates(
         "isolate",
         "nested, 3 groups, isolate, limit=1000, 1 client",
         "resources=DISK_GB:{amount}&resources1=SRIOV_NET_VF:1&resources2=SRIOV_NET_VF:1&group_policy=isolate&limit=1000",
-        {0: 20},
     ),
     Phase(key="put-tree", title="nested, PUT allocations, 8 clients", make=claim_in_tree),
     Phase(
@@ -323,22 +292,3 @@ NESTED = (
         warm=4,
     ),
 )
-
-GROUPS = "&".join(f"resources{number}={DEVICE}:1" for number in range(1, LIKE_CHILDREN + 1))
-
-
-def like(most: int) -> Phase:
-    """As many like children as groups in one tree. most: limit, and what the real one makes at most."""
-    return Phase(
-        key=f"like-{most}",
-        title=f"8 like children, 8 groups, one tree, limit={most}",
-        make=search(f"{GROUPS}&group_policy=none&limit={most}"),
-        better="median",
-        clients=1,
-        goal_ms=50.0 if most == 1000 else None,
-        fine=frozenset({OK}),
-        warm=0,
-        most=200,
-        least=1,
-        answer_s=30.0,
-    )

@@ -11,9 +11,8 @@ import contextlib
 import os
 import subprocess
 import sys
-import tempfile
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import aio_pika
@@ -32,13 +31,9 @@ from lab.benchmarks import probe, rest_books
 from lab.benchmarks.rest_books import Host
 from lab.benchmarks.rest_client import Connection
 
-Counts = dict[str, tuple[float, ...]]  # {statement: (calls, planning ms, execution ms)}
-STATEMENTS = "SELECT query, calls::float8, total_plan_time, total_exec_time FROM pg_stat_statements"
 ROOT = Path(__file__).parents[2]
-DEBIAN = Path("/usr/lib/postgresql")
 KEPT = ROOT / ".berth" / "placement-uwsgi"  # where the real one is installed, once
 WANTED = Path(__file__).with_name("rest_real.requirements")
-FROZEN = "lab/benchmarks/rest_frozen.py"
 PROCESSES, THREADS = 2, 4
 LOADED, LOG_LINES = "WSGI app 0", 1000  # uwsgi logs it once a process
 READY_TIMEOUT_S = 90.0
@@ -55,21 +50,17 @@ default_log_levels = placement=WARNING
 [api]
 auth_strategy = noauth2
 [placement]
-max_allocation_candidates = {most}
+max_allocation_candidates = -1
 [placement_database]
 connection = {url}
 """
 
 
 class System(Struct, kw_only=True):
-    """A running API. pids: the processes whose CPU counts, by part. keep_alive: whether connections are kept.
-
-    database: the URL of its book.
-    """
+    """A running API. pids: the processes whose CPU counts, by part. keep_alive: whether connections are kept."""
 
     name: str
     port: int
-    database: str
     pids: Mapping[str, int]
     keep_alive: bool
 
@@ -80,37 +71,6 @@ class System(Struct, kw_only=True):
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds used so far, by part."""
         return {part: probe.cpu_s(pid) for part, pid in self.pids.items()}
-
-
-@contextlib.contextmanager
-def new_postgres(*, statements: bool) -> Iterator[Postgres]:
-    """A private server with fsync; one that counts statements when asked (Debian's has what it takes)."""
-    if not statements:
-        with Postgres(durable=True) as postgres:
-            yield postgres
-        return
-    with (
-        tempfile.TemporaryDirectory(prefix="berth-beside-pg-") as name,
-        Postgres(Path(name), durable=True, binaries=max(DEBIAN.glob("*/bin"))) as postgres,
-    ):
-        postgres.shut_down()
-        with Path(name, "data", "postgresql.conf").open("a") as file:
-            file.write("shared_preload_libraries = 'pg_stat_statements'\npg_stat_statements.track_planning = on\n")
-        postgres.start()
-        yield postgres
-
-
-async def statements(url: str) -> Counts:
-    """The cost of each SQL statement on this server so far."""
-    connection = await asyncpg.connect(url)
-    try:
-        rows = await connection.fetch(STATEMENTS)
-    finally:
-        await connection.close()
-    found: Counts = {}
-    for text, *figures in rows:
-        found[text] = tuple(map(sum, zip(figures, found.get(text, (0.0, 0.0, 0.0)), strict=True)))
-    return found
 
 
 async def new_database(postgres: Postgres, name: str) -> str:
@@ -149,7 +109,7 @@ async def berth(
         async with _listener(bus):
             await _announced(processes)  # the book itself
             pids = {"server": worker.process.pid, "postgres": postgres.pid, "broker": broker.pid}
-            yield System(name="berth", port=port, database=url, pids=pids, keep_alive=True)
+            yield System(name="berth", port=port, pids=pids, keep_alive=True)
             await _announced(processes)
     finally:
         await asyncio.to_thread(processes.stop)
@@ -174,7 +134,7 @@ async def _announced(processes: WorkerProcesses) -> None:
     found: dict[str, float] = {}
     for _ in range(int(ANNOUNCED_TIMEOUT_S / ANNOUNCED_POLL_S)):
         before = found.get(head)
-        found = dict(probe.counters(await processes.metrics("placement"), (head, published)))
+        found = dict(probe.scraped(await processes.metrics("placement"), (head, published)))
         if found.get(head) and found[head] == found.get(published) == before:
             return
         await asyncio.sleep(ANNOUNCED_POLL_S)
@@ -226,7 +186,7 @@ class Real:
         directory.mkdir()  # noqa: ASYNC240 - nothing is measured yet
         url = await new_database(postgres, book)
         real = cls(bin_, directory, postgres, url)
-        environment = real._environment(-1)
+        environment = real._environment()
         where = f"{environment['OS_PLACEMENT_CONFIG_DIR']}/placement.conf"
         await _run([str(bin_ / "placement-manage"), "--config-file", where, "db", "sync"], environment, directory)
         async with real.serve():  # writes the standard traits and classes when it starts
@@ -235,13 +195,13 @@ class Real:
         return real
 
     @contextlib.asynccontextmanager
-    async def serve(self, *, frozen: bool = False, most: int = -1) -> AsyncIterator[System]:
-        """uwsgi. frozen: the garbage collector's view of all that is loaded is frozen. most: candidates made at all."""
+    async def serve(self) -> AsyncIterator[System]:
+        """uwsgi."""
         self._count += 1
         port = free_port()
         process = GuardedProcess(
-            self._command(port, frozen=frozen),
-            env=self._environment(most),
+            self._command(port),
+            env=self._environment(),
             cwd=self._directory,
             log=self._directory / f"uwsgi{self._count}.log",
             account=Account(()),
@@ -250,33 +210,28 @@ class Real:
         try:
             await _answers(port, process)
             pids = {"server": process.pid, "postgres": self._postgres.pid}
-            name = "frozen" if frozen else "real"
-            yield System(name=name, port=port, database=self._url, pids=pids, keep_alive=False)
+            yield System(name="real", port=port, pids=pids, keep_alive=False)
         finally:
             await asyncio.to_thread(process.stop, timeout_s=3.0)
 
-    def _command(self, port: int, *, frozen: bool) -> list[str]:
-        module = ["--wsgi-file", str(ROOT / FROZEN)] if frozen else ["--module", "placement.wsgi.api"]
+    def _command(self, port: int) -> list[str]:
         return [
             str(self._bin / "uwsgi"),
             *("--master", "--die-on-term", "--need-app", "--lazy-apps", "--enable-threads", "--disable-logging"),
             *("--processes", str(PROCESSES), "--threads", str(THREADS)),
             *("--http-socket", f"127.0.0.1:{port}", "--listen", "100", "--buffer-size", "65535"),
-            *("--virtualenv", str(self._bin.parent)),
-            *module,
+            *("--virtualenv", str(self._bin.parent), "--module", "placement.wsgi.api"),
         ]
 
-    def _environment(self, most: int) -> dict[str, str]:
-        folder = self._directory / f"most{most}"
-        folder.mkdir(exist_ok=True)
+    def _environment(self) -> dict[str, str]:
         url = self._url.replace("postgresql://", "postgresql+psycopg2://", 1)
-        file = folder / "placement.conf"
+        file = self._directory / "placement.conf"
         if not file.exists():  # a process that is still starting may be reading it
-            file.write_text(CONFIGURATION.format(url=url, most=most))
+            file.write_text(CONFIGURATION.format(url=url))
         return {
             "PATH": f"{self._bin}:/usr/bin:/bin",
             "HOME": str(self._directory),
-            "OS_PLACEMENT_CONFIG_DIR": str(folder),
+            "OS_PLACEMENT_CONFIG_DIR": str(self._directory),
             "LC_ALL": "C.UTF-8",
         }
 

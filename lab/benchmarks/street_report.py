@@ -317,7 +317,7 @@ class Instruments:
 
     async def _counters(self) -> dict[str, Counter[str]]:
         pages = {name: await self._processes.metrics(name) for name in self._processes.workers}
-        found = {name: probe.counters(page, COUNTED) for name, page in pages.items()}
+        found = {name: probe.scraped(page, COUNTED) for name, page in pages.items()}
         return found | {"client": probe.own_counters(COUNTED)}
 
     def _spent(

@@ -10,7 +10,8 @@ from typing import TypeVar
 from berth.client import BuildClient
 from berth.client import drains as client_drains
 from bus.clock import Clock, new_uuid
-from bus.contracts.drains import DrainAction, DrainCommand, DrainStart, DrainTarget
+from bus.contracts.drains import DrainStart, DrainTarget
+from bus.contracts.operations import AdminState, SetAdminState
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
 from lab.chaos.plan import ChaosPlan
@@ -27,7 +28,7 @@ HOSTS_S = 30.0
 
 
 class Draining:
-    """One drain at a time while the load lasts, each undone before the next. codes: of what was refused."""
+    """One drain at a time while the load lasts, its host enabled again before the next. codes: of what was refused."""
 
     def __init__(self, client: BuildClient, plan: ChaosPlan, *, clock: Clock, rng: random.Random) -> None:
         self.ended = 0
@@ -66,9 +67,8 @@ class Draining:
         if await self._until_answered(lambda: client_drains.start(bus, start)) is None:
             return
         await self._ends(drain)
-        undo = DrainCommand(drain=drain, action=DrainAction.UNDO, by=OPERATOR)
-        await self._until_answered(lambda: client_drains.command(bus, undo))
-        await self._ends(drain)
+        enabled = SetAdminState(host=host, state=AdminState.ENABLED, by=OPERATOR)
+        await self._until_answered(lambda: self._client.set_admin_state(enabled, timeout_s=HOSTS_S))
         self.ended += 1
 
     async def _ends(self, drain: str) -> None:

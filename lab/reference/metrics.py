@@ -17,26 +17,12 @@ import ironic_sync
 import placement_worker
 import scheduler_worker
 
-HEAD = """\
-# Metrics
 
-Derived from the code by `scripts/nightly docs`; do not edit by hand.
-
-A worker that is given a port (`--http 127.0.0.1:9100`) serves these at `/metrics` in Prometheus' text format. A
-counter's name carries the suffix `_total` there; a histogram has `_bucket`, `_sum` and `_count`. Times are seconds.
-"""
-
-
-def render() -> str:
-    """The whole page: one table per package that exports metrics."""
-    lines = [HEAD]
-    for package in (bus, placement_worker, scheduler_worker, cell_conductor, compute_sim, ironic_sync):
-        found = sorted([*map(_row, _metrics(package)), *_families(package)])
-        if found:
-            lines += [f"## {package.__name__}\n", "| metric | type | labels | meaning |", "| --- | --- | --- | --- |"]
-            lines += found
-            lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+def content() -> dict[str, object]:
+    """What the page shows: the metrics of each package that exports any."""
+    packages = (bus, placement_worker, scheduler_worker, cell_conductor, compute_sim, ironic_sync)
+    found = ((one.__name__, sorted([*map(_row, _metrics(one)), *_families(one)])) for one in packages)
+    return {"packages": [(name, rows) for name, rows in found if rows]}
 
 
 def _values(package: ModuleType) -> Iterator[object]:

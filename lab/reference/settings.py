@@ -13,44 +13,27 @@ from msgspec import Meta, Struct
 from berth.settings import Settings
 from bus.service.settings import describe_fields
 
-HEAD = """\
-# Settings
 
-Derived from the settings' structs by `scripts/nightly docs`; do not edit by hand.
-
-`berth.toml` in the working directory, or the file that `--config` or `$BERTH_CONFIG` names. Any value can be given as
-an environment variable instead, with `__` between the words of its name: `BERTH_BUS__URL` is `bus.url`. `berth config`
-prints the settings in force with secrets hidden (`--explain`: with their descriptions), and refuses an unknown key, a
-mistyped value or one out of its bounds.
-"""
+def content() -> dict[str, object]:
+    """What the page shows: each struct with its settings."""
+    return {"sections": list(_sections("", Settings, seen=set()))}
 
 
-def render() -> str:
-    """The whole page."""
-    return "\n".join([HEAD, *_section("", Settings, seen=set())]).rstrip() + "\n"
-
-
-def _section(path: str, struct: type[Struct], seen: set[type]) -> Iterator[str]:
-    """One table per struct; a struct that appears twice is shown once."""
+def _sections(
+    path: str, struct: type[Struct], seen: set[type]
+) -> Iterator[tuple[str, type[Struct], list[tuple[str, ...]]]]:
+    """(path, struct, its settings); a struct that appears twice is shown once."""
     seen.add(struct)
-    yield f"## `[{path}]`\n" if path else "## Top level\n"
-    yield f"{_doc(struct)}\n"
     hints = typing.get_type_hints(struct, include_extras=True)
     fields = msgspec.structs.fields(struct)
     plain = [f for f in fields if _struct(hints[f.name]) is None]
-    if plain:
-        texts = describe_fields(struct)
-        yield "| setting | meaning | type | default |"
-        yield "| --- | --- | --- | --- |"
-        for f in plain:
-            meaning = texts[f.name].replace("|", "\\|")
-            yield f"| `{f.encode_name}` | {meaning} | {_type(hints[f.name])} | {_default(f)} |"
-        yield ""
+    texts = {name: text.replace("|", "\\|") for name, text in describe_fields(struct).items()} if plain else {}
+    yield path, struct, [(f.encode_name, texts[f.name], _type(hints[f.name]), _default(f)) for f in plain]
     for f in fields:
         inner = _struct(hints[f.name])
         if inner is not None and inner not in seen:
             below = f"{path}.{f.encode_name}" if path else f.encode_name
-            yield from _section(below + _key(hints[f.name]), inner, seen)
+            yield from _sections(below + _key(hints[f.name]), inner, seen)
 
 
 def _struct(hint: Any) -> type[Struct] | None:
@@ -109,8 +92,3 @@ def _default(f: msgspec.structs.FieldInfo) -> str:
         value = f.default
     shown = msgspec.json.encode(msgspec.to_builtins(value)).decode()
     return f"`{shown}`".replace("|", "\\|")
-
-
-def _doc(struct: type[Struct]) -> str:
-    lines = (struct.__doc__ or "").strip().splitlines()
-    return "\n".join(line.strip() for line in lines)

@@ -8,6 +8,7 @@ import os
 import random
 import re
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -90,8 +91,15 @@ def main(
     others: Annotated[
         list[str] | None, typer.Option("--compare-with", help="Another Python: it has to run the seeds just so.")
     ] = None,
+    coverage: Annotated[
+        list[str] | None, typer.Option(help="Print how much of this file the seeds run; may be repeated.")
+    ] = None,
 ) -> None:
     """Simulate the whole system on a virtual clock. The same seed gives the same run, event for event."""
+    if coverage:
+        from lab.simulation.coverage_report import run_covered  # noqa: PLC0415  (a tool of developers, not of every run)
+
+        raise typer.Exit(run_covered(coverage, without_option("--coverage", sys.argv[1:])))
     redirect_logs()
     kinds = frozenset() if alone else frozenset(only or WIDENED) - frozenset(without or ())
     if only_digests:
@@ -120,6 +128,12 @@ def main(
     )
     if figures["failed"]:
         raise typer.Exit(1)
+
+
+def without_option(option: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments of the command line without an option and its values."""
+    pairs = zip(["", *arguments], arguments, strict=False)
+    return [one for before, one in pairs if option not in (before, one) and not one.startswith(f"{option}=")]
 
 
 def _compare(others: list[str], first: int, count: int) -> None:

@@ -18,7 +18,8 @@ from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, 
 from bus.contracts.placement import INSTANCES
 from bus.faults import RequestRefused, Transient
 from bus.port import BusError
-from cell_conductor.domain.instance import ELSEWHERE, Instance, Power, State
+from cell_conductor.domain.desires import ELSEWHERE
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.leases import LeaseState
 from lab.simulation.load import RETRY_S
 from lab.simulation.loop import Process
@@ -63,6 +64,8 @@ class Mover:
         self._buses: dict[str, Bus] = {}
         self._starting: list[asyncio.Task[None]] = []  # guests of hosts that are no longer fenced
         self._to_enable: dict[str, dict[str, None]] = {}  # {service: its hosts that an operator has fenced}
+        # {service}: of its hosts one operator decides at a time, so that none is enabled that another has just fenced.
+        self._deciding: dict[str, asyncio.Lock] = {}
 
     async def open(self) -> None:
         """Connect to every cell's bus."""
@@ -281,7 +284,7 @@ class Mover:
             fleet.enable(host)
 
     async def _drain_by_schedulers(self, order: Order) -> None:
-        """An operator has the schedulers empty a host, and takes it back once that has ended, or after a while."""
+        """An operator has the schedulers empty a host, and enables it again once that has ended, or after a while."""
         world, fleet = self._world, self._world.fleets[order.service]
         hosts = [host.plan.uuid for host in fleet.hosts]
         if order.service in world.dead or order.host >= len(hosts):
@@ -302,8 +305,9 @@ class Mover:
         if order.host % 2:
             stop = DrainCommand(drain=order.uuid, action=DrainAction.STOP, by="operator")
             await self._answered(stop, DrainResult, None)
-        undo = DrainCommand(drain=order.uuid, action=DrainAction.UNDO, by="operator")
-        await self._answered(undo, DrainResult, None)
+        async with self._deciding.setdefault(order.service, asyncio.Lock()):
+            if order.service not in world.hosts_off and host not in self._to_enable.get(order.service, {}):
+                await self._decide(host, world.cell_of(order.service).name, AdminState.ENABLED, MAX_DECISION_TRIES)
 
     async def _fence(self, order: Order) -> None:
         """The hosts of a service die and are fenced; what they had is evacuated; they come back later, off."""
@@ -355,10 +359,11 @@ class Mover:
                 fleet.put(host, replace(guest, runs=False))
         decided = {}
         fenced = self._to_enable.setdefault(order.service, {})
-        for dead in hosts:
-            if (decision := await self._decide(dead.uuid, cell, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
-                decided[dead.uuid] = decision.fence
-                fenced[dead.uuid] = None
+        async with self._deciding.setdefault(order.service, asyncio.Lock()):
+            for dead in hosts:
+                if (decision := await self._decide(dead.uuid, cell, AdminState.FENCED, MAX_DECISION_TRIES)) is not None:
+                    decided[dead.uuid] = decision.fence
+                    fenced[dead.uuid] = None
         await asyncio.sleep(order.seconds)
         for uuid, fence in decided.items():
             await self._acknowledged(uuid, fence, order.service)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, RunningFact, SourceFact, check_invariants
 from bus.contracts.build import TERMINAL_STATES, BuildState
-from bus.contracts.drains import DrainState
+from bus.contracts.drains import DrainMoveState, DrainState
 from bus.contracts.objects import ObjectKind
 from bus.contracts.placement import ProviderReport
 from cell_conductor.domain.instance import Instance, State
@@ -26,7 +26,6 @@ from lab.simulation.world import World, marked
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
-from scheduler_worker.domain.drains import UNDER_WAY
 from scheduler_worker.domain.fences import fence_of
 from scheduler_worker.domain.objects import drains_of
 
@@ -103,13 +102,13 @@ def _drains_have_ended(world: World, burnt: Collection[str]) -> Iterator[str]:
     the moves that it has begun (seed 1795407114).
     """
     moves = world.builds.drain_moves.values()
-    waiting = {move.drain for move in moves if move.state in UNDER_WAY and move.instance_uuid in burnt}
+    waiting = {move.drain for move in moves if move.state is DrainMoveState.UNDER_WAY and move.instance_uuid in burnt}
     states = {name: drain.state for name, drain in drains_of(world.builds.objects.present.objects).items()}
     for drain, state in states.items():
         if state is not DrainState.ENDED and drain not in waiting:
             yield f"drains_end: {drain} is {state}"
     for move in moves:
-        if states.get(move.drain) is DrainState.ENDED and move.state in UNDER_WAY:
+        if states.get(move.drain) is DrainState.ENDED and move.state is DrainMoveState.UNDER_WAY:
             yield f"drains_end: {move.drain} has ended, and {move.instance_uuid} is {move.state}"
 
 
@@ -361,7 +360,7 @@ def facts_of(world: World, accepted: Sequence[str], lost: Collection[str]) -> Fa
         },
         roots={p.uuid: p.root for p in book.providers.values()},
         requests={uuid: standing(world, one) for uuid, one in builds.recorded.items() if uuid not in lost},
-        cells=dict(builds.cells),
+        cells={uuid: one.cell for uuid, one in builds.recorded.items() if one.cell is not None},
         instances=[
             InstanceFact(i.uuid, cell, i.state.value, i.host_uuid, i.attempt, source=_source_of(i))
             for cell, table in world.cells.items()

@@ -1,125 +1,23 @@
-"""Another client of Placement's REST API: it calls the application that serves HTTP, in the process that serves it."""
+"""Another client of Placement's REST API."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from uuid import UUID, uuid5
 
-from msgspec import Struct
-from msgspec.structs import replace
-
 from lab.simulation.plan import Action, Order
+from lab.simulation.rest_caller import Holding, RestAnswer, RestCaller, allocations_body, expect_status
+from lab.simulation.rest_operator import RestOperator
 from lab.simulation.watch import Breach
 from lab.simulation.world import World
-from placement_worker.rest.application import Application
 
-ANSWER_S = 5.0  # an answer is waited for so long
-RETRY_S = 0.5
-TRIES = 4  # of one request that has no answer, or 503
-SENT_S = 0.002  # how long a request is on its way at most, and its answer
-LOST_SHARE = 0.05  # of the answers, in runs in which connections break
-DOUBTED = 503  # whether the book has been written is open: the commit's own answer may be lost
-
-MICROVERSION = b"placement 1.38"
-PROJECT, USER, TYPE = "theirs", "another-client", "RESERVATION"
 TRAIT = "CUSTOM_THEIRS"
 PROVIDERS = tuple(f"00000000-0000-4000-c000-00000000000{n}" for n in range(2))
 AGGREGATES = tuple(f"00000000-0000-4000-d000-00000000000{n}" for n in range(3))
 MAX_AMOUNT = 4
-Holding = dict[str, dict[str, int]]
-
-
-class RestAnswer(Struct, frozen=True):
-    """The answer to a request. repeated: it had been sent before, and that may have been carried out, too."""
-
-    status: int
-    body: Any = None
-    repeated: bool = False
-
-
-class RestCaller:
-    """Sends requests to the placement workers that run, each to one of them at random."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._rng = random.Random(f"berth.sim.rest {world.plan.seed}")
-
-    async def request(self, method: str, path: str, body: Any = None) -> RestAnswer | None:
-        """One request, tried again while there is no answer; None when there never was one. Raises Breach."""
-        answer = None
-        for number in range(TRIES):
-            if number:
-                await asyncio.sleep(RETRY_S)
-            answer = await self._try(method, path, body)
-            if answer is not None and answer.status != DOUBTED:
-                answer = replace(answer, repeated=number > 0)
-                break
-        self._world.event_log.record("rest-answer", f"{method} {path} {answer.status if answer else 'none'}")
-        if answer is not None and answer.status >= 500 and answer.status != DOUBTED:
-            raise Breach("rest_answers", f"{method} {path}: {answer.status}")
-        return None if answer is None or answer.status == DOUBTED else answer
-
-    async def _try(self, method: str, path: str, body: Any) -> RestAnswer | None:
-        applications = self._world.wiring.applications
-        names = sorted(name for name in applications if name in self._world.lives)
-        if not names:
-            return None
-        name = self._rng.choice(names)
-        await asyncio.sleep(self._rng.uniform(0.0, SENT_S))
-        if name not in self._world.lives:
-            return None
-        answered: asyncio.Future[RestAnswer] = asyncio.get_running_loop().create_future()
-        served = _serve(applications[name], method, path, body, answered)
-        # As by a server: each request has a context of its own, of its process.
-        context = self._world.lives[name].process.context.copy()
-        asyncio.get_running_loop().create_task(served, name=f"rest {method} {path}", context=context)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                answer = await answered
-        except TimeoutError:
-            return None  # killed, standing still, or slow: it may yet be carried out
-        await asyncio.sleep(self._rng.uniform(0.0, SENT_S))
-        is_lost = self._world.network_faults.rates.lost_after > 0 and self._rng.random() < LOST_SHARE
-        return None if is_lost else answer
-
-
-async def _serve(
-    application: Application, method: str, path: str, body: Any, answered: asyncio.Future[RestAnswer]
-) -> None:
-    """One request in the server's process, as an ASGI server hands it over."""
-    content = b"" if body is None else json.dumps(body).encode()
-    path, _, query = path.partition("?")
-    headers = [
-        (b"x-auth-token", b"admin"),
-        (b"openstack-api-version", MICROVERSION),
-        (b"content-length", str(len(content)).encode()),
-        *(((b"content-type", b"application/json"),) if content else ()),
-    ]
-    scope: dict[str, Any] = {
-        "type": "http",
-        "method": method,
-        "path": path,
-        "query_string": query.encode(),
-        "headers": headers,
-    }
-    status, parts = 0, []
-
-    async def receive() -> MutableMapping[str, Any]:
-        return {"type": "http.request", "body": content, "more_body": False}
-
-    async def send(message: MutableMapping[str, Any]) -> None:
-        nonlocal status
-        status = message.get("status", status)
-        parts.append(message.get("body", b""))
-
-    await application(scope, receive, send)
-    if not answered.done():
-        text = b"".join(parts)
-        answered.set_result(RestAnswer(status, json.loads(text) if text else None))
 
 
 class RestClient:
@@ -149,6 +47,7 @@ class RestClient:
             "change": self._change,
             "swap": self._swap,
             "release": self._release,
+            **RestOperator(self._caller, compares=self._compares).verbs,
         }
 
     async def action(self, order: Order) -> None:
@@ -174,7 +73,7 @@ class RestClient:
     async def _write_traits(self, uuid: str, traits: list[str]) -> None:
         """Write a provider's traits, once the client's own trait is known to exist: a book takes no unknown one."""
         made = await self._caller.request("PUT", f"/traits/{TRAIT}") if TRAIT in traits else None
-        self._expect("PUT", f"/traits/{TRAIT}", made, 201, 204)
+        expect_status("PUT", f"/traits/{TRAIT}", made, 201, 204)
         if made is not None or TRAIT not in traits:
             await self._write(uuid, "traits", traits)
 
@@ -193,7 +92,7 @@ class RestClient:
             return
         generation = before.body["resource_provider_generation"]
         answer = await self._caller.request("PUT", path, {"resource_provider_generation": generation, what: value})
-        self._expect("PUT", path, answer, 200, 404, 409)
+        expect_status("PUT", path, answer, 200, 404, 409)
         after = await self._caller.request("GET", path)
         is_known = answer is not None and answer.status == 200 and not answer.repeated
         if not is_known or after is None or after.status != 200 or not self._compares:
@@ -236,10 +135,10 @@ class RestClient:
 
     async def _hold(self, consumer: str, wanted: Holding, generation: int | None) -> None:
         """PUT what a consumer holds."""
-        body = {**_allocations(wanted, generation)}
+        body = allocations_body(wanted, generation)
         restores = self._begins(consumer)
         answer = await self._caller.request("PUT", f"/allocations/{consumer}", body)
-        self._expect("PUT", f"/allocations/{consumer}", answer, 204, 400, 409)
+        expect_status("PUT", f"/allocations/{consumer}", answer, 204, 400, 409)
         await self._ended(answer, {consumer: wanted}, restores)
 
     async def _swap(self, order: Order, rng: random.Random) -> None:
@@ -251,11 +150,11 @@ class RestClient:
         other = str(uuid5(UUID(order.uuid), "swap"))
         restores = self._begins(consumer, other)
         body = {
-            consumer: _allocations({}, read.body["consumer_generation"]),
-            other: _allocations(held, None),
+            consumer: allocations_body({}, read.body["consumer_generation"]),
+            other: allocations_body(held, None),
         }
         answer = await self._caller.request("POST", "/allocations", body)
-        self._expect("POST", "/allocations", answer, 204, 400, 409)
+        expect_status("POST", "/allocations", answer, 204, 400, 409)
         await self._ended(answer, {consumer: {}, other: held}, restores)
 
     async def _release(self, _: Order, rng: random.Random) -> None:
@@ -263,7 +162,7 @@ class RestClient:
         if held:
             restores = self._begins(consumer)
             answer = await self._caller.request("DELETE", f"/allocations/{consumer}")
-            self._expect("DELETE", f"/allocations/{consumer}", answer, 204, 404)
+            expect_status("DELETE", f"/allocations/{consumer}", answer, 204, 404)
             await self._ended(answer, {consumer: {}}, restores)
             if answer is not None and answer.status == 404:
                 self._held.pop(consumer, None)  # the book was set back to before it, or judges find what let it go
@@ -308,20 +207,6 @@ class RestClient:
         held = {provider: one["resources"] for provider, one in read.body["allocations"].items()}
         if held != wanted:
             raise Breach("rest_reads_writes", f"{consumer} was given {wanted}, and holds {held}")
-
-    def _expect(self, method: str, path: str, answer: RestAnswer | None, *statuses: int) -> None:
-        if answer is not None and answer.status not in statuses:
-            raise Breach("rest_answers", f"{method} {path}: {answer.status} {answer.body}")
-
-
-def _allocations(wanted: Holding, generation: int | None) -> dict[str, Any]:
-    return {
-        "allocations": {provider: {"resources": resources} for provider, resources in wanted.items()},
-        "project_id": PROJECT,
-        "user_id": USER,
-        "consumer_generation": generation,
-        "consumer_type": TYPE,
-    }
 
 
 def _shown(value: Any) -> Any:

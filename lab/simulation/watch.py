@@ -38,7 +38,8 @@ class BookWatch:
 
     def __init__(self, table: MemoryBookTable) -> None:
         self._table = table
-        self.rest_frees = False  # another client's DELETE /allocations leaves the generation, as Placement's does
+        # Another client's DELETE /allocations leaves the generation, as Placement's does, and so does a new name.
+        self.rest_frees = False
         self._seen: dict[str, Provider] = {}
         self._versions: dict[tuple[str, str], int] = {}
         self._head = 0
@@ -58,8 +59,12 @@ class BookWatch:
             if provider is before:
                 continue
             self._usage(provider, before)
-            is_freed = self.rest_frees and before is not None and _is_freed(provider, before)
-            if before is not None and provider.generation <= before.generation and not is_freed:
+            stays = (
+                self.rest_frees
+                and before is not None
+                and (_is_freed(provider, before) or _is_renamed(provider, before))
+            )
+            if before is not None and provider.generation <= before.generation and not stays:
                 raise Breach("generations_rise", f"{uuid}: {provider.generation} after {before.generation}")
             self._seen[uuid] = provider
         for uuid in [uuid for uuid in self._seen if uuid not in table.providers]:
@@ -89,6 +94,13 @@ def _is_freed(provider: Provider, before: Provider) -> bool:
     """Whether nothing but usage has changed, and none has risen."""
     has_risen = any(amount > before.used.get(name, 0) for name, amount in provider.used.items())
     return not has_risen and replace(provider, used=before.used) == before
+
+
+def _is_renamed(provider: Provider, before: Provider) -> bool:
+    """Whether nothing has changed but its name, or the name of a class of which it has an inventory."""
+    has_the_same = sorted(map(repr, provider.inventories.values())) == sorted(map(repr, before.inventories.values()))
+    as_before = replace(provider, name=before.name, inventories=before.inventories, used=before.used)
+    return has_the_same and as_before == before
 
 
 class MachineWatch:

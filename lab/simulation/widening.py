@@ -31,28 +31,29 @@ class Widening(StrEnum):
     """One kind of thing that others do."""
 
     FOREIGN_MACHINES = "foreign-machines"  # machines on our hypervisors that berth never built
-    FOREIGN_NODES = "foreign-nodes"  # Ironic's nodes that others take and free, also while berth is about to
-    NODE_STATES = "node-states"  # operators rescue, service and rebuild nodes
-    NODE_OWNERS = "node-owners"  # operators set and clear instance_uuid, and undeploy
-    NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid
+    FOREIGN_NODES = "foreign-nodes"  # Ironic's nodes that others have, take and free, also just before berth takes one
+    NODE_STATES = "node-states"  # operators rescue, service and rebuild nodes, for longer than two reports
+    NODE_OWNERS = "node-owners"  # operators set, clear and exchange instance_uuid, and undeploy
+    NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid within milliseconds
     CELLS = "cells"  # cells are added to the settings, and taken out for a while
     SHARES = "shares"  # services of bare metal come and go, and with them every other one's share
-    CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty, as it was at the beginning
-    CELL_RESTORED = "cell-restored"  # ... or set back to an earlier moment
+    CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty; its conductors go on or start anew
+    CELL_RESTORED = "cell-restored"  # ... or as it was up to a minute earlier
     BOOK_RESTORED = "book-restored"  # placement's
     REQUESTS_RESTORED = "requests-restored"  # the schedulers'
     POSITIONS_RESTORED = "positions-restored"  # ironic_sync's
-    HOSTS_RESTORED = "hosts-restored"  # a service's hosts are set back: what was destroyed runs again
-    SAME_HOSTS = "same-hosts"  # a second compute service of another name has hosts of the same uuids
+    HOSTS_RESTORED = "hosts-restored"  # a stopped service's hosts are set back, with its records or without
+    SAME_HOSTS = "same-hosts"  # a second service of another name has hosts of the same uuids
     SAME_NAME = "same-name"  # a second compute service starts under a name that is taken
     CLIENTS = "clients"  # other clients' messages: bodies and properties at their edges
-    BREAKER = "breaker"  # machines are lost many at once, and an operator has to reset the breaker
-    MOVES = "moves"  # instances are moved, resized, shelved, stopped; hosts die, are fenced and come back
+    BREAKER = "breaker"  # machines are lost many at once; an operator resets the breaker 12 s later
+    MOVES = "moves"  # every kind of move, with faults in every step; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
-    GANGS = "gangs"  # requests for several machines that start together, on hosts that are full or nearly so
+    GANGS = "gangs"  # several machines that start together, on hosts that are nearly full; some repeated or deleted
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
+    REST_OPERATOR = "rest-operator"  # an operator of that API: names made, renamed and removed, a tree that is reshaped
     DECIDED_CELLS = "decided-cells"  # operators add and remove cells while everything runs
     TRANSFERS = "transfers"  # instances are unshelved in another cell, and moved there with their machines
     HOSTS_DIE_AGAIN = "hosts-die-again"  # hosts are fenced, back at once and die again, amid moves and drains
@@ -61,7 +62,7 @@ class Widening(StrEnum):
     )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
     REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
-    DEADLINES = "deadlines"  # clients wait for an answer, for a time; then they request the same again, or give up
+    DEADLINES = "deadlines"  # clients wait 50 ms to 10 s for an answer; then they request the same again, or give up
 
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
@@ -303,6 +304,19 @@ def _rest(rng: random.Random, plan: Plan) -> Plan:
     )
 
 
+OPERATOR_VERBS = (
+    *("tree", "hold", "reshape", "reshape", "equip", "race") * 2,
+    *("name", "unname", "rename-class", "rename-provider", "fell", "lists"),
+)
+
+
+def _rest_operator(rng: random.Random, plan: Plan) -> Plan:
+    first = Order(at=1.0, action=Action.REST, verb="tree")
+    verbs = [rng.choice(OPERATOR_VERBS) for _ in range(rng.randint(6, MAX_REST))]
+    orders = [replace(first, at=_some(rng), verb=verb, host=rng.randrange(1000), uuid=new_uuid(rng)) for verb in verbs]
+    return _also(plan, first, *orders)
+
+
 def _cell_schemas(plan: Plan) -> list[str]:
     return [f"cell_{cell.name}" for cell in plan.cells]
 
@@ -517,6 +531,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.GANGS: _gangs,
     Widening.TREES: _trees,
     Widening.REST: _rest,
+    Widening.REST_OPERATOR: _rest_operator,
     Widening.DECIDED_CELLS: _decided_cells,
     Widening.TRANSFERS: _transfers,
     Widening.TRANSFERS_RESTORED: _transfers_restored,

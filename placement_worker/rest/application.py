@@ -14,7 +14,6 @@ from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
-from placement_worker.rest.cors import Cors
 from placement_worker.rest.faults import STATUS, About, HttpFault, best, render
 from placement_worker.rest.http import JSON, HttpRequest, Response
 from placement_worker.rest.keystone import KeystoneForbidden
@@ -46,14 +45,11 @@ class Gone(Exception):
 class Application:
     """Placement's REST API as an ASGI application. broken: a function that is called with a broken invariant."""
 
-    def __init__(
-        self, api: Api, auth: Auth, policy: Policy, cors: Cors, *, broken: Callable[[BrokenInvariant], None]
-    ) -> None:
+    def __init__(self, api: Api, auth: Auth, policy: Policy, *, broken: Callable[[BrokenInvariant], None]) -> None:
         self._api = api
         self._broken = broken
         self._auth = auth
         self._policy = policy
-        self._cors = cors
         self.opened = True  # until the book is open every answer is 503
         self._gathering = 0  # bytes of incomplete bodies
         self._router = Router((*ROUTES, OPENAPI) if api.config.openapi else ROUTES)
@@ -76,8 +72,6 @@ class Application:
             response = exchange.error(_unexpected(error))
         except Exception as error:  # no request may take the process down
             response = exchange.error(_unexpected(error))
-        if self._cors.on:
-            response = self._crossed(exchange, headers, response)
         metrics.count_answer(
             exchange.request.method, exchange.route, response.status, self._api.clock.monotonic() - began
         )
@@ -165,15 +159,6 @@ class Application:
         if message["type"] == "http.disconnect":
             raise Gone
         return message
-
-    def _crossed(self, exchange: _Exchange, headers: Mapping[bytes, bytes], response: Response) -> Response:
-        if exchange.request.method != "OPTIONS":
-            response.headers += self._cors.headers(headers)
-            return response
-        if not 200 <= response.status < 300:
-            response = Response(200)
-        response.headers += self._cors.preflight(headers)
-        return response
 
 
 class _Exchange:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from bus.service.settings import Secret
+from bus.openstack.login import KeystoneLogin
 
 UNOWNED = "00000000-0000-0000-0000-000000000000"
 
@@ -40,25 +40,13 @@ class PolicyConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Whether Placement's rules with scopes and the service role apply, as in its current release."""
 
 
-class KeystoneConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Keystone and the service user that validates tokens there, as in [keystone_authtoken]."""
+class KeystoneConfig(KeystoneLogin, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keystone and the service user that validates tokens there, as in [keystone_authtoken]. The user needs a role that
+    may validate tokens.
+    """
 
-    auth_url: str = ""
-    """Keystone's address, with or without /v3."""
     username: str = "placement"
-    """The service user. It needs a role that may validate tokens."""
-    password: Secret = ""
-    """The service user's password."""
-    project_name: str = "service"
-    """The service user's project."""
-    user_domain_name: str = "Default"
-    """The domain of the user."""
-    project_domain_name: str = "Default"
-    """The domain of the project."""
-    user_domain_id: str = ""
-    """The domain of the user by its id. Not empty: used instead of the name."""
-    project_domain_id: str = ""
-    """The domain of the project by its id. Not empty: used instead of the name."""
+    """The service user; also of an application credential that is given by name."""
     cafile: str = ""
     """Certificates (PEM) of the authorities that sign Keystone's. Empty: those that the system trusts."""
     insecure: bool = False

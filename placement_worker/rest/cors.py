@@ -1,71 +1,41 @@
-"""CORS as in oslo.middleware: answers to preflight requests, and headers of other answers to a known origin."""
+"""CORS by Starlette's middleware, in front of the application."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
+from placement_worker.rest.application import App
 from placement_worker.rest.config import CorsConfig
 
-Pairs = list[tuple[bytes, bytes]]
-
-_SIMPLE = (
-    "Accept",
-    "Accept-Language",
-    "Content-Type",
-    "Cache-Control",
-    "Content-Language",
-    "Expires",
-    "Last-Modified",
-    "Pragma",
-)
+# Request headers that oslo.middleware allows besides those that every browser may send.
+_SIMPLE = ("Cache-Control", "Expires", "Last-Modified", "Pragma")
 
 
-class Cors:
-    """Returns the headers for pages of other origins."""
-
-    def __init__(self, config: CorsConfig) -> None:
-        self._config = config
-        self._origins = frozenset(config.allowed_origin)
-        self._allowed = {name.upper() for name in (*config.allow_headers, *_SIMPLE)}
-
-    @property
-    def on(self) -> bool:
-        """Whether an origin is allowed."""
-        return bool(self._origins)
-
-    def headers(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """Return the headers of an answer to a request that is no preflight."""
-        origin = _text(headers, b"origin")
-        if origin not in self._origins:
-            return []
-        pairs = [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1"))]
-        if self._config.allow_credentials:
-            pairs.append((b"access-control-allow-credentials", b"true"))
-        if self._config.expose_headers:
-            pairs.append((b"access-control-expose-headers", ",".join(self._config.expose_headers).encode()))
-        return pairs
-
-    def preflight(self, headers: Mapping[bytes, bytes]) -> Pairs:
-        """Return the headers of the answer to OPTIONS, none unless origin, method and headers are all allowed."""
-        origin = _text(headers, b"origin")
-        method = _text(headers, b"access-control-request-method")
-        requested = [
-            name.strip() for name in _text(headers, b"access-control-request-headers").split(",") if name.strip()
-        ]
-        if origin not in self._origins or method not in self._config.allow_methods:
-            return []
-        if not all(name.upper() in self._allowed for name in requested):
-            return []
-        pairs = [(b"vary", b"Origin"), (b"access-control-allow-origin", origin.encode("latin-1"))]
-        if self._config.allow_credentials:
-            pairs.append((b"access-control-allow-credentials", b"true"))
-        if self._config.max_age:
-            pairs.append((b"access-control-max-age", str(self._config.max_age).encode()))
-        pairs.append((b"access-control-allow-methods", method.encode("latin-1")))
-        if requested:
-            pairs.append((b"access-control-allow-headers", ",".join(requested).encode("latin-1")))
-        return pairs
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a preflight request. As in oslo.middleware it names the requested headers only, and its
+        status is 200 also when it is refused: the headers alone tell the browser.
+        """
+        response = super().preflight_response(request_headers)
+        requested = request_headers.get("access-control-request-headers")
+        if requested and response.status_code == 200:
+            response.headers["access-control-allow-headers"] = requested
+        response.status_code = 200
+        return response
 
 
-def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:
-    return headers.get(name, b"").decode("latin-1")
+def with_cors(application: App, config: CorsConfig) -> App:
+    """Return the application for pages of the allowed origins, too; unchanged when there is none."""
+    if not config.allowed_origin:
+        return application
+    return _Cors(
+        application,
+        allow_origins=config.allowed_origin,
+        allow_methods=config.allow_methods,
+        allow_headers=(*config.allow_headers, *_SIMPLE),
+        allow_credentials=config.allow_credentials,
+        expose_headers=config.expose_headers,
+        max_age=config.max_age,
+    )

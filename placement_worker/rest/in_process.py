@@ -17,7 +17,6 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.cors import Cors
 from placement_worker.rest.policy import Policy
 
 
@@ -36,7 +35,7 @@ def application_over(
     committed: a function that is called after each write. broken: a function that is called with a broken invariant.
     """
     api = Api(store, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
-    application = Application(api, auth, Policy(config.policy, clock), Cors(config.cors), broken=broken)
+    application = Application(api, auth, Policy(config.policy, clock), broken=broken)
     application.opened = False
     return api, application
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-import ssl
 from collections import OrderedDict
 from datetime import datetime
-from typing import Any
 
 import httpx
 import msgspec
@@ -17,14 +15,14 @@ from msgspec import Struct
 from bus.clock import Clock
 from bus.contracts.patterns import reason_of
 from bus.faults import Fault, Transient
-from bus.service.settings import SettingsError
+from bus.openstack.keystone import MAX_TOKEN_BYTES, SUBJECT, KeystoneAuth, SignInRefused, SignInUnavailable
+from bus.openstack.rest import tls_of
 from placement_worker.rest.auth import TOKEN, Caller, Headers
 from placement_worker.rest.config import KeystoneConfig
 
 MAX_KNOWN = 10_000
-MAX_TOKEN_BYTES = 8192
 BAD_FOR_S = 10.0  # how long the result for an unknown token is cached
-SUBJECT = "X-Subject-Token"
+SETTING = "rest.keystone"
 
 # The characters that a header may contain. A value with others is no Keystone token.
 _TOKEN = re.compile(rb"[!-~]{1,%d}" % MAX_TOKEN_BYTES)
@@ -77,10 +75,9 @@ class Keystone:
     def __init__(self, config: KeystoneConfig, clock: Clock) -> None:
         self._config = config
         self._clock = clock
-        self._client = httpx.AsyncClient(timeout=config.timeout_s, verify=_verify(config))
-        self._url = config.auth_url.rstrip("/").removesuffix("/v3") + "/v3/auth/tokens"
-        self._own = ""
-        self._signing_in = asyncio.Lock()
+        verify = tls_of(verify=not config.insecure, ca_file=config.cafile, setting=SETTING)
+        self._auth = KeystoneAuth(config, clock=clock, timeout_s=config.timeout_s, verify=verify, setting=SETTING)
+        self._client = httpx.AsyncClient(auth=self._auth, timeout=config.timeout_s, verify=verify, trust_env=False)
         self._known: OrderedDict[bytes, CachedToken] = OrderedDict()
         self._validating: dict[bytes, asyncio.Task[CachedToken]] = {}
 
@@ -98,6 +95,7 @@ class Keystone:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
+        await self._auth.aclose()
 
     async def _look_up_once(self, digest: bytes, token: bytes) -> CachedToken:
         task = self._validating.get(digest)
@@ -107,11 +105,7 @@ class Keystone:
         return await asyncio.shield(task)
 
     async def _look_up(self, digest: bytes, token: bytes) -> CachedToken:
-        own = self._own or await self._sign_in("")
-        answer = await self._validate(own, token)
-        if answer.status_code == 401:  # the service user's token has expired or was revoked
-            answer = await self._validate(await self._sign_in(own), token)
-        known = self._understood(answer)
+        known = self._understood(await self._validate(token))
         self._known[digest] = known
         self._known.move_to_end(digest)
         while len(self._known) > MAX_KNOWN:
@@ -140,55 +134,11 @@ class Keystone:
         )
         return CachedToken(caller, min(expires, now + self._config.cache_s))
 
-    async def _validate(self, own: str, token: bytes) -> httpx.Response:
-        headers = {"X-Auth-Token": own, SUBJECT: token.decode("latin-1")}
-        return await self._send("GET", "?nocatalog", headers, None)
-
-    async def _sign_in(self, stale: str) -> str:
-        """Fetch a token for the service user, unless another request has just fetched one newer than `stale`."""
-        async with self._signing_in:
-            if self._own != stale:
-                return self._own
-            config = self._config
-            user = {
-                "name": config.username,
-                "password": config.password,
-                "domain": _domain(config.user_domain_id, config.user_domain_name),
-            }
-            domain = _domain(config.project_domain_id, config.project_domain_name)
-            project = {"name": config.project_name, "domain": domain}
-            body = {
-                "auth": {
-                    "identity": {"methods": ["password"], "password": {"user": user}},
-                    "scope": {"project": project},
-                }
-            }
-            answer = await self._send("POST", "", {}, body)
-            if answer.status_code in {401, 403}:
-                raise KeystoneForbidden(f"Keystone does not take the credentials of {config.username}")
-            if answer.status_code != 201 or SUBJECT not in answer.headers:
-                raise KeystoneUnavailable(f"Keystone answered {answer.status_code} to our own sign-in")
-            self._own = answer.headers[SUBJECT]
-            return self._own
-
-    async def _send(self, method: str, query: str, headers: dict[str, str], body: Any) -> httpx.Response:
+    async def _validate(self, token: bytes) -> httpx.Response:
         try:
-            return await self._client.request(method, self._url + query, headers=headers, json=body)
-        except httpx.HTTPError as error:
+            headers = {SUBJECT: token.decode("latin-1")}
+            return await self._client.get(f"{self._auth.url}?nocatalog", headers=headers)
+        except SignInRefused as error:
+            raise KeystoneForbidden(str(error)) from error
+        except (httpx.HTTPError, SignInUnavailable) as error:
             raise KeystoneUnavailable(f"{type(error).__name__}: {error}") from error
-
-
-def _domain(by_id: str, by_name: str) -> dict[str, str]:
-    return {"id": by_id} if by_id else {"name": by_name}
-
-
-def _verify(config: KeystoneConfig) -> ssl.SSLContext | bool:
-    """Return the TLS verification of Keystone's certificate by the settings. Raises SettingsError."""
-    if config.insecure:
-        return False
-    if not config.cafile:
-        return True
-    try:
-        return ssl.create_default_context(cafile=config.cafile)
-    except (OSError, ssl.SSLError) as error:
-        raise SettingsError("rest.keystone", f"cannot use cafile {config.cafile}: {error}") from error

@@ -21,7 +21,6 @@ INTEGER: Schema = {"type": "integer"}
 UUID: Schema = {"type": "string", "format": "uuid"}
 OWNER: Schema = {"type": "string", "minLength": 1, "maxLength": 255}
 TRAIT: Schema = {"type": "string", "minLength": 1, "maxLength": 255}
-CUSTOM_TRAIT: Schema = {**TRAIT, "pattern": CUSTOM_NAME}
 
 
 def record(properties: Mapping[str, Schema], *required: str) -> Schema:

@@ -22,6 +22,7 @@ from placement_worker.rest.application import App
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import RestConfig
+from placement_worker.rest.cors import with_cors
 from placement_worker.rest.health import with_health
 from placement_worker.rest.in_process import application_over
 from placement_worker.rest.keystone import Keystone
@@ -68,14 +69,14 @@ class RestServer:
         self.api, self.application = application_over(
             store, self.config, self._auth, clock=clock, rng=rng, committed=committed, broken=self._fail
         )
-        self._served: App = self.application
+        self._served: App = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._opened, self._ended = asyncio.Event(), asyncio.Event()
 
     def add_health(self, health: Health) -> None:
         """Serve /healthz, /readyz and /metrics, too."""
-        self._served = with_health(self.application, health)
+        self._served = with_health(self._served, health)
 
     async def open(self) -> None:
         """Start to listen. Every answer is 503 until `run` has loaded the book. Raises CannotListen."""

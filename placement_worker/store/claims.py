@@ -22,7 +22,7 @@ from placement_worker.store import feed, limits
 from placement_worker.store.port import Locked, PassedMeanwhile
 from placement_worker.store.rows import transposed
 
-# Both call functions of schema.sql, so that each takes one round trip.
+# Both call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
 SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[], $8::text[], $9)
 """

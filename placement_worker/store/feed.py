@@ -25,8 +25,8 @@ MAX_BYTES_PER_ROW = 2**20
 MAX_BYTES_READ = 4 * 2**20
 ROWS_AT_ONCE = 16
 
-# One SQL function (schema.sql), because the counter stays locked until the commit and other writers wait during each
-# round trip.
+# One SQL function (0001_functions.sql), because the counter stays locked until the commit and other writers wait during
+# each round trip.
 APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"

@@ -22,7 +22,7 @@ WITH writer AS MATERIALIZED (SELECT pg_advisory_xact_lock(hashtextextended('bert
 SELECT nextval('shapes') FROM writer
 """
 
-# Functions of schema.sql.
+# Functions of 0001_functions.sql.
 LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
 LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4::uuid[])"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"

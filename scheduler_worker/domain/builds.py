@@ -118,7 +118,6 @@ class BuildDecision(Struct, frozen=True, kw_only=True):
     """
 
     build: RecordedBuild
-    host_uuid: str | None = None
     funnel: tuple[FunnelStep, ...] = ()
     timeline: tuple[TimelineEntry, ...] = ()
 

@@ -258,7 +258,6 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             cell=claimed.cell,
             host=main.host,
         ),
-        host_uuid=main.host_uuid,
         timeline=(
             replace(author.entry("chosen", chosen), scores=claimed.scores),
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),

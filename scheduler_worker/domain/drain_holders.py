@@ -195,7 +195,7 @@ def new_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> Dra
 
 
 def _placed(look: LookedAt, one: HeldInstance, row: DrainMove | None, position: int) -> DrainMove:
-    """Its row, waiting on the host that holds it. The host where the drain has moved it stays known, for an undo."""
+    """Its row, waiting on the host that holds it. The host where the drain has moved it stays known."""
     if row is None:
         return new_row(look.drain, look.kind, one, position)
     is_same = row.source_uuid == one.source.uuid

@@ -8,7 +8,7 @@ drain, the instance and the number of the try.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from uuid import UUID, uuid5
 
 import msgspec
@@ -23,11 +23,11 @@ from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
+from scheduler_worker.domain.recorded_moves import MoveContext
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
-MAX_FAILURES = 4  # tries of one instance in one direction; then it has failed
+MAX_FAILURES = 4  # tries of one instance; then it has failed
 MAX_LOOKS = 14  # looks at what should be released, or announced, by now: some nine minutes; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
 # Codes of instances that wait because a host of the drain holds something of them while they are not active there.
@@ -44,13 +44,12 @@ _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
 Cells = Mapping[str, str | None]  # {uuid of a host: its cell, None: nothing shows it}; without those that may be soon
 State = DrainMoveState
-UNDER_WAY = frozenset({State.UNDER_WAY, State.RETURNING})
-DONE, LEFT, DEADLINE, STOPPED, UNDONE = "drain.done", "drain.left", "drain.deadline", "drain.stopped", "drain.undone"
+DONE, LEFT, DEADLINE, STOPPED = "drain.done", "drain.left", "drain.deadline", "drain.stopped"
 
 
 class DrainMove(Struct, frozen=True, kw_only=True):
     """One instance of a drain. position: in the order of the plan. source: the host that is drained; host: where it was
-    moved. tries: requests made so far, failures: those in this direction that failed. due_at, begun_at: when it may be
+    moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be
     tried next, and when it was tried last (seconds since the epoch).
     """
 
@@ -107,18 +106,18 @@ def step(
     requests: list[MoveRequest] = []
     under_way = 0
     for row in drain.open:
-        if row.state not in UNDER_WAY:
+        if row.state is not State.UNDER_WAY:
             continue
-        after = _followed(row, known[row.instance_uuid], drain.record, now)
+        after = _followed(row, known[row.instance_uuid], now)
         if after is None:  # it is not on record yet, and was sent long ago
             after = replace(row, begun_at=now)
             requests.append(_request(after, str(row.request_id)))
-        under_way += after.state in UNDER_WAY
+        under_way += after.state is State.UNDER_WAY
         if after != row:
             changed.append(after)
     free_slots = _free_slots(drain, under_way, now)
-    for row in drain.open:
-        if row.state is not _begins(drain.record) or row.due_at > now or is_held(row):
+    for row in drain.open if drain.record.state is DrainState.RUNNING else ():
+        if row.state is not State.WAITING or row.due_at > now or is_held(row):
             continue
         context, cell = known[row.instance_uuid], cells.get(row.source_uuid)
         after = _misfit(row, context, hosts, cell)
@@ -136,14 +135,7 @@ def step(
 
 def _begun(row: DrainMove, now: float) -> DrainMove:
     """The row with its next request, which is to be published."""
-    is_back = row.state is State.TO_RETURN
-    return replace(
-        row,
-        state=State.RETURNING if is_back else State.UNDER_WAY,
-        tries=row.tries + 1,
-        request_id=row.next_request_id,
-        begun_at=now,
-    )
+    return replace(row, state=State.UNDER_WAY, tries=row.tries + 1, request_id=row.next_request_id, begun_at=now)
 
 
 def end_of(drain: OpenDrain, now: float) -> str | None:
@@ -151,24 +143,18 @@ def end_of(drain: OpenDrain, now: float) -> str | None:
     searched for others.
     """
     counts, record = drain.counts, drain.record
-    if any(counts.get(state) for state in UNDER_WAY) or record.state is DrainState.ENDED:
+    if counts.get(State.UNDER_WAY) or record.state is DrainState.ENDED:
         return None
     if record.state is DrainState.STOPPING:
         return STOPPED
-    if record.state is DrainState.UNDOING:
-        return None if counts.get(State.TO_RETURN) else UNDONE
     if record.state is DrainState.RUNNING and not counts.get(State.WAITING):
         return LEFT if counts.get(State.FAILED) else DONE
     return DEADLINE if _is_late(record, now) else None
 
 
-def commanded(
-    record: DrainRecord, command: DrainCommand, now: float, rows: Iterable[DrainMove] = ()
-) -> DrainRecord | Refusal:
-    """A drain after an operator's command; the same one if the command has no effect. rows: once it is carried out."""
+def commanded(record: DrainRecord, command: DrainCommand, now: float) -> DrainRecord | Refusal:
+    """A drain after an operator's command; the same one if the command has no effect."""
     state, action = record.state, command.action
-    if record.is_undone and action in (DrainAction.PAUSE, DrainAction.RESUME):
-        return Refusal(code="drain.undone", reason="it was undone: begin another one")
     if action is DrainAction.PAUSE:
         if state is DrainState.ENDED:
             return Refusal(code="drain.ended", reason="it has ended")
@@ -177,60 +163,24 @@ def commanded(
         return replace(record, state=DrainState.PAUSED)
     if action is DrainAction.STOP:
         return record if state is DrainState.ENDED else replace(record, state=DrainState.STOPPING)
-    if action is DrainAction.RESUME:
-        deadline_at = None if command.deadline_s is None else now + command.deadline_s
-        if deadline_at is None and record.deadline_at is not None and record.deadline_at > now:
-            deadline_at = record.deadline_at
-        return replace(record, state=DrainState.RUNNING, code="", deadline_at=deadline_at)
-    if record.is_undone and state is DrainState.ENDED and not any(row.state is State.TO_RETURN for row in rows):
-        return record  # no instance is left that could go back
-    return replace(record, state=DrainState.UNDOING, code="", is_undone=True, deadline_at=None)
+    deadline_at = None if command.deadline_s is None else now + command.deadline_s
+    if deadline_at is None and record.deadline_at is not None and record.deadline_at > now:
+        deadline_at = record.deadline_at
+    return replace(record, state=DrainState.RUNNING, code="", deadline_at=deadline_at)
 
 
-def retried(row: DrainMove, action: DrainAction) -> DrainMove:
-    """An instance of a drain that is resumed (failed instances are tried again) or undone (moved instances go back).
-
-    A drain that is undone again tries those that have stayed: their host may take them by now.
-    """
-    fresh = {"failures": 0, "due_at": 0.0, "code": "", "reason": ""}
-    if action is DrainAction.RESUME and row.state is State.FAILED:
-        return replace(row, state=State.WAITING, **fresh)
-    if action is DrainAction.UNDO and (row.state in (State.MOVED, State.STAYED) or _waits_moved(row)):
-        return replace(row, state=State.TO_RETURN, **fresh)
-    if action is DrainAction.UNDO and row.state is State.WAITING:
-        return replace(row, state=State.LEFT, code=UNDONE)
-    return row
-
-
-def _waits_moved(row: DrainMove) -> bool:
-    """Whether the drain has moved it, and its former host still held something of it."""
-    return row.host is not None and row.state in (State.WAITING, State.FAILED)
+def retried(row: DrainMove) -> DrainMove:
+    """An instance of a drain that is resumed: it is tried again if it has failed."""
+    if row.state is not State.FAILED:
+        return row
+    return replace(row, state=State.WAITING, failures=0, due_at=0.0, code="", reason="")
 
 
 def drained(decision: HostDecision | None, drain: str, host: str, reason: str) -> HostDecision:
-    """The decision about a host that a drain begins with: disabled, unless builds are kept away from it already.
-
-    A host of an earlier drain keeps the decision from before that drain.
-    """
-    if decision is None:
-        decision = HostDecision(host=host, state=AdminState.ENABLED)
-    before, reason_before = decision.state, decision.reason
-    if decision.drain is not None and decision.before is not None:
-        before, reason_before = decision.before, decision.reason_before
-    enabled = decision.state is AdminState.ENABLED
-    return HostDecision(
-        host=decision.host,
-        state=AdminState.DISABLED if enabled else decision.state,
-        reason=reason if enabled else decision.reason,
-        drain=drain,
-        before=before,
-        reason_before=reason_before,
-    )
-
-
-def given_back(decision: HostDecision) -> HostDecision:
-    """The decision about a host whose drain is undone: the one from before the drain."""
-    return HostDecision(host=decision.host, state=decision.before or AdminState.ENABLED, reason=decision.reason_before)
+    """The decision about a host that a drain begins with: disabled, unless builds are kept away from it already."""
+    if decision is None or decision.state is AdminState.ENABLED:
+        return HostDecision(host=host, state=AdminState.DISABLED, reason=reason, drain=drain)
+    return replace(decision, drain=drain)
 
 
 def drain_of(stored: StoredObject) -> DrainRecord:
@@ -247,15 +197,10 @@ def _is_late(record: DrainRecord, now: float) -> bool:
     return record.deadline_at is not None and now >= record.deadline_at
 
 
-def _begins(record: DrainRecord) -> DrainMoveState | None:
-    """The state of the instances that the drain begins to move."""
-    return {DrainState.RUNNING: State.WAITING, DrainState.UNDOING: State.TO_RETURN}.get(record.state)
-
-
 def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
     """How many moves may begin now."""
     record = drain.record
-    if record.state is DrainState.RUNNING and _is_late(record, now):
+    if _is_late(record, now):
         return 0
     free_slots = record.at_once - under_way
     if record.per_minute is not None:
@@ -265,7 +210,7 @@ def _free_slots(drain: OpenDrain, under_way: int, now: float) -> int:
     return max(0, free_slots)
 
 
-def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: float) -> DrainMove | None:
+def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | None:
     """The end of a request's move, applied to its row. None: the request is to be sent again."""
     move = known.move
     if known.build is None:
@@ -275,26 +220,12 @@ def _followed(row: DrainMove, known: MoveContext, record: DrainRecord, now: floa
     if not move.terminal:
         return row
     if move.state is MoveState.DONE:
-        return _arrived(row, move, record)
+        return replace(row, state=State.MOVED, host=move.host, failures=0, due_at=0.0, code="", reason="")
     if not _is_there(known):
         return replace(row, state=State.LEFT, code="instance.deleted")
     if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
-        waits = State.TO_RETURN if row.state is State.RETURNING else State.WAITING
-        return _unless_undone(replace(row, state=waits, kind=MoveKind.MIGRATE), record)
-    return _unless_undone(failed(row, move.code, move.reason, now), record)
-
-
-def _arrived(row: DrainMove, move: RecordedMove, record: DrainRecord) -> DrainMove:
-    if row.state is State.RETURNING:
-        return replace(row, state=State.RETURNED, code="", reason="")
-    state = State.TO_RETURN if record.is_undone else State.MOVED
-    return replace(row, state=state, host=move.host, failures=0, due_at=0.0, code="", reason="")
-
-
-def _unless_undone(row: DrainMove, record: DrainRecord) -> DrainMove:
-    """An instance that could not leave its host before the drain was undone is already where it belongs."""
-    is_there = record.is_undone and row.state in (State.WAITING, State.FAILED)
-    return replace(row, state=State.LEFT, code=UNDONE) if is_there else row
+        return replace(row, state=State.WAITING, kind=MoveKind.MIGRATE)
+    return failed(row, move.code, move.reason, now)
 
 
 def is_held(row: DrainMove) -> bool:
@@ -304,12 +235,8 @@ def is_held(row: DrainMove) -> bool:
 
 def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_FAILURES) -> DrainMove:
     """The row after a failure. It waits for its next try, or has failed for good. most: failures until then."""
-    is_back = row.state in (State.TO_RETURN, State.RETURNING)
     failures = row.failures + 1
-    if failures >= most:
-        state = State.STAYED if is_back else State.FAILED
-    else:
-        state = State.TO_RETURN if is_back else State.WAITING
+    state = State.FAILED if failures >= most else State.WAITING
     return replace(
         row, state=state, failures=failures, due_at=now + pause_s(failures), code=code, reason=reason[:MAX_REASON]
     )
@@ -328,30 +255,23 @@ def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: 
         return replace(row, state=State.LEFT, code="instance.deleted")
     assert known.build is not None
     if cell is None:
-        has_left = row.state is State.WAITING and row.source_uuid not in hosts
-        return replace(row, state=State.LEFT, code="host.left_drain") if has_left else None
+        return replace(row, state=State.LEFT, code="host.left_drain") if row.source_uuid not in hosts else None
     if cell != known.build.cell:
         return replace(row, state=State.LEFT, code="instance.elsewhere")
-    if row.state is State.TO_RETURN:
-        if known.build.host == row.source:
-            return replace(row, state=State.RETURNED, code="", reason="")
-        is_mine = known.build.host == row.host
-    else:
-        if row.host is not None and known.build.host == row.host:
-            return replace(row, state=State.MOVED, code="", reason="")
-        if row.source_uuid not in hosts:
-            return replace(row, state=State.LEFT, code="host.left_drain")
-        is_mine = known.build.host == row.source
-    return None if is_mine else replace(row, state=State.LEFT, code="instance.elsewhere")
+    if row.host is not None and known.build.host == row.host:
+        return replace(row, state=State.MOVED, code="", reason="")
+    if row.source_uuid not in hosts:
+        return replace(row, state=State.LEFT, code="host.left_drain")
+    return None if known.build.host == row.source else replace(row, state=State.LEFT, code="instance.elsewhere")
 
 
 def _unready(
     row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None, now: float
 ) -> DrainMove | None:
     """The row after a try that cannot be made now; None: it can. cell: of its host; None: nothing shows it."""
-    down = hosts[row.source_uuid] if row.state is State.WAITING else ""
+    down = hosts[row.source_uuid]
     if cell is None and not down:
-        reason = f"no service has announced {row.source} since this scheduler started: resume or undo when one has"
+        reason = f"no service has announced {row.source} since this scheduler started: resume when one has"
         return failed(row, CELL_UNKNOWN, reason, now, MAX_LOOKS)  # another scheduler may know it
     if known.now.under_way is not None:
         return failed(row, BUSY, "another request about it is under way", now)
@@ -366,6 +286,5 @@ def _request(row: DrainMove, request_id: str) -> MoveRequest:
         project_id=row.project_id,
         user_id=DRAIN_USER,
         kind=row.kind,
-        host=row.source if row.state is State.RETURNING else None,
         auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,
     )

@@ -41,7 +41,6 @@ PHRASES = {
     "claim.full": "were taken during the claim",
     "claim.gone": "left during the claim",
     "claim.raced": "kept changing during the claim",
-    "host.taken": "were taken by requests decided just before",
     "ignored": "were ignored as requested",
     "not among those requested": "are not among the hosts that were requested",
     "nothing is requested": "are all alike, because no resources are requested",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from bus.contracts.workers import WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
+from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
 
 MAX_WORKERS = 100_000  # workers kept; a bus that invents more is ignored
 SILENT_AFTER = 3  # heartbeats missed
@@ -33,6 +33,9 @@ class WorkerTable:
         if self.began_s is None:
             self.began_s = now_s
         key = heartbeat.role, bus, heartbeat.worker
+        if heartbeat.phase == STOPPED:
+            self._known.pop(key, None)
+            return
         if key not in self._known and len(self._known) >= MAX_WORKERS:
             self._purge(now_s)
             if len(self._known) >= MAX_WORKERS:

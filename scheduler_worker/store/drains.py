@@ -12,7 +12,7 @@ import msgspec
 from bus.contracts.drains import DrainMoveState, DrainRecord
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import ObjectKind
-from scheduler_worker.domain.drains import UNDER_WAY, DrainMove, OpenDrain
+from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.store.rows import clean
 
 COLUMNS = (
@@ -23,12 +23,12 @@ _TYPES = (
     "uuid", "uuid", "integer", "text", "uuid", "text", "text", "text", "text", "integer", "integer", "uuid", "text",
     "text", "float8", "float8",
 )  # fmt: skip
-WAITS = (DrainMoveState.WAITING, DrainMoveState.TO_RETURN)
+WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
 
 LOCK = f"SELECT body FROM objects WHERE kind = '{ObjectKind.DRAIN.value}' AND name = $1 FOR UPDATE"
-IN_STATES = f"""
+IN_STATE = f"""
 SELECT {", ".join(COLUMNS)} FROM drain_moves
-WHERE drain = $1 AND state = ANY($2::text[]) AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
+WHERE drain = $1 AND state = $2 AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
 """
 ALL = f"SELECT {', '.join(COLUMNS)} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
 COUNTS = "SELECT drain, state, count(*) FROM drain_moves WHERE drain = ANY($1::uuid[]) GROUP BY drain, state"
@@ -50,9 +50,8 @@ async def lock(connection: asyncpg.Connection, drain: str, now: float, limit: in
     body = await connection.fetchval(LOCK, drain)
     if body is None:
         return None
-    under_way = [state.value for state in sorted(UNDER_WAY)]
-    rows = await connection.fetch(IN_STATES, drain, under_way, float("inf"), NO_LIMIT)
-    rows += await connection.fetch(IN_STATES, drain, [state.value for state in WAITS], now, limit)
+    rows = await connection.fetch(IN_STATE, drain, UNDER_WAY.value, float("inf"), NO_LIMIT)
+    rows += await connection.fetch(IN_STATE, drain, WAITING.value, now, limit)
     found = await counts(connection, [drain])
     return OpenDrain(
         record=_record(body),
@@ -89,10 +88,10 @@ async def drop(connection: asyncpg.Connection, drains: Sequence[str]) -> None:
 def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:
     """The result of `lock`, from all instances of a drain."""
     ordered = in_order(moves)
-    due = [one for one in ordered if one.state in WAITS and one.due_at <= now]
+    due = [one for one in ordered if one.state is WAITING and one.due_at <= now]
     return OpenDrain(
         record=record,
-        open=(*(one for one in ordered if one.state in UNDER_WAY), *due[:limit]),
+        open=(*(one for one in ordered if one.state is UNDER_WAY), *due[:limit]),
         counts=Counter(one.state for one in ordered),
         last_begun_at=max((one.begun_at for one in ordered), default=0.0),
     )

@@ -27,7 +27,6 @@ class MemoryBuildTable(MemoryDatabase):
         "records",
         "recorded",
         "digests",
-        "cells",
         "requests",
         "moves",
         "instances",
@@ -40,7 +39,6 @@ class MemoryBuildTable(MemoryDatabase):
         self.records: dict[str, BuildRecord] = {}
         self.recorded: dict[str, RecordedBuild] = {}
         self.digests: dict[str, bytes] = {}
-        self.cells: dict[str, str] = {}
         self.requests: dict[str, BuildRequest] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.instances: dict[str, InstanceRecord] = {}
@@ -74,12 +72,10 @@ def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
 
 
 def decide_build(table: MemoryBuildTable, decision: BuildDecision, now: float) -> None:
-    """Write a decision, and the instance's cell, which never changes."""
-    uuid, cell = decision.build.instance_uuid, decision.build.cell
+    """Write a decision."""
+    uuid = decision.build.instance_uuid
     update_build(table, decision.build, decision.timeline, now)
     table.records[uuid] = replace(table.records[uuid], funnel=decision.funnel)
-    if decision.host_uuid is not None and cell is not None and table.cells.setdefault(uuid, cell) != cell:
-        log.error("instance.already_mapped", instances=[uuid])
 
 
 def update_build(
@@ -120,7 +116,6 @@ def delete_builds(table: MemoryBuildTable, uuids: Sequence[str]) -> None:
             table.records,
             table.recorded,
             table.digests,
-            table.cells,
             table.requests,
             table.instances,
         ):

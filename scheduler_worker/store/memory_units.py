@@ -157,11 +157,6 @@ class MemoryOperationUnit(MemoryBuildUnit):
         after = {one.request_id: (one, now) for one in moves}
         self._transaction.will(lambda: self._table.moves.update(after))
 
-    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
-        """The builds must be locked by this unit."""
-        await self._transaction.statement()
-        self._transaction.will(partial(self._table.cells.update, dict(cells)))
-
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """The objects must be locked by this unit."""
         await self._transaction.statement()

@@ -49,10 +49,7 @@ class BuildUnit(Protocol):
         """The present records, without locks."""
 
     async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
-        """Write decisions on the builds that await one; returns those written.
-
-        Dispatched builds are mapped to their cell, for good.
-        """
+        """Write decisions on the builds that await one; returns those written."""
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
         """Read records and hold them until the end of the unit."""
@@ -84,9 +81,6 @@ class OperationUnit(BuildUnit, Protocol):
 
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """Write records whose instances were locked."""
-
-    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
-        """Map instances, which were locked, to the cells that have them now ({instance: cell})."""
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """Write the present state of instances; they were locked."""

@@ -46,7 +46,6 @@ MIGRATIONS = "scheduler_worker.store.migrations"
 
 INSERT = rows.numbered(rows.INSERT)
 DECIDE = rows.numbered(rows.DECIDE)
-MAP = rows.numbered(rows.MAP)
 UPDATE = rows.numbered(rows.UPDATE)
 
 READ_VERSIONS = f"SELECT xmin, {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
@@ -97,8 +96,6 @@ WITH gone AS (
         WHERE created_at >= $3 AND created_at < $1 AND updated_at < $1 AND state = ANY($4::text[])
         ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
     RETURNING instance_uuid, created_at
-), unmapped AS (
-    DELETE FROM instance_cells c USING gone WHERE c.instance_uuid = gone.instance_uuid
 ), unchanged AS (
     DELETE FROM instances i USING gone WHERE i.instance_uuid = gone.instance_uuid
 )
@@ -148,7 +145,6 @@ UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6,
     command = $10, updated_at = $11
 WHERE request_id = $1
 """
-PUT_CELL = "UPDATE instance_cells SET cell = $2, mapped_at = $3 WHERE instance_uuid = $1"
 PUT_INSTANCE = f"""
 INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
 ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
@@ -183,9 +179,6 @@ class PostgresBuildRows:
         if writes.decisions:
             decisions = sorted(writes.decisions, key=lambda one: one.build.instance_uuid)
             statement.add("decided", rows.DECIDE, *await rows.decide_columns(decisions), now, rows=len(decisions))
-            dispatched = [one for one in decisions if one.host_uuid is not None]
-            if dispatched:
-                statement.add("mapped", rows.MAP, *await rows.map_columns(dispatched), now, rows=len(dispatched))
         updates = writes.updates
         guard = statement.hold("build_requests", "instance_uuid", writes.versions, updates=len(updates))
         if updates:
@@ -246,11 +239,6 @@ class PostgresBuildUnit:
             await self._connection.execute(LOCK_ONLY, [one.build.instance_uuid for one in ordered])
         written = {row[0] for row in await self._connection.fetch(DECIDE, *await rows.decide_columns(ordered), now)}
         self._cache.invalidate(written)
-        dispatched = [one for one in ordered if one.host_uuid is not None and one.build.instance_uuid in written]
-        if dispatched:
-            mapped = {row[0] for row in await self._connection.fetch(MAP, *await rows.map_columns(dispatched), now)}
-            if elsewhere := sorted({one.build.instance_uuid for one in dispatched} - mapped):
-                log.error("instance.already_mapped", instances=elsewhere)
         return written
 
     async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
@@ -313,11 +301,6 @@ class PostgresOperationUnit(PostgresBuildUnit):
         for one in moves:
             row = rows.move_row(one, now)
             await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], row[15], now)
-
-    async def put_cells(self, cells: Mapping[str, str], now: float) -> None:
-        """One statement an instance: a change of cell is rare."""
-        for uuid, cell in sorted(cells.items()):
-            await self._connection.execute(PUT_CELL, uuid, cell, now)
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""

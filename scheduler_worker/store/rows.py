@@ -50,13 +50,6 @@ WHERE build_requests.instance_uuid = n.instance_uuid
 RETURNING build_requests.instance_uuid
 """
 
-MAP = """
-INSERT INTO instance_cells (instance_uuid, cell, host_uuid, mapped_at)
-SELECT n.*, {3}::float8 FROM unnest({0}::uuid[], {1}::text[], {2}::uuid[]) n
-ON CONFLICT (instance_uuid) DO NOTHING
-RETURNING instance_uuid
-"""
-
 # The builds that a search examines, the newest first, for a column without an index.
 MAX_SEARCHED = 100_000
 
@@ -98,11 +91,6 @@ async def insert_columns(builds: Sequence[NewBuild]) -> Columns:
 async def decide_columns(decisions: Sequence[BuildDecision]) -> Columns:
     """The columns of DECIDE."""
     return await _columns(_decide_row, decisions)
-
-
-async def map_columns(dispatched: Sequence[BuildDecision]) -> Columns:
-    """The columns of MAP."""
-    return await _columns(_map_row, dispatched)
 
 
 async def update_columns(updates: Sequence[BuildUpdate]) -> Columns:
@@ -156,10 +144,6 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         _encode(decision.funnel).decode(),
         timeline_text(decision.timeline),
     )
-
-
-def _map_row(dispatched: BuildDecision) -> tuple[Any, ...]:
-    return dispatched.build.instance_uuid, dispatched.build.cell, dispatched.host_uuid
 
 
 def _update_row(update: BuildUpdate) -> tuple[Any, ...]:

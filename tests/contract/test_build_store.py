@@ -31,7 +31,6 @@ Make = Callable[[], SchedulerStore]
 
 FOURTH = "d0000000-0000-4000-8000-000000000000"
 A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
-HOST = "10000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture
@@ -85,7 +84,7 @@ def placed(uuid: str, cell: str = "c1") -> BuildDecision:
         host="h",
         reason="r",
     )
-    return BuildDecision(build=build, host_uuid=HOST)
+    return BuildDecision(build=build)
 
 
 async def insert(store: SchedulerStore, *builds: NewBuild, now: float = 1.0) -> set[str]:

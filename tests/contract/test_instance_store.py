@@ -17,7 +17,8 @@ from bus.faults import DatabaseReplaced, DatabaseUnavailable
 from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
-from cell_conductor.domain.instance import MACHINE_EXISTS, MOVING, SET_BACK_GAP, Instance, Move, State
+from cell_conductor.domain.desires import Work, states_where
+from cell_conductor.domain.instance import MACHINE_EXISTS, SET_BACK_GAP, Instance, Move, State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
@@ -127,7 +128,7 @@ async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_ar
     assert numbers == {A: SET_BACK_GAP, B: 0, C: SET_BACK_GAP}, "schedulers have had the next ones already"
 
 
-@pytest.mark.parametrize("state", sorted(MOVING))
+@pytest.mark.parametrize("state", sorted(states_where(lambda row: row.work is Work.MOVE)))
 async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: InstanceStore, state: State) -> None:
     await insert(store, instance(A, state), instance(B, State.ACTIVE))
     await restored(store)

@@ -34,7 +34,6 @@ from bus.rabbitmq.session import Session
 from bus.service.health import Health
 from bus.service.service import Service
 from bus.topology import QueueNames, plan, shared_queues
-from tests.contract import queues
 from tests.contract.rig import until
 
 pytestmark = pytest.mark.rabbitmq
@@ -261,24 +260,6 @@ async def test_a_deleted_queue_is_declared_and_consumed_again(own_broker: Rabbit
             await asyncio.sleep(0.02)
     await consumer.drain(5)
     await bus.close()
-
-
-async def test_letters_that_an_older_berth_has_left_are_not_forgotten(amqp: tuple[str, str]) -> None:
-    """It parked them in a queue beside each queue, where no command looks any more."""
-    url, prefix = amqp
-    transport = RabbitTransport(url, name="api", prefix=prefix)
-    await transport.open()
-    await transport.declare_shared()
-    former = queues.row(name="work.dead", bindings=())
-    await transport.declare_queue(former, former.name, ())
-    await transport.publish(Outgoing(exchange="", routing_key="work.dead", body=b"x", mandatory=True))
-    with capture_logs() as logged:
-        await queues.declare(transport)
-        await queues.declare(transport, name="other")
-    await transport.close()
-    assert [(line["event"], line["queue"], line["messages"]) for line in logged] == [
-        ("bus.former_queue", prefix + "work.dead", 1)
-    ]
 
 
 @pytest.mark.parametrize("bad", ["timestamp", "correlation_id", "message_id", "headers"])

@@ -24,7 +24,6 @@ from tests.kit.sent import Sent
 pytestmark = pytest.mark.postgres
 
 SENT, FAILED, KEPT, KEPT_DELETED, DELETED = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcde")
-HOST = "10000000-0000-4000-8000-000000000000"
 GANG = Gang(uuid=SENT, size=5, min_count=3)
 AUTHOR = Author("w", 3.0)
 
@@ -39,7 +38,7 @@ def decided(uuid: str) -> BuildDecision:
     build = accepted(uuid).build
     if uuid == SENT:
         scheduled = replace(build, state=BuildState.SCHEDULED, sequence=SCHEDULED, cell="c1", host="h")
-        return BuildDecision(build=scheduled, host_uuid=HOST)
+        return BuildDecision(build=scheduled, timeline=(AUTHOR.entry("dispatched", "to cell c1"),))
     return BuildDecision(build=replace(build, state=BuildState.FAILED, sequence=FAILED_OR_REFUSED, terminal=True))
 
 

@@ -41,8 +41,8 @@ class Served:
 
 
 @asynccontextmanager
-async def connected(served: Served) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    config = uvicorn.Config(served, http=served.kind, ws="none", lifespan="off", log_config=None, port=0)
+async def connected(served: Served, **options: Any) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(served, http=served.kind, ws="none", lifespan="off", log_config=None, port=0, **options)
     config.load()
     server = uvicorn.Server(config)
     server.lifespan = config.lifespan_class(config)
@@ -93,10 +93,21 @@ async def test_a_head_without_an_end_is_refused(piece: bytes) -> None:
     assert (served.requests, served.disconnected("size")) == (0, 1)
 
 
-async def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nx: "], ids=["nothing", "half a head"])
+async def test_a_connection_without_a_whole_request_is_closed(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     """A thousand of these were as many as a server takes, for as long as they stayed."""
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.05)
     served = Served()
-    async with connected(served) as (reader, _):
+    async with connected(served) as (reader, writer):
+        writer.write(begun)
         assert await reader.read() == b""
     assert served.disconnected("head") == 1
+
+
+async def test_a_connection_that_is_idle_after_an_answer_is_closed() -> None:
+    served = Served()
+    served.may_answer.set()
+    async with connected(served, timeout_keep_alive=0) as (reader, writer):
+        writer.write(REQUEST)
+        assert (await reader.read()).endswith(b"ok")
+    assert served.requests == 1

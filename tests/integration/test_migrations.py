@@ -7,34 +7,31 @@ from collections.abc import Callable
 from pathlib import Path
 
 import asyncpg
-import msgspec
 import pytest
 from msgspec.structs import replace
 
+from berth import schemas
+from berth.backup import restoring
 from berth.backup.copying import save
 from berth.backup.restoring import restore
-from bus.contracts.cell import InstanceSpec, Selection
 from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
 from bus.persistence.revision import APPLIED, OLDEST, known_revisions
-from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.fences import LIFTED, LOCK_HOST
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit import servers
-from tests.kit.catalog import described
 from tests.kit.releases import Migration, not_additive, release, structure
 
 pytestmark = pytest.mark.postgres
 
 WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "ironic_sync")
-HOST, OTHER, THIRD = (f"{n}0000000-0000-4000-8000-000000000000" for n in "123")
 THINGS = "CREATE TABLE things (\n    id integer PRIMARY KEY,\n    name text NOT NULL\n);"
-WIDER = THINGS.replace("NOT NULL\n", "NOT NULL,\n    size integer\n")
-FIRST = Migration("0001_initial", THINGS, THINGS)
+FIRST = Migration("0001_initial", THINGS, {"things": ["id", "name"]})
+WIDER = {"things": ["id", "name", "size"]}
 SIZES = Migration("0002_sizes", "ALTER TABLE things ADD COLUMN size integer", WIDER, "0001_initial")
-GONE = Migration("0003_gone", "ALTER TABLE things DROP COLUMN name", WIDER.replace("    name text NOT NULL,\n", ""))
-LATER = Migration("0004_later", "CREATE TABLE later (id integer)", GONE.schema, "0001_initial")
+GONE = Migration("0003_gone", "ALTER TABLE things DROP COLUMN name", {"things": ["id", "size"]})
+LATER = Migration("0004_later", "CREATE TABLE later (id integer)", GONE.tables | {"later": ["id"]}, "0001_initial")
 INSERT = "INSERT INTO things (id, name) VALUES (1, 'one') ON CONFLICT DO NOTHING"
 
 Release = Callable[..., str]
@@ -108,18 +105,18 @@ async def test_all_migrations_have_to_allow_an_older_version(empty_database: str
 
 
 @pytest.mark.parametrize(
-    ("sql", "schema"),
+    ("sql", "tables"),
     [
-        ("ALTER TABLE things ADD COLUMN size integer NOT NULL", WIDER.replace("integer\n", "integer NOT NULL\n")),
-        ("ALTER TABLE things RENAME COLUMN name TO title", THINGS.replace("name", "title")),
-        ("ALTER TABLE things RENAME TO objects", THINGS.replace("things", "objects")),
+        ("ALTER TABLE things ADD COLUMN size integer NOT NULL", WIDER),
+        ("ALTER TABLE things RENAME COLUMN name TO title", {"things": ["id", "title"]}),
+        ("ALTER TABLE things RENAME TO objects", {"objects": ["id", "name"]}),
     ],
 )
 async def test_a_migration_that_claims_too_much_is_found_by_the_older_version(
-    empty_database: str, released: Release, sql: str, schema: str
+    empty_database: str, released: Release, sql: str, tables: dict[str, list[str]]
 ) -> None:
     """A worker is refused at its start; it does not fail at its first statement."""
-    former, newer = released(FIRST), released(FIRST, Migration("0002_x", sql, schema, "0001_initial"))
+    former, newer = released(FIRST), released(FIRST, Migration("0002_x", sql, tables, "0001_initial"))
     await (await opened(empty_database, newer)).close()
     assert await start(empty_database, former) == "database.other_schema"
     assert await start(empty_database, newer) == ""
@@ -232,117 +229,14 @@ async def test_additions_are_additions(empty_database: str, released: Release, s
     assert not_additive(found["0001_initial"], found["0002_x"]) == []
 
 
-# --- the cell's second revision
+# --- what a cell's tables allow earlier versions
 
-CELL = "cell_conductor.store.migrations"
+HOST = "10000000-0000-4000-8000-000000000000"
 FENCE = "INSERT INTO fences VALUES ($1, 'h', 3, false, 'PSU', 'ann', 5.0)"
 
 
-async def first_cell(url: str, *statements: str) -> asyncpg.Connection:
-    """A cell's schema as versions of the first revision made it."""
-    from bus.persistence import migrations  # noqa: PLC0415  (Alembic)
-
-    database = await opened(url, None, "cell_c1")
-    async with database.transaction() as core:
-        await core.run_sync(migrations.upgrade, CELL, "cell_c1", "0001_initial")
-    await database.close()
-    connection = await asyncpg.connect(url)
-    await connection.execute(f"SET search_path = cell_c1; DROP TABLE {APPLIED}")
-    for statement in statements:
-        await connection.execute(statement)
-    return connection
-
-
-async def test_a_cell_of_the_first_revision_keeps_its_fences_and_was_not_made_now(empty_database: str) -> None:
-    connection = await first_cell(empty_database, "UPDATE identity SET origin = cell_origin()")
-    await connection.execute(FENCE, HOST)
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=2))
-    await store.open()
-    assert store.made_at == 0 and store.set_back_at == 0
-    assert [one.host_uuid for one in await store.fences.fences()] == [HOST]
-    assert await revisions(empty_database, "cell_c1") == (known_revisions(CELL)[-1], "0001_initial")
-    await store.close()
-    await connection.close()
-
-
-async def test_a_backup_of_the_first_revision_is_restored_and_migrated(
-    empty_database: str, postgres_server: str, tmp_path: Path
-) -> None:
-    connection = await first_cell(empty_database, "UPDATE identity SET origin = cell_origin()")
-    await connection.execute(FENCE, HOST)
-    await connection.close()
-    assert [one.revision for one in (await save(empty_database, tmp_path / "backup")).schemas] == ["0001_initial"]
-    with servers.fresh_database(postgres_server) as target:
-        await restore(target, tmp_path / "backup")
-        assert await revisions(target, "cell_c1") == (known_revisions(CELL)[-1], "0001_initial")
-        store = PostgresInstances(Database(target, "cell_c1", pool_size=2))
-        await store.open()
-        assert [one.host_uuid for one in await store.fences.fences()] == [HOST] and store.made_at == 0
-        await store.close()
-
-
-async def test_a_record_with_a_nul_of_before_it_was_refused_is_cleaned(empty_database: str) -> None:
-    """PostgreSQL reads no such record as JSON: each report of its host was dropped. A text like the escape is kept."""
-    texts = {HOST: "a\x00b", OTHER: "\\u0000 \\\x00", THIRD: "plain"}
-    connection = await first_cell(empty_database)
-    for uuid, image in texts.items():
-        here = Selection(host_uuid=HOST, host="h", service="s", allocations={HOST: {"VCPU": 1}})
-        spec = InstanceSpec(instance_uuid=uuid, project_id="p", image=image)
-        record = Instance(uuid=uuid, state=State.ACTIVE, spec=spec, selections=(here,), attempt=1)
-        text = msgspec.json.encode(record).decode()
-        await connection.execute(
-            "INSERT INTO instances (uuid, state, host_uuid, attempt, since, record)"
-            " VALUES ($1, 'active', $2, 1, 0, $3)",
-            uuid,
-            HOST,
-            text,
-        )
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=1))
-    await store.open()
-    assert {one.uuid for one in await store.briefs([HOST], [])} == {*texts}
-    async with store.transaction() as transaction:
-        found = {uuid: one.spec.image for uuid, one in (await transaction.lock([*texts])).items() if one.spec}
-    assert found == {uuid: text.replace("\x00", "") for uuid, text in texts.items()}
-    await store.close()
-    await connection.close()
-
-
-async def test_a_cell_that_no_conductor_has_opened_is_made_by_its_migration(empty_database: str) -> None:
-    connection = await first_cell(empty_database)
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=1))
-    await store.open()
-    assert store.made_at > 0
-    await store.close()
-    await connection.close()
-
-
-async def test_a_state_that_had_both_facts_as_columns_is_taken_over(empty_database: str) -> None:
-    """ad171936: a lifted fence would count as a fence."""
-    connection = await first_cell(
-        empty_database,
-        "ALTER TABLE fences ADD COLUMN lifted boolean NOT NULL DEFAULT false",
-        "ALTER TABLE identity ADD COLUMN made_at double precision NOT NULL DEFAULT 0",
-        "UPDATE identity SET made_at = 77, origin = cell_origin()",
-        f"INSERT INTO fences VALUES ('{HOST}', 'h', 3, false, 'PSU', 'ann', 5, false)",
-        f"INSERT INTO fences VALUES ('{OTHER}', 'o', 4, true, 'PSU', 'ann', 5, true)",
-    )
-    store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=2))
-    await store.open()
-    assert store.made_at == 77
-    assert [one.host_uuid for one in await store.fences.fences()] == [HOST]
-    assert (await store.fences.lifted(HOST), await store.fences.lifted(OTHER)) == (0, 4)
-    await store.close()
-    anew = await opened(empty_database, CELL, "anew")
-    async with anew.raw() as other:
-        assert [one for one in await described(connection, "cell_c1") if not one.startswith("rows ")] == [
-            one for one in await described(other, "anew") if not one.startswith("rows ")
-        ]
-    await anew.close()
-    await connection.close()
-
-
-async def test_a_fence_that_an_older_conductor_has_put_back_can_be_lifted(empty_database: str) -> None:
-    """It does not know which decision lifted the last one."""
+async def test_a_fence_beside_the_lift_of_its_decision_can_be_lifted(empty_database: str) -> None:
+    """A conductor of an earlier version does not know which decision lifted the last one."""
     store = PostgresInstances(Database(empty_database, "cell_c1", pool_size=2))
     await store.open()
     connection = await asyncpg.connect(empty_database)
@@ -376,3 +270,17 @@ async def test_a_fence_waits_for_the_lift_that_is_being_recorded(empty_database:
     assert not await again and await store.fences.fences() == []
     await connection.close()
     await store.close()
+
+
+async def test_a_backup_of_an_earlier_revision_is_restored_and_migrated(
+    empty_database: str, postgres_server: str, released: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former, newer = released(FIRST), released(FIRST, SIZES)
+    monkeypatch.setattr(schemas, "package_of", lambda _: former)
+    await (await opened(empty_database, former, "cell_c1")).close()
+    assert [one.revision for one in (await save(empty_database, tmp_path / "backup")).schemas] == ["0001_initial"]
+    for module in (schemas, restoring):
+        monkeypatch.setattr(module, "package_of", lambda _: newer)
+    with servers.fresh_database(postgres_server) as target:
+        await restore(target, tmp_path / "backup")
+        assert await revisions(target, "cell_c1") == ("0002_sizes", "0001_initial")

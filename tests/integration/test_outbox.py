@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
-from importlib.resources import files
 from typing import TypeVar, cast
 
 import msgspec
 import pytest
+from sqlalchemy import MetaData
 
 from bus.clock import SystemClock
 from bus.contracts.base import Message
@@ -21,6 +21,7 @@ from bus.persistence.guarded_statement import GuardedStatement
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
+from bus.persistence.tables import create_tables, outbox_tables
 from bus.port import BusError, BusUnavailable, Unroutable
 from bus.publishing import Waiter
 from bus.tracing.context import CURRENT, Scope, TraceContext
@@ -108,8 +109,10 @@ def event(project: str = "p", sequence: int = 1) -> BuildEvent:
 async def database(empty_database: str) -> AsyncIterator[Database]:
     database = Database(empty_database, "owner")
     await database.open()
-    async with database.raw() as connection:
-        await connection.execute(files("bus.persistence").joinpath("outbox.sql").read_text())
+    metadata = MetaData()
+    outbox_tables(metadata)
+    async with database.transaction() as core:
+        await core.run_sync(create_tables, metadata)
     yield database
     await database.close()
 

@@ -29,7 +29,7 @@ UNLOGGED = {"info", "debug"}
 OTHER_KEYWORDS = {"tag", "key", "batch_key", "name", "setting", "flavor", "cause"}
 OTHER_CALLS = {
     "get_logger", "consumer", "declare", "apply_sql", "_page", "files", "PackageLoader", "import_module", "rendered",
-    "read_text", *UNLOGGED,
+    "read_text", "ForeignKey", *UNLOGGED,
 }  # fmt: skip
 FILES = re.compile(r"\.(json|html|conf|config|log|pid|sql|toml|d|yaml|txt|gz|sha256)$")
 # Dotted names that are no codes, by their purpose.
@@ -71,7 +71,7 @@ FORMED: Mapping[str, tuple[str, ...]] = {
     "claim.*": tuple(
         f"claim.{one}" for one in (ClaimOutcome.RACED, ClaimOutcome.FULL, ClaimOutcome.RULED_OUT, ClaimOutcome.GONE)
     ),
-    "database.*_schema": tuple(f"database.{one}_schema" for one in ("other", "old", "newer", "foreign")),
+    "database.*_schema": tuple(f"database.{one}_schema" for one in ("other", "newer", "foreign")),
     "host.*": tuple(f"host.{one}" for one in (AdminState.MAINTENANCE, AdminState.FENCED)),
     "load.*": ("load.late", "load.lost"),
     "spawn.*": ("spawn.fenced", "spawn.superseded"),

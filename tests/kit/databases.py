@@ -7,19 +7,18 @@ schemas a test changed is not lent again.
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
 import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from importlib.resources import files
 from typing import Any
 
 import asyncpg
 
+from bus.persistence import tables
 from bus.persistence.database import Database
 from bus.persistence.known_types import TypedConnection
-from bus.persistence.revision import REVISION_TABLES
+from bus.persistence.revision import REVISION_TABLES, tables_of
 from tests.kit.servers import administer, named, plain
 
 # The schemas that are there, and the package that owns each.
@@ -77,8 +76,6 @@ SELECT nspname FROM pg_namespace
 WHERE NOT nspname = ANY($1) AND nspname <> 'information_schema' AND nspname !~ '^pg_' AND nspname <> 'public'
 """
 _PUBLIC = "SELECT EXISTS (SELECT FROM pg_class WHERE relnamespace = 'public'::regnamespace)"
-# The rows that a schema begins with.
-_FIRST_ROWS = re.compile(r"^INSERT INTO [^;]+;$", re.MULTILINE)
 
 
 class Changed(Exception):
@@ -200,5 +197,4 @@ async def _closed(connection: asyncpg.Connection) -> None:
 
 def first_rows(package: str) -> str:
     """The statements of a package's schema that insert rows."""
-    schema = files(f"{package}.store").joinpath("schema.sql").read_text(encoding="utf-8")
-    return "\n".join(_FIRST_ROWS.findall(schema))
+    return "; ".join(tables.first_rows(tables_of(f"{package}.store.migrations")))

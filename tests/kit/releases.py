@@ -27,11 +27,11 @@ def upgrade() -> None:
 
 
 class Migration(Struct, frozen=True):
-    """One revision. schema: the whole schema that it leaves, as schema.sql has it. compatible_from: "": not stated."""
+    """One revision. tables: all that it leaves, with their columns. compatible_from: "": not stated."""
 
     revision: str
     sql: str
-    schema: str
+    tables: Mapping[str, Sequence[str]]
     compatible_from: str = ""
 
 
@@ -48,7 +48,10 @@ def release(directory: Path, name: str, migrations: Sequence[Migration]) -> str:
         source = _MIGRATION.format(revision=one.revision, before=before, compatible=compatible, sql=one.sql)
         (versions / f"{one.revision}.py").write_text(source)
         before = f'"{one.revision}"'
-    (store / "schema.sql").write_text(migrations[-1].schema)
+    tables = migrations[-1].tables.items()
+    made = [f"Table({table!r}, METADATA, {', '.join(f'Column({c!r})' for c in columns)})" for table, columns in tables]
+    head = ["from sqlalchemy import Column, MetaData, Table", "METADATA = MetaData()"]
+    (store / "migrations" / "__init__.py").write_text("\n".join([*head, *made]))
     for known in [known for known in sys.modules if known.partition(".")[0] == name]:
         del sys.modules[known]
     importlib.invalidate_caches()

@@ -20,7 +20,6 @@ from cell_conductor.domain import (
     move_events,
     move_rules,
     move_steps,
-    proof,
     rules,
     steps,
     table,
@@ -28,6 +27,7 @@ from cell_conductor.domain import (
     way_back,
 )
 from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import DESIRES, Wish
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import Rule
@@ -56,6 +56,12 @@ def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]
     """Another question to placement."""
     wanted = table.question_of
     return patch("cell_conductor.placement_requests.question_of", lambda instance: change(instance, wanted(instance)))
+
+
+def _desired(changed: dict[str, Any], *states: State) -> AbstractContextManager[Any]:
+    """Other desires in these states."""
+    rows: Any = DESIRES
+    return patch.dict(rows, {state: replace(rows[state], **changed) for state in states})
 
 
 def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
@@ -257,13 +263,12 @@ def flavor_of_an_undone_resize_kept() -> AbstractContextManager[Any]:
 
 def source_over_before_it_is_confirmed() -> AbstractContextManager[Any]:
     """The source's machine is destroyed by the next report, while the destination is being built."""
-    early = proof.SOURCE_OVER | {State.FINISHING, State.RESIZED}
-    return patch.object(proof, "SOURCE_OVER", early)
+    return _desired({"source": Wish.GONE}, State.FINISHING, State.RESIZED)
 
 
 def machine_under_change_not_wanted() -> AbstractContextManager[Any]:
     """A machine that is being stopped, started or rebuilt is taken for over when a report lists it."""
-    return patch.object(proof, "WANTED", proof.WANTED - {State.CHANGING, State.RESTARTING})
+    return _desired({"here": Wish.GONE}, State.CHANGING, State.RESTARTING)
 
 
 def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
@@ -19,6 +21,8 @@ from berth.commands.book import audited
 from berth.commands.common import check_cell
 from berth.settings import MEMORY, BusSettings, CellSettings, DatabaseSettings, Settings, UpSettings
 from berth.site import Site, process_name
+from berth.trial.embedded.rabbitmq import RabbitMQ
+from berth.trial.servers import variables
 from berth.trial.up import LocalSystem
 from berth.trial.up import site as local_site
 from bus.clock import new_uuid
@@ -28,6 +32,7 @@ from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, Objec
 from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
 from compute_sim.config import ComputeConfig
+from tests.kit.forks import run_berth
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
@@ -97,11 +102,18 @@ async def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     url, prefix = MEMORY, ""
     if request.param == "rabbitmq":
         url, prefix = request.getfixturevalue("amqp")
+    async with running(url, prefix, request.getfixturevalue("postgres_url"), monkeypatch) as made:
+        yield made
+
+
+@asynccontextmanager
+async def running(url: str, prefix: str, database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Whole]:
+    """A system of one process, its client open. The URL is in the variable SECRET, too."""
     monkeypatch.setenv(SECRET, url)
     settings = Settings(
         bus=BusSettings(url=url, prefix=prefix),
         cells={"cell1": CellSettings()},
-        database=DatabaseSettings(url=request.getfixturevalue("postgres_url")),
+        database=DatabaseSettings(url=database_url),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
         compute=ComputeConfig(hosts=3, heartbeat_interval_s=0.5),
     )
@@ -148,3 +160,32 @@ async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
     await whole.hosts_known()
     build = await whole.built()
     assert (build.state, build.cell) == ("active", "cell2")
+
+
+@pytest.mark.parametrize(
+    ("path", "code"), [(None, "cell.address"), ("/no-such-virtual-host", "bus.forbidden")], ids=["no URL", "refused"]
+)
+async def test_a_cell_that_cannot_be_read_is_named_and_the_rest_is_judged(
+    own_broker: RabbitMQ, postgres_url: str, monkeypatch: pytest.MonkeyPatch, path: str | None, code: str
+) -> None:
+    url = own_broker.add_vhosts(("judged",))["judged"]
+    async with running(url, "", postgres_url, monkeypatch) as whole:
+        await whole.decide("cell2", state="enabled", bus={"url_variable": SECRET, "prefix": "new."})
+        await whole.start_cell2()
+        await whole.hosts_known()
+        await whole.decide("cell1", state="disabled")
+        assert (await whole.built()).cell == "cell2"
+        environment = {**os.environ, **variables(whole.place.settings)}
+        environment.pop(SECRET)
+        if path is not None:
+            environment[SECRET] = url.rpartition("/")[0] + path
+        for command in ("check", "audit"):
+            done = await asyncio.to_thread(run_berth, command, "--json", env=environment, timeout_s=WAIT_S)
+            assert done.returncode == 2, (done.stdout, done.stderr)
+            assert "Traceback" not in done.stderr
+            if command == "check":
+                judged = msgspec.json.decode(done.stdout)
+                assert {cell: why["code"] for cell, why in judged["not_judged"].items()} == {"cell2": code}
+                assert [one["name"] for one in judged["invariants"] if not one["holds"]] == []
+            else:
+                assert done.stdout == ""

@@ -449,7 +449,7 @@ def test_up_with_a_worker_that_cannot_start_gives_its_reason_and_ends(berth: Ber
 def test_a_port_that_is_taken_is_reported_before_anything_starts(berth: Berth) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         done = berth("run", "placement", "--http", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert (done.status, "Address already in use" in done.err) == (USAGE, True)
+    assert (done.status, "Address already in use" in done.err) == (UNREACHABLE, True)
     assert "(http.address)" in done.err and "phase" not in done.err, "nothing was opened before"
 
 

@@ -11,6 +11,7 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest
 from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart
 from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveRequest
+from bus.contracts.operations import AdminState, SetAdminState
 from bus.contracts.placement import SnapshotPage, SnapshotRequest
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
@@ -75,8 +76,9 @@ async def followed(whole: Rig, drain: str) -> DrainProgress:
     return await client_drains.follow(whole.client.bus, drain, clock=whole.site.clock, timeout_s=TIMEOUT_S)
 
 
-async def resumed(whole: Rig, drain: str, action: DrainAction = DrainAction.RESUME) -> DrainProgress:
-    await client_drains.command(whole.client.bus, DrainCommand(drain=drain, action=action, by="ann"))
+async def resumed(whole: Rig, drain: str) -> DrainProgress:
+    command = DrainCommand(drain=drain, action=DrainAction.RESUME, by="ann")
+    await client_drains.command(whole.client.bus, command)
     return await followed(whole, drain)
 
 
@@ -96,7 +98,8 @@ async def test_a_drain_is_done_when_its_host_holds_nothing() -> None:
         host = await host_of(whole, instance)
         ended = await drained(whole, host)
         assert (ended.code, ended.moved, await used(whole, host)) == ("drain.done", (instance,), {})
-        await resumed(whole, ended.id, DrainAction.UNDO)
+        enabled = SetAdminState(host=host, state=AdminState.ENABLED, by="ann")
+        await whole.client.set_admin_state(enabled, timeout_s=TIMEOUT_S)
         # A move to the host is under way.
         request = await moved(moves, whole, instance, MoveKind.LIVE_MIGRATE, wait=False)
         host = await destination(whole, request)

@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 POLL_S = 0.2
 
 # Nothing of these is there while all is well, or without bare metal.
-QUIET = re.compile(r"berth_(bus_stalls|ironic|conductor_(quarantined|breaker_trips))")
+QUIET = re.compile(r"berth_(bus_(stalls|invariants_broken)|ironic|conductor_(quarantined|breaker_trips))")
 
 
 def dashboard_queries() -> Iterator[str]:
@@ -49,6 +49,9 @@ def test_the_rules_are_well_formed_and_do_what_they_promise() -> None:
     assert checked.returncode == 0, checked.stderr
     tested = promtool("test", "rules", str(RULES.with_suffix(".test.yml")))
     assert tested.returncode == 0, tested.stdout + tested.stderr
+    alerts = set(re.findall(r"- alert: (\w+)", RULES.read_text()))
+    fired = set(re.findall(r"- alertname: (\w+)", RULES.with_suffix(".test.yml").read_text()))
+    assert alerts == fired, "each alert has a case in which it fires"
 
 
 @asynccontextmanager

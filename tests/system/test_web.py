@@ -245,7 +245,7 @@ def test_the_document_describes_every_route(web: Web) -> None:
             "/builds", "/builds/{uuid}", "/builds/{uuid}/events", "/events", "/builds/{uuid}/moves", "/moves",
             "/moves/{uuid}", "/hosts", "/hosts/{host}", "/hosts/{host}/admin-state", "/hosts/{host}/forget",
             "/hosts/{host}/drain-plan", "/hosts/{host}/drain", "/drain-plan", "/drains", "/drains/{uuid}",
-            "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/drains/{uuid}/undo", "/services",
+            "/drains/{uuid}/pause", "/drains/{uuid}/resume", "/services",
             "/services/{service}/forget", "/workers", "/cells",
             "/cells/{name}", "/metal", "/zones",
             "/flavors", "/flavors/{name}", "/aggregates", "/aggregates/{name}", "/quotas", "/quotas/{project}",

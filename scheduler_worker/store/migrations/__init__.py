@@ -1,1 +1,3 @@
-"""Alembic migrations of the schema `scheduler`."""
+"""Alembic migrations of the schema `scheduler`, and the tables that they lead to."""
+
+from scheduler_worker.store.tables import METADATA as METADATA

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
 from bus.clock import SystemClock
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from compute_sim.config import IronicConfig
 from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.ironic.driver import BareMetal

@@ -22,7 +22,7 @@ from starlette.routing import Route
 from berth.trial.ironic_stand_in import NodePool
 from bus.clock import SystemClock
 from bus.contracts.deploy import NetworkRequest
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from compute_sim.config import IronicConfig, NeutronConfig
 from compute_sim.driver import Build, BuildAbort, DriverUnavailable
 from compute_sim.drivers.ironic.driver import BareMetal

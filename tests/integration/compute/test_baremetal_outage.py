@@ -16,7 +16,7 @@ from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, Silent
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, Running
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.driver import Build, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.deployment import LOCK_TRIES

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from uuid import UUID
 
 import pytest
+from prometheus_client import REGISTRY
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.bus import API
@@ -16,11 +18,15 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import ReportHosts
 from bus.faults import BrokenInvariant
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence.database import Database
 from bus.port import BusForbidden, Transport
 from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.safety import KEEP, PostgresSafety
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
 
@@ -134,3 +140,38 @@ async def test_with_its_cells_credentials_it_builds_and_reaches_nothing_above(
         await consumer.drain(1.0)
     await around.bus.close()
     await cell.database.close()
+
+
+async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> None:
+    clock = MovingClock()
+    service = build(
+        environment(postgres_url, partial(MemoryTransport, MemoryBroker(clock)), []), ConductorConfig(), "gauged"
+    )
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    await service.ready.wait()
+    database = Database(postgres_url, "cell_gauged", pool_size=1)
+    safety = PostgresSafety(database)
+    hosts = [str(UUID(int=number)) for number in (1, 2)]
+    machines = [Unexplained(str(UUID(int=9)), 1, host, UnexplainedKind.QUARANTINED, "no record") for host in hosts]
+
+    async def shown() -> tuple[float | None, float | None]:
+        await service.refresh()
+        found = [
+            REGISTRY.get_sample_value(f"berth_conductor_{name}", {"cell": "gauged"})
+            for name in ("breakers_open", "machines_in_quarantine")
+        ]
+        return found[0], found[1]
+
+    try:
+        assert await shown() == (0, 0)
+        await safety.trip(Breaker(service="s1", tripped_at=1.0))
+        await safety.record("s1", machines, 1.0)
+        assert await shown() == (1, 2)
+        await safety.reset("s1", "ann", 2.0)
+        await safety.decide(str(UUID(int=9)), KEEP, "ann", 2.0, host=hosts[0])
+        assert await shown() == (0, 1)
+    finally:
+        await database.close()
+        stop.set()
+        await running

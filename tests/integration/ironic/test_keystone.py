@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
-from bus.openstack.keystone import KeystoneLogin
+from bus.openstack.login import KeystoneLogin
 from bus.service.settings import SettingsError
 from ironic_sync.app import rest_source
 from ironic_sync.config import IronicSyncConfig

@@ -347,9 +347,8 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     await until(world, begun, DrainState.ENDED)
 
 
-@pytest.mark.parametrize("action", [DrainAction.RESUME, DrainAction.UNDO])
-async def test_only_so_many_drains_are_under_way_whether_begun_resumed_or_undone(
-    world: World, monkeypatch: pytest.MonkeyPatch, action: DrainAction
+async def test_only_so_many_drains_are_under_way_whether_begun_or_resumed(
+    world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drains, "MAX_OPEN", 1)
     await world.scheduler("s1", WARM)
@@ -360,63 +359,10 @@ async def test_only_so_many_drains_are_under_way_whether_begun_resumed_or_undone
     going = await begin(world, "c1-1")
     assert await code_of(world, "c1-2") == "drain.too_many"
     with pytest.raises(RequestRefused) as fault:
-        await command(world, ended, action)
+        await command(world, ended, DrainAction.RESUME)
     assert (fault.value.code, (await shown(world, ended)).state) == ("drain.too_many", DrainState.ENDED)
     await command(world, going, DrainAction.PAUSE)  # of one that is under way every command is taken
     await command(world, going, DrainAction.STOP)
-
-
-@pytest.mark.parametrize("is_enabled", [False, True])
-async def test_an_undone_drain_moves_nothing_back_to_a_host_that_was_disabled_before(
-    world: World, monkeypatch: pytest.MonkeyPatch, is_enabled: bool
-) -> None:
-    """No move goes to a disabled host: its operator enables it before the undo."""
-    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
-    await world.scheduler("s1", WARM)
-    (uuid,) = await world.add_hosts("c1", 1)
-    await active(world, 1, "c1-0")
-    await world.add_hosts("c1", 1)
-    await decide(world, uuid, AdminState.DISABLED, reason="fan")
-    begun = await begin(world, "c1-0")
-    await carried_out(world, begun, at_once=1, count=1)
-    if is_enabled:
-        await decide(world, uuid, AdminState.ENABLED)
-    await command(world, begun, DrainAction.UNDO)
-    if is_enabled:
-        await world.until(partial(has_begun, world, 2))
-        await ends(world, commanded(world)[1], sequence=40)
-    ended = await until(world, begun, DrainState.ENDED)
-    assert (ended.code, ended.counts) == ("drain.undone", {"returned" if is_enabled else "stayed": 1})
-    assert [one.code for one in ended.failed] == ([] if is_enabled else ["no_valid_host"])
-
-
-async def test_a_drain_is_undone_again_for_what_stayed_and_once_more_without_effect(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its host takes moves only now; another drain had it meanwhile."""
-    monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
-    await world.scheduler("s1", WARM)
-    (uuid,) = await world.add_hosts("c1", 1)
-    (build,) = await active(world, 1, "c1-0")
-    await world.add_hosts("c1", 1)
-    first = await begin(world, "c1-0")
-    await carried_out(world, first, at_once=1, count=1)
-    second = await begin(world, "c1-0")
-    await until(world, second, DrainState.ENDED)
-    await command(world, first, DrainAction.UNDO)
-    stayed = await until(world, first, DrainState.ENDED)
-    assert (stayed.code, stayed.counts) == ("drain.undone", {"stayed": 1})
-    await command(world, second, DrainAction.UNDO)
-    assert (await command(world, first, DrainAction.UNDO)).state is DrainState.UNDOING
-    await world.until(partial(has_begun, world, 2))
-    await command(world, first, DrainAction.STOP)  # the move that is under way ends by itself
-    await ends(world, commanded(world)[1], sequence=40)
-    returned = await until(world, first, DrainState.ENDED)
-    assert (returned.code, returned.returned) == ("drain.stopped", (build.instance_uuid,))
-    decision = world.tables["s1"].decision_of(uuid)
-    assert decision is not None and decision.state is AdminState.ENABLED
-    again = await command(world, first, DrainAction.UNDO)
-    assert (again.state, again.code) == (DrainState.ENDED, "drain.stopped")
 
 
 async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_up(world: World) -> None:
@@ -428,16 +374,12 @@ async def test_two_drains_share_no_host_and_one_that_has_ended_gives_its_hosts_u
     assert (await carried_out(world, first, at_once=4, count=1)).code == "drain.done"
     second = await begin(world, "c1", target=DrainTarget.CELL, force=True)
     assert second.hosts == 2
-    # The first has no host left to give back; the second gives back what was before both.
-    await command(world, first, DrainAction.UNDO)
     assert {one.state for one in world.tables["s1"].hosts_of_drain(second.id).values()} == {AdminState.DISABLED}
-    await command(world, second, DrainAction.UNDO)
-    decisions = [world.tables["s1"].decision_of(uuid) for uuid in world.hosts["c1"]]
-    assert [one.state for one in decisions if one is not None] == [AdminState.ENABLED] * 2
+    assert not world.tables["s1"].hosts_of_drain(first.id)
 
 
 async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it(world: World) -> None:
-    """Also when its aggregate changes, or has nothing to move; what was kept away from builds before is so again."""
+    """Also when its aggregate changes, or has nothing to move; one that was in maintenance stays so."""
     await world.scheduler("s1", WARM)
     empty = await begin(world, "rack")
     assert ((await until(world, empty, DrainState.ENDED)).code, empty.hosts) == ("drain.done", 0)
@@ -458,10 +400,9 @@ async def test_the_set_is_that_of_the_start_and_a_host_that_is_enabled_leaves_it
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, ended.moved, ended.counts) == ("drain.done", (moving.instance_uuid,), {"left": 1, "moved": 1})
     assert world.tables["s1"].decision_of(third) is None
-    await command(world, begun, DrainAction.UNDO)
     states = {uuid: world.tables["s1"].decision_of(uuid) for uuid in (first, second)}
     kept = {one.host: (one.state, one.reason) for one in states.values() if one is not None}
-    assert kept["c1-0"][0] is AdminState.ENABLED
+    assert kept["c1-0"][0] is (AdminState.ENABLED if source == "c1-0" else AdminState.DISABLED)
     if source == "c1-0":
         assert kept["c1-1"] == (AdminState.MAINTENANCE, "firmware")
 

@@ -18,7 +18,6 @@ from tests.contract.test_build_store import Sent
 
 pytestmark = pytest.mark.postgres
 
-HOST = "10000000-0000-4000-8000-000000000000"
 FIRST, LAST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
 # The plan of a large batch: rows as they come in the table, each looked for among the values.
 BY_TABLE = "SET LOCAL enable_nestloop = off; SET LOCAL enable_mergejoin = off; SET LOCAL enable_indexscan = off"
@@ -36,7 +35,7 @@ def placed(uuid: str) -> BuildDecision:
     build = RecordedBuild(
         instance_uuid=uuid, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1", host="h"
     )
-    return BuildDecision(build=build, host_uuid=HOST)
+    return BuildDecision(build=build)
 
 
 @pytest.fixture

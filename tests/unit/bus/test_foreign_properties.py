@@ -10,11 +10,12 @@ import pytest
 from pamqp import frame, header
 from pamqp.commands import Basic
 
-import bus.rabbitmq  # noqa: F401  (makes pamqp read with our functions)
 from bus.port import UNREAD, Outgoing
 from bus.rabbitmq import frames
-from bus.rabbitmq.tolerant import MAX_DEPTH, MAX_VALUES
+from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
+
+install()
 
 
 def properties_of(**given: bytes) -> Basic.Properties:

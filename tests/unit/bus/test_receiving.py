@@ -17,8 +17,8 @@ from pamqp.commands import Basic, Channel, Queue
 from pamqp.header import ContentHeader
 from pamqp.heartbeat import Heartbeat
 
-from bus.rabbitmq import receiving
-from bus.rabbitmq.receiving import MAX_FRAME_BYTES, Cut
+from bus.rabbitmq import patches
+from bus.rabbitmq.patches import MAX_FRAME_BYTES, Cut
 
 FRAMES: list[Any] = [
     Basic.Deliver("ctag1.0", 2**62 + 5, True, "berth.commands", "build.request.17.p"),
@@ -114,7 +114,7 @@ async def test_of_a_body_beyond_the_bound_no_more_is_kept_than_shows_that() -> N
 
     channel = SimpleNamespace(_get_frame=next_frame, _on_deliver_frame=None)
     got: list[int] = []
-    receiving.hand_over_at_once(channel, lambda message: got.append(len(message.body)), 1000)
+    patches.hand_over_at_once(channel, lambda message: got.append(len(message.body)), 1000)
     while frames:
         await channel._on_deliver_frame(Basic.Deliver("tag", 1, False, "berth", "key"))  # type: ignore[misc]
     assert got == [0, 1, 400, 1000, 1001, 1001]

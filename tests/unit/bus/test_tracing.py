@@ -7,7 +7,6 @@ import base64
 import contextlib
 import random
 from collections.abc import Sequence
-from http.client import HTTPConnection
 
 import pytest
 from google.protobuf import json_format
@@ -273,31 +272,6 @@ async def test_a_collector_that_answers_for_ever_holds_neither_export_nor_thread
         await ended(dripping.gone)
 
 
-async def test_an_export_that_was_given_up_before_it_was_connected_ends() -> None:
-    """There was nothing to shut yet, and the thread read for ever."""
-    dripping = Dripping()
-    server = await asyncio.start_server(dripping, "127.0.0.1", 0)
-    exchange = otlp_json._Exchange(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/traces", {}, None)
-    exchange.give_up()
-    async with server:
-        with pytest.raises(ConnectionAbortedError):
-            async with asyncio.timeout(LIMIT_S):
-                await asyncio.to_thread(exchange.post, b"")
-        await ended(dripping.gone)
-
-
-async def test_an_export_that_was_given_up_before_it_began_closes_its_connection() -> None:
-    dripping = Dripping()
-    server = await asyncio.start_server(dripping, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{(port := server.sockets[0].getsockname()[1])}/v1/traces"
-    async with server:
-        idle = HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
-        await asyncio.to_thread(idle.connect)
-        otlp_json._Exchange(url, {}, idle).give_up()
-        assert idle.sock is None
-        await ended(dripping.gone)
-
-
 class Dripping:
     """A collector that sends a byte of an answer now and then, for ever. gone: none of its connections is left."""
 
@@ -349,10 +323,9 @@ async def test_the_spans_of_an_export_that_was_given_up_are_not_sent_again(monke
 
 
 async def ended(gone: asyncio.Event) -> None:
-    """Wait until the connection is gone, and with it the thread that waited on it."""
+    """Wait until the connection is gone."""
     async with asyncio.timeout(LIMIT_S):
         await gone.wait()
-        await asyncio.get_running_loop().shutdown_default_executor()
 
 
 async def test_an_export_signs_in_and_names_no_password() -> None:

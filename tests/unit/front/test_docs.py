@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lab.reference import messages
 from lab.reference.pages import PAGES
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS
 
@@ -24,7 +23,7 @@ def test_a_derived_page_is_up_to_date(page: str) -> None:
 
 
 def test_every_message_and_queue_and_state_is_on_the_page() -> None:
-    page = messages.render()
+    page = PAGES["messages.md"]()
     from bus.contracts.build import BuildState  # noqa: PLC0415
     from bus.contracts.catalogue import MESSAGES, QUEUES  # noqa: PLC0415
 

@@ -15,7 +15,6 @@ from bus.contracts.catalogue.rows import MessageRow
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome
 from bus.wire import MAX_BATCH_ITEMS, MAX_BODY_BYTES, MAX_CLIENT_BYTES, MAX_CLIENT_VALUES
-from lab.reference.messages import render
 from placement_worker.domain.server_groups import permitted
 
 ROOT = Path(__file__).parents[3]
@@ -79,7 +78,3 @@ def test_each_member_is_held_to_the_policy_that_its_own_request_names() -> None:
     assert permitted(together, there, others) is ClaimOutcome.RULED_OUT
     documented = "each member is held to the policy that its own request names, also where another named another"
     assert documented in " ".join(PAGE.read_text().split())
-
-
-def test_the_page_is_the_one_that_is_derived() -> None:
-    assert PAGE.read_text() == render()

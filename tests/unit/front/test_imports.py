@@ -20,6 +20,7 @@ OTHERS = {
     "berth.load",
     "berth.trial.up",
     "berth.web",
+    "httpx",
 }
 DATABASE = {"alembic", "sqlalchemy"}  # most of what a start costs; only what has a database needs them
 

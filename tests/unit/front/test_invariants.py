@@ -21,7 +21,7 @@ from berth.audit.invariants import (
     check_invariants,
 )
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change
+from bus.contracts.placement import Change, ProviderState
 
 ONE, TWO, GONE = "one", "two", "gone"
 HOST, NESTED, OTHER = "host", "host.gpu", "other"
@@ -255,6 +255,29 @@ def test_a_generation_stays_when_an_http_client_deletes_allocations_and_only_the
     changes = [
         Change(sequence=3, provider=HOST, generation=5, used={"VCPU": 2}),
         Change(sequence=4, provider=HOST, generation=5, used=used),
+    ]
+    assert broken(replace(SOUND, changes=changes)) == (set() if holds else {"generations_rise"})
+
+
+NAMED = ProviderState(
+    uuid=HOST, name="a", root_uuid=HOST, generation=5, shape=7, inventories={"CUSTOM_A": (8.0, 1, 8, 1, 8, 0, 1.0)}
+)
+
+
+@pytest.mark.parametrize(
+    ("after", "holds"),
+    [
+        (replace(NAMED, name="b", shape=8), True),
+        (replace(NAMED, inventories={"CUSTOM_B": NAMED.inventories["CUSTOM_A"]}, shape=8), True),
+        (replace(NAMED, aggregates=("00000000-0000-4000-d000-000000000001",), shape=8), True),
+        (replace(NAMED, traits=("HW_CPU_X86_SGX",), shape=8), False),
+        (replace(NAMED, inventories={"CUSTOM_A": (9.0, 1, 8, 1, 9, 0, 1.0)}, shape=8), False),
+    ],
+)
+def test_a_generation_stays_when_a_name_changes_and_not_when_an_amount_does(after: ProviderState, holds: bool) -> None:
+    changes = [
+        Change(sequence=number, provider=HOST, generation=5, state=state)
+        for number, state in enumerate((NAMED, after), 3)
     ]
     assert broken(replace(SOUND, changes=changes)) == (set() if holds else {"generations_rise"})
 

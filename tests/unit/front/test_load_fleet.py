@@ -1,4 +1,4 @@
-"""A real cluster's files as settings: hosts and flavors that are just theirs, and how well the rest can be used."""
+"""A real cluster's files as settings: hosts and flavors that are just theirs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import pytest
 from berth.commands.as_toml import as_toml
 from berth.commands.load import differing
 from berth.load import PlanError
-from berth.load.fleet import GPU_CLASS, HostKind, demand, flavor_of, mean_in, read_hosts, settings_like
+from berth.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
 from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
 from berth.settings import read_settings
 from compute_sim.domain.hosts import plan_hosts, tree
-from lab.benchmarks.trace import FreeHost, fragmented
 from scheduler_worker.domain.flavor_parser import parse
 
 HOSTS = (
@@ -99,33 +98,6 @@ def test_a_request_for_more_gpus_than_groups_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path, "r.csv", "cpu_milli,memory_mib,num_gpu,creation_time\n1,1,17,0\n")
     with pytest.raises(PlanError, match="17 GPUs"):
         settings_like(Counter({HostKind(1, 1): 1}), read_requests(path))
-
-
-def test_what_is_requested_rises_and_falls_with_arrivals_and_deletions(tmp_path: Path) -> None:
-    requests = read_requests(written(tmp_path, "requests.csv", REQUESTS))
-    requested = demand(requests)
-    assert [(at, round(gpus, 2)) for at, _, _, gpus in requested] == [
-        (0.0, 0.81), (20.0, 2.81), (40.0, 2.81), (50.0, 2.81), (60.0, 2.0), (100.0, 2.81),
-    ]  # fmt: skip
-    assert mean_in(requested, 0.0, 40.0, 3) == pytest.approx((0.81 + 2.81) / 2)
-    assert mean_in(requested, 45.0, 55.0, 1) == pytest.approx((3.152 + 12 + 0.25), abs=1e-9)
-    assert demand(requests, deletes=False)[-1][3] == pytest.approx(3.62)
-
-
-def test_what_no_request_can_use_is_fragmented() -> None:
-    half, whole, pair = (
-        TraceRequest(1000, 10, 1, 500),
-        TraceRequest(1000, 10, 1, 1000),
-        TraceRequest(1000, 10, 2, 1000, ("G2",)),
-    )
-    host = FreeHost(cpu_milli=4000, memory_mib=100, gpus=[(1000, "G2"), (400, "G2")])
-    assert fragmented([host], Counter({half: 1})) == 400, "of the second GPU only"
-    assert fragmented([host], Counter({pair: 1})) == 1400, "one GPU is not two"
-    assert fragmented([host], Counter({half: 3, pair: 1})) == 650, "as often as each is asked for"
-    other = FreeHost(cpu_milli=4000, memory_mib=100, gpus=[(1000, "T4"), (1000, "T4")])
-    assert fragmented([other], Counter({pair: 1})) == 2000, "a model it may not have"
-    assert fragmented([FreeHost(cpu_milli=500, memory_mib=100, gpus=[(1000, "G2")])], Counter({whole: 1})) == 1000
-    assert fragmented([host], Counter({TraceRequest(1, 1): 9, whole: 1})) == 400, "requests without GPUs do not count"
 
 
 def test_one_gpu_model_is_required_and_several_are_any_of_them() -> None:

@@ -31,5 +31,5 @@ def test_columns_are_judged_as_each_of_their_rows() -> None:
 
 
 def test_neither_schema_nor_statements_have_the_rule_in_words_of_their_own() -> None:
-    assert not re.search(r"%\s*\w+\.step_size", (STORE / "schema.sql").read_text())
+    assert not re.search(r"%\s*\w+\.step_size", "".join(path.read_text() for path in STORE.rglob("*.sql")))
     assert "% i.step_size" not in "".join(path.read_text() for path in STORE.rglob("*.py"))

@@ -15,7 +15,6 @@ from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import NoAuth2
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.cors import Cors
 from placement_worker.rest.policy import Policy
 
 THEIRS = "req-11111111-2222-4333-8444-555555555555"
@@ -43,9 +42,7 @@ async def test_a_callers_own_request_id_is_not_logged_with_the_next_request() ->
     """A pipelined request is begun in its forerunner's context."""
     book = Book()
     config = book.config
-    application = Application(
-        cast(Api, book), NoAuth2(), Policy(config.policy, book.clock), Cors(config.cors), broken=never
-    )
+    application = Application(cast(Api, book), NoAuth2(), Policy(config.policy, book.clock), broken=never)
     sent: list[MutableMapping[str, Any]] = []
 
     async def send(message: MutableMapping[str, Any]) -> None:

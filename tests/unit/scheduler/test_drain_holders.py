@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import BuildState
-from bus.contracts.drains import DrainAction, DrainMoveState
+from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drain_holders import (
@@ -23,7 +23,7 @@ from scheduler_worker.domain.drain_holders import (
     reviewed,
 )
 from scheduler_worker.domain.drain_targets import DrainedHost
-from scheduler_worker.domain.drains import MAX_FAILURES, MAX_LOOKS, DrainMove, is_held, retried
+from scheduler_worker.domain.drains import MAX_FAILURES, MAX_LOOKS, DrainMove, is_held
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")
@@ -174,7 +174,6 @@ def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> Non
     moved = replace(ROW, state=S.MOVED, host="h3")
     (row,) = reviewed(look(), [moved], [replace(HELD, code="instance.releasing")])
     assert (row.state, row.code, row.host) == (S.WAITING, "instance.releasing", "h3")
-    assert retried(row, DrainAction.UNDO).state is S.TO_RETURN  # it has been moved all the same
     other = DrainedHost(H2, "h2", "c")
     (row,) = reviewed(
         look(H2), [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(HELD, source=other, code="")]

@@ -1,4 +1,4 @@
-"""The ends of the instances of a drain, and of the drain: going, failing, and coming back."""
+"""The ends of the instances of a drain, and of the drain: going and failing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ from scheduler_worker.domain.drains import (
     commanded,
     drained,
     end_of,
-    given_back,
-    retried,
     step,
 )
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
@@ -34,10 +32,7 @@ S = DrainMoveState
 ROW = DrainMove(
     drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=HOST, source="h1", kind=MoveKind.LIVE_MIGRATE
 )
-MOVED = replace(ROW, state=S.MOVED, host="h2", tries=1)
-BACK = replace(MOVED, state=S.TO_RETURN)
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
-UNDOING = replace(RECORD, state=DrainState.UNDOING, is_undone=True)
 NOW = 1000.0
 
 
@@ -109,61 +104,43 @@ def test_what_becomes_of_an_instance(
         assert after.due_at > NOW
 
 
-def test_an_undone_drain_takes_back_what_it_has_moved_and_no_more() -> None:
-    assert retried(MOVED, DrainAction.UNDO).state is S.TO_RETURN
-    assert retried(ROW, DrainAction.UNDO).state is S.LEFT
-    after, (request,) = passed(BACK, known("h2"), UNDOING)
-    assert (after.state, request.host) == (S.RETURNING, "h1") and request.request_id != ROW.next_request_id
-    assert passed(after, known("h1", MoveState.DONE), UNDOING)[0].state is S.RETURNED
-    last = replace(after, failures=MAX_FAILURES - 1)
-    assert passed(last, known("h2", MoveState.FAILED, code="no_valid_host"), UNDOING)[0].state is S.STAYED
-    assert passed(BACK, known("h9"), UNDOING)[0].code == "instance.elsewhere"
-    assert passed(BACK, known("h1"), UNDOING)[0].state is S.RETURNED
-    going = replace(ROW, state=S.UNDER_WAY, request_id="r", tries=1)
-    assert passed(going, known("h2", MoveState.DONE), UNDOING)[0].state is S.TO_RETURN
-    assert passed(going, known(ended=MoveState.FAILED), UNDOING)[0].state is S.LEFT
-    assert passed(ROW, known(), UNDOING) == (ROW, ())
-
-
-@pytest.mark.parametrize(("row", "record"), [(ROW, RECORD), (BACK, UNDOING), (replace(ROW, host="h2"), RECORD)])
+@pytest.mark.parametrize("row", [ROW, replace(ROW, host="h2")])
 @pytest.mark.parametrize("host", ["h1", "h2"])
-def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(
-    row: DrainMove, record: DrainRecord, host: str
-) -> None:
-    """Its client has moved it there. The drain neither moves it away nor counts it as moved or returned."""
-    after, requests = passed(row, known(host, cell="c2"), record)
+def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(row: DrainMove, host: str) -> None:
+    """Its client has moved it there. The drain neither moves it away nor counts it as moved."""
+    after, requests = passed(row, known(host, cell="c2"))
     assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
 
 
-@pytest.mark.parametrize(("row", "record"), [(ROW, RECORD), (BACK, UNDOING), (replace(ROW, host="h2"), RECORD)])
+@pytest.mark.parametrize("row", [ROW, replace(ROW, host="h2")])
 @pytest.mark.parametrize("host", ["h1", "h2", "h9"])
 @pytest.mark.parametrize("cell", ["c", "c2"])
 @pytest.mark.parametrize("under_way", [None, "x"])
 def test_while_the_cell_of_its_host_is_not_known_an_instance_is_held(
-    row: DrainMove, record: DrainRecord, host: str, cell: str, under_way: str | None
+    row: DrainMove, host: str, cell: str, under_way: str | None
 ) -> None:
     """The scheduler has just started, and the name shows neither that the instance is there nor that it is not."""
     context = known(host, cell=cell, under_way=under_way)
-    assert passed(row, context, record, cell=None, is_warm=False) == (row, ())
+    assert passed(row, context, cell=None, is_warm=False) == (row, ())
 
 
 @pytest.mark.parametrize(
-    ("row", "record", "hosts", "code", "end"),
+    ("hosts", "code", "end"),
     [
-        (ROW, RECORD, {HOST: "service.down"}, "service.down", (S.FAILED, MAX_FAILURES)),
-        (ROW, RECORD, {}, "host.left_drain", (S.LEFT, 1)),
+        ({HOST: "service.down"}, "service.down", (S.FAILED, MAX_FAILURES)),
+        ({}, "host.left_drain", (S.LEFT, 1)),
         # Another scheduler, which receives the cell's announcements, may move it meanwhile.
-        (BACK, UNDOING, {}, "host.cell_unknown", (S.STAYED, MAX_LOOKS)),
+        ({HOST: ""}, "host.cell_unknown", (S.FAILED, MAX_LOOKS)),
     ],
 )
 def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
-    row: DrainMove, record: DrainRecord, hosts: dict[str, str], code: str, end: tuple[DrainMoveState, int]
+    hosts: dict[str, str], code: str, end: tuple[DrainMoveState, int]
 ) -> None:
     """An operator finds its code in the drain. end: its state then, and the looks until then."""
     for host in ("h1", "h2"):
-        after, requests, looked = row, list[MoveRequest](), 0
-        while after.state is row.state and looked <= MAX_LOOKS:
-            after, requested = passed(replace(after, due_at=0.0), known(host), record, hosts, cell=None)
+        after, requests, looked = ROW, list[MoveRequest](), 0
+        while after.state is ROW.state and looked <= MAX_LOOKS:
+            after, requested = passed(replace(after, due_at=0.0), known(host), hosts=hosts, cell=None)
             looked, requests = looked + 1, [*requests, *requested]
         assert (after.code, requests, (after.state, looked)) == (code, [], end)
 
@@ -198,8 +175,6 @@ def test_when_a_drain_is_over() -> None:
         (replace(late, state=DrainState.PAUSED), {S.WAITING: 1}, "drain.deadline"),
         (replace(RECORD, state=DrainState.PAUSED), {}, None),
         (replace(RECORD, state=DrainState.STOPPING), {S.WAITING: 1}, "drain.stopped"),
-        (UNDOING, {S.TO_RETURN: 1}, None),
-        (UNDOING, {S.RETURNED: 1, S.STAYED: 1}, "drain.undone"),
         (replace(RECORD, state=DrainState.ENDED), {}, None),
     ]
     for record, counts, code in cases:
@@ -207,59 +182,7 @@ def test_when_a_drain_is_over() -> None:
         assert end_of(found, NOW) == code, (record, counts)
 
 
-UNDONE = replace(UNDOING, state=DrainState.ENDED, code="drain.undone")
-
-
-@pytest.mark.parametrize(
-    ("record", "row", "state"),
-    [
-        (UNDONE, replace(BACK, state=S.STAYED, failures=MAX_FAILURES, due_at=NOW + 60.0, code="x"), S.TO_RETURN),
-        (UNDOING, replace(BACK, state=S.STAYED, failures=MAX_FAILURES, due_at=NOW + 60.0, code="x"), S.TO_RETURN),
-        (replace(UNDONE, code="drain.stopped"), BACK, S.TO_RETURN),
-        (replace(UNDONE, code="drain.stopped"), MOVED, S.TO_RETURN),
-        (replace(UNDONE, state=DrainState.STOPPING), replace(BACK, state=S.RETURNING), S.RETURNING),
-    ],
-)
-def test_an_undo_that_left_instances_behind_is_repeated(
-    record: DrainRecord, row: DrainMove, state: DrainMoveState
-) -> None:
-    """They are tried as often as at first, and at once."""
-    undo = DrainCommand(drain=DRAIN, action=DrainAction.UNDO, by="bob")
-    after = retried(row, DrainAction.UNDO)
-    assert (after.state, after.failures, after.due_at, after.code) == (state, 0, 0.0, "")
-    assert commanded(record, undo, NOW, [after]) == UNDOING
-
-
-@pytest.mark.parametrize("record", [UNDOING, replace(UNDOING, state=DrainState.STOPPING)])
-def test_a_move_that_ends_after_its_drain_was_undone_waits_for_its_way_back(record: DrainRecord) -> None:
-    """Also where the undo was stopped: an operator reads that it is not back, and undoes the drain once more."""
-    row = replace(ROW, state=S.UNDER_WAY, request_id="r")
-    moved, _ = passed(row, known("h2", MoveState.DONE), replace(record, at_once=1))
-    assert moved.state in (S.TO_RETURN, S.RETURNING) and moved.host == "h2"
-    stayed, _ = passed(row, known(ended=MoveState.FAILED, code="x"), record)
-    assert (stayed.state, stayed.code) == (S.LEFT, "drain.undone")
-
-
-@pytest.mark.parametrize("state", [S.RETURNED, S.LEFT, S.WAITING, S.FAILED])
-def test_an_undo_that_left_nothing_behind_has_no_effect_when_it_is_repeated(state: DrainMoveState) -> None:
-    undo = DrainCommand(drain=DRAIN, action=DrainAction.UNDO, by="bob")
-    after = retried(replace(ROW, state=state), DrainAction.UNDO)
-    assert commanded(UNDONE, undo, NOW, [after]) == UNDONE
-
-
-def test_an_undo_is_stopped_and_not_taken_back() -> None:
-    def after(record: DrainRecord, action: DrainAction) -> DrainRecord | Refusal:
-        return commanded(record, DrainCommand(drain=DRAIN, action=action, by="bob"), NOW, [BACK])
-
-    assert after(UNDOING, DrainAction.STOP) == replace(UNDOING, state=DrainState.STOPPING)
-    assert after(UNDONE, DrainAction.STOP) == UNDONE
-    for action in (DrainAction.RESUME, DrainAction.PAUSE):
-        for record in (UNDOING, UNDONE):
-            refused = after(record, action)
-            assert isinstance(refused, Refusal) and refused.code == "drain.undone"
-
-
-def test_commands_and_what_a_host_was_before() -> None:
+def test_commands_and_what_a_host_is_in_a_drain() -> None:
     def after(record: DrainRecord, action: DrainAction, **more: Any) -> DrainRecord | Refusal:
         return commanded(record, DrainCommand(drain=DRAIN, action=action, by="bob", **more), NOW)
 
@@ -272,11 +195,9 @@ def test_commands_and_what_a_host_was_before() -> None:
         refused = after(record, DrainAction.PAUSE)
         assert isinstance(refused, Refusal) and refused.code == code
     assert after(ended, DrainAction.STOP) == ended
-    undone = after(ended, DrainAction.UNDO)
-    assert undone == UNDOING and after(UNDOING, DrainAction.UNDO) == UNDOING
-    assert isinstance(after(UNDOING, DrainAction.RESUME), Refusal)
     for before in (AdminState.ENABLED, AdminState.DISABLED, AdminState.MAINTENANCE):
         decision = HostDecision(host="h1", state=before, reason="fan")
         taken = drained(decision, DRAIN, "h1", "rack")
         assert taken.drain == DRAIN and taken.state is not AdminState.ENABLED
-        assert given_back(drained(taken, "another", "h1", "again")) == decision
+        assert before is AdminState.ENABLED or replace(taken, drain=None) == decision
+        assert drained(taken, "another", "h1", "again") == replace(taken, drain="another")

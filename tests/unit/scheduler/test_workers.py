@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.workers import WorkerHeartbeat, WorkersQuery
+from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
 from scheduler_worker.domain import workers
 from scheduler_worker.domain.workers import WorkerTable
 
@@ -43,3 +43,14 @@ def test_workers_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch
     assert "draining" in {one.heartbeat.phase for one in table.page(WorkersQuery(), 1.0).workers}
     table.apply(heartbeat("w9"), "api", 2.0 + workers.RETENTION_S)  # the silent ones make room
     assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + workers.RETENTION_S).workers] == ["w9"]
+
+
+def test_a_worker_that_has_stopped_is_no_longer_listed_and_one_that_restarts_is() -> None:
+    table = WorkerTable()
+    table.apply(heartbeat(), "api", 0.0)
+    table.apply(heartbeat(), "cell1", 0.0)
+    table.apply(heartbeat(phase=STOPPED), "api", 1.0)
+    assert [one.bus for one in table.page(WorkersQuery(), 1.0).workers] == ["cell1"]
+    table.apply(heartbeat(phase=STOPPED), "api", 2.0)  # a copy
+    table.apply(heartbeat(phase="opening"), "api", 3.0)
+    assert [one.bus for one in table.page(WorkersQuery(), 3.0).workers] == ["api", "cell1"]

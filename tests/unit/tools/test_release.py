@@ -11,7 +11,7 @@ import pytest
 from tests.release import ANCHOR, Finding, findings, git, newest_tag, wheel_findings
 
 VERSION = "0.2.0"
-SCHEMA = "placement_worker/store/schema.sql"
+SCHEMA = "placement_worker/store/tables.py"
 MIGRATIONS = "placement_worker/store/migrations/versions"
 
 
@@ -48,7 +48,7 @@ def clone(tmp_path: Path) -> Path:
     write(root, "CHANGELOG.md", "# Changelog\n\n## 0.1.0 (2026-01-01)\n\nOld.\n")
     write(root, "changelog.d/.gitignore", "!.gitignore\n")
     write(root, SCHEMA, "one")
-    write(root, f"{MIGRATIONS}/0001_initial.py", "one")
+    write(root, f"{MIGRATIONS}/0001_initial.py", "METADATA")
     write(root, ANCHOR, f"{commit(root)}\n")
     commit(root)
     git(root, "tag", "v0.1.0")
@@ -69,13 +69,13 @@ def test_a_commit_on_which_all_agree_is_a_release(clone: Path) -> None:
 
 
 def _first_apart(root: Path) -> None:
-    """The first migration applied schema.sql, and applies a copy of it from now on."""
+    """The first migration made what METADATA has, and has statements of its own from now on."""
     write(root, f"{MIGRATIONS}/0001_initial.py", "0001_initial.sql")
     write(root, f"{MIGRATIONS}/0001_initial.sql", "one")
     commit(root)
 
 
-def test_the_first_migration_may_apply_a_copy_of_the_schema_that_it_applied(clone: Path) -> None:
+def test_the_first_migration_may_get_statements_of_its_own(clone: Path) -> None:
     _first_apart(clone)
     assert broken(clone) == []
 
@@ -117,13 +117,12 @@ def _other_version(root: Path) -> None:
 
 
 def _edited_migration(root: Path) -> None:
-    write(root, f"{MIGRATIONS}/0001_initial.py", "another")
+    write(root, f"{MIGRATIONS}/0001_initial.py", "METADATA, and another")
     commit(root)
 
 
-def _copied_and_edited(root: Path) -> None:
-    _first_apart(root)
-    write(root, f"{MIGRATIONS}/0001_initial.sql", "edited")
+def _first_gone(root: Path) -> None:
+    (root / MIGRATIONS / "0001_initial.py").unlink()
     commit(root)
 
 
@@ -144,7 +143,7 @@ def _tagged(root: Path) -> None:
         (_undated, ["CHANGELOG.md begins with it and its day"]),
         (_other_version, ["pyproject.toml has it"]),
         (_edited_migration, ["no released migration is another"]),
-        (_copied_and_edited, ["no released migration is another"]),
+        (_first_gone, ["no released migration is another"]),
         (_no_migration, ["each changed schema has a migration"]),
         (_tagged, ["no tag has it", "it is above the last release"]),
     ],

@@ -1,8 +1,14 @@
-"""The first schema."""
+"""The first schema: the tables as `scheduler_worker.store.tables` has them.
+
+Until the first release they change in place. With the first migration after it, this one gets statements of its own.
+"""
 
 from __future__ import annotations
 
-from bus.persistence.migrations import apply_sql
+from alembic import op
+
+from bus.persistence.tables import create_tables
+from scheduler_worker.store.tables import METADATA
 
 revision = "0001_initial"
 down_revision = None
@@ -12,4 +18,4 @@ depends_on = None
 
 def upgrade() -> None:
     """Create everything."""
-    apply_sql("scheduler_worker.store.migrations.versions", "0001_initial.sql")
+    create_tables(op.get_bind(), METADATA)

@@ -1,0 +1,104 @@
+"""What the tables of several workers have in common, and what SQLAlchemy does not say of a table by itself.
+
+A worker's `store/tables.py` is its schema: the initial migration makes the tables from it, statements that are not hot
+are written with them, and a process that starts compares the columns that it finds with theirs. A table names no
+schema: the connection's search_path is it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    TIMESTAMP,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Connection,
+    Identity,
+    Index,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    Uuid,
+    event,
+    func,
+    insert,
+    text,
+    true,
+)
+from sqlalchemy.dialects.postgresql.asyncpg import dialect
+from sqlalchemy.schema import DDL
+
+UUID = Uuid(as_uuid=False)  # canonical text, as the driver returns it (bus.persistence.database)
+MOMENT = TIMESTAMP(timezone=True)
+ZERO = text("0")
+DIALECT = dialect()  # type: ignore[no-untyped-call]
+FIRST_ROW = "first_row"  # in the `info` of a table: the values of the row that it is made with
+
+
+def create_tables(connection: Connection, metadata: MetaData) -> None:
+    """Create all tables, and the rows that they are made with."""
+    metadata.create_all(connection, checkfirst=False)
+    for statement in first_rows(metadata):
+        connection.exec_driver_sql(statement)
+
+
+def first_rows(metadata: MetaData) -> list[str]:
+    """The statements that insert the rows that tables are made with."""
+    made = [
+        insert(table).values(row) for table in metadata.sorted_tables if (row := table.info.get(FIRST_ROW)) is not None
+    ]
+    return [str(row.compile(dialect=DIALECT, compile_kwargs={"literal_binds": True})) for row in made]
+
+
+def needed(name: str, kind: Any, *more: Any, default: Any = None) -> Column[Any]:
+    """A column that is not null."""
+    return Column(name, kind, *more, nullable=False, server_default=default)
+
+
+def only_row() -> Column[Any]:
+    """The primary key of a table with one row."""
+    return Column("one", Boolean, CheckConstraint("one"), primary_key=True, server_default=true())
+
+
+def store_as_it_is(table: Table, column: str) -> None:
+    """Compress no bytes of this column: a row is large and soon gone, and that would be most of what it costs."""
+    statement = DDL(f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
+    event.listen(table, "after_create", statement)
+
+
+def identity_table(metadata: MetaData, *more: Column[Any]) -> Table:
+    """The identity of a database, made with the schema: whose the buses are that its workers enter. A backup takes it
+    along.
+    """
+    deployment = needed("deployment", UUID, default=func.gen_random_uuid())
+    return Table("identity", metadata, deployment, only_row(), *more, info={FIRST_ROW: {}})
+
+
+def outbox_tables(metadata: MetaData) -> None:
+    """The outbox, messages that commit with the state that caused them (bus.persistence.outbox); and `handled`, the
+    messages that a handler has taken, where its own tables do not show it.
+    """
+    outbox = Table(
+        "outbox",
+        metadata,
+        Column("id", BigInteger, Identity(always=True), primary_key=True),
+        needed("created_at", MOMENT, default=func.now()),
+        needed("taken_at", MOMENT, default=func.now()),
+        needed("bus", Text),
+        needed("body", LargeBinary),
+        # A short-lived heap: it is vacuumed by count and not by share.
+        postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},
+    )
+    store_as_it_is(outbox, "body")
+    Table(
+        "handled",
+        metadata,
+        Column("handler", Text, primary_key=True),
+        Column("message_id", Text, primary_key=True),
+        needed("at", MOMENT, default=func.now()),
+        Index("handled_at", "at"),
+    )
