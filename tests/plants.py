@@ -70,7 +70,7 @@ PLANTS = (
         file="placement_worker/domain/report_group.py",
         old="self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])",
         new="has.append(source)",
-        tests="tests/sim/test_same_hosts.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
+        tests="tests/sim/test_fences.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
     ),
     Plant(
         name="refused_report_proves_losses",
@@ -334,7 +334,7 @@ PLANTS = (
         old="        return KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)",
         new="        made = KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)\n"
         "        return auth_of.__dict__.setdefault('one', made)",
-        tests="tests/integration/ironic/test_keystone.py",
+        tests="tests/integration/ironic/test_rest.py",
     ),
     Plant(
         name="move_without_a_trace",

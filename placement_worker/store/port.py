@@ -15,6 +15,7 @@ from bus.clock import Clock
 from bus.contracts.book import (
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -28,7 +29,6 @@ from placement_worker.domain.claim_verdict import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
-from placement_worker.offload import OffloadThread
 from placement_worker.store.names import NameRows, NameTable
 
 Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
@@ -187,10 +187,6 @@ class BookTransaction(NameRows, Protocol):
     def trait_ids(self) -> Named:
         """The traits that this process knows."""
 
-    @property
-    def offload(self) -> OffloadThread | None:
-        """Where decisions about many rows are made."""
-
     # --- claims
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
@@ -217,9 +213,6 @@ class BookTransaction(NameRows, Protocol):
         """Return {consumer: hosts} of the members that a decision needs, for each group that has any. The hosts are
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
-
-    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
-        """For how long consumers have been on record."""
 
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
@@ -324,6 +317,9 @@ class BookReads(Protocol):
         group by host.
         """
 
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+        """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
+
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
 
@@ -391,10 +387,6 @@ class BookRows(Protocol):
     @property
     def clock(self) -> Clock:
         """The process's clock."""
-
-    @property
-    def offload(self) -> OffloadThread | None:
-        """Where work on many rows is done."""
 
     @property
     def reads(self) -> BookReads:

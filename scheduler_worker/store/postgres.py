@@ -59,8 +59,7 @@ LOCK = (
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
 READ = """
-SELECT instance_uuid, state, digest, delete_requested, claim_in_doubt, project_id, cell, code,
-    created_at AS recorded_at
+SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code, run
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
@@ -110,8 +109,8 @@ ORDER BY created_at DESC LIMIT $5
 """
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
-WHERE host = ANY($1::text[]) AND state = 'active' AND ($2::text IS NULL OR cell = $2) AND instance_uuid > $4
-ORDER BY instance_uuid LIMIT $3
+WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
+ORDER BY instance_uuid LIMIT $2
 """
 MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
 OPEN_MOVES = f"""
@@ -137,12 +136,12 @@ IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 INSERT_MOVE = f"""
-INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 18))})
+INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 19))})
 ON CONFLICT (request_id) DO NOTHING RETURNING request_id
 """
 UPDATE_MOVE = """
-UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, code = $7, reason = $8, history = $9,
-    command = $10, updated_at = $11
+UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, host_uuid = $7, code = $8, reason = $9,
+    history = $10, command = $11, updated_at = $12
 WHERE request_id = $1
 """
 PUT_INSTANCE = f"""
@@ -221,8 +220,7 @@ class PostgresBuildUnit:
                 project_id=row["project_id"],
                 cell=row["cell"],
                 code=row["code"],
-                recorded_at=row["recorded_at"],
-                claim_in_doubt=row["claim_in_doubt"],
+                run=row["run"],
             )
             for row in await self._connection.fetch(READ, instances)
         }
@@ -300,7 +298,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
         """The columns of an instance that a cell can change."""
         for one in moves:
             row = rows.move_row(one, now)
-            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], row[15], now)
+            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:13], row[14], row[16], now)
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""
@@ -457,12 +455,10 @@ class PostgresBuilds:
         last = (page[0], page[1]) if page is not None and page[2] == limit else None
         return OpenBuilds([rows.recorded(one) for one in found], last)
 
-    async def active_on(
-        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
-    ) -> list[str]:
+    async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
-            return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, cell, limit, after)]
+            return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, limit, after)]
 
     async def purge_moves(self, before: float, limit: int) -> int:
         """One bounded statement."""

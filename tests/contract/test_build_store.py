@@ -30,7 +30,7 @@ T = TypeVar("T")
 Make = Callable[[], SchedulerStore]
 
 FOURTH = "d0000000-0000-4000-8000-000000000000"
-A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+A, B, C, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc12")
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def placed(uuid: str, cell: str = "c1") -> BuildDecision:
         sequence=2,
         cell=cell,
         host="h",
+        host_uuid=HOST,
         reason="r",
     )
     return BuildDecision(build=build)
@@ -108,20 +109,16 @@ async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> 
     assert (known[A].state, known[A].digest, known[A].delete_requested) == (BuildState.ACCEPTED, b"1", False)
 
 
-async def test_a_claim_in_doubt_stays_on_record_until_a_decision_that_is_not(store: SchedulerStore) -> None:
-    await insert(store, new(A), new(B))
-    failed = replace(placed(B).build, state=BuildState.FAILED, terminal=True, cell=None, host=None, claim_in_doubt=True)
-    assert await decide(store, BuildDecision(build=failed)) == {B}
+async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(store: SchedulerStore) -> None:
+    """The record of that run is lost, and what it has claimed is none of this one's."""
+    await insert(store, replace(new(A), build=replace(new(A).build, run="later")))
+    assert await decide(store, placed(A)) == set()
+    mine = replace(placed(A).build, run="later")
     async with store.unit() as unit:
-        kept = await unit.lock([A, B])
-        assert [kept[A].claim_in_doubt, kept[B].claim_in_doubt] == [False, True]
-        await unit.update([BuildUpdate(build=replace(kept[A], claim_in_doubt=True))], 2.0)
+        assert ((await unit.read([A]))[A].run, (await unit.lock([A]))[A].run) == ("later", "later")
+    assert await decide(store, replace(placed(A), build=mine)) == {A}
     async with store.unit() as unit:
-        known = await unit.read([A, B])
-    assert known[A].claim_in_doubt and known[B].claim_in_doubt
-    assert await decide(store, placed(A)) == {A}
-    async with store.unit() as unit:
-        assert not (await unit.lock([A]))[A].claim_in_doubt
+        assert (await unit.lock([A]))[A].run == "later"
 
 
 async def test_two_schedulers_dispatch_a_request_once(make: Make, store: SchedulerStore) -> None:
@@ -465,7 +462,14 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     assert (record.flavor, record.condition, record.under_way) == ("f", "stopped", B)
     history = (AttemptRecord(attempt=2, host="h", outcome="failed"),)
     ended = moved(
-        state=MoveState.FAILED, sequence=20, terminal=True, host="h\x00", code="x", reason="y", history=history
+        state=MoveState.FAILED,
+        sequence=20,
+        terminal=True,
+        host="h\x00",
+        host_uuid=HOST,
+        code="x",
+        reason="y",
+        history=history,
     )
     async with other.operation() as unit:
         await unit.known({B: A}, lock=True)
@@ -528,3 +532,17 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
             return True
 
     assert sorted(await asyncio.gather(begin(store, B), begin(other, C))) == [False, True]
+
+
+async def test_the_active_instances_on_hosts_are_those_that_the_record_has_there(store: SchedulerStore) -> None:
+    """By the host's uuid: hosts of two cells may have one name."""
+    await insert(store, *(new(uuid) for uuid in (A, B, C)))
+    async with store.unit() as unit:
+        decisions = [placed(A), placed(B), replace(placed(C), build=replace(placed(C).build, host_uuid=OTHER))]
+        await unit.write_decisions(decisions, 2.0)
+    assert await store.active_on([HOST], 10) == []
+    async with store.unit() as unit:
+        builds = await unit.lock([A, B, C])
+        await unit.update([BuildUpdate(build=replace(one, state=BuildState.ACTIVE)) for one in builds.values()], 3.0)
+    assert await store.active_on([HOST], 10) == [A, B]
+    assert await store.active_on([HOST, OTHER], 2, after=A) == [B, C]
