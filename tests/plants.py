@@ -323,8 +323,8 @@ PLANTS = (
         name="outbox_row_deleted_at_the_first",
         does="an outbox row is deleted when the first of its messages is confirmed",
         file="bus/persistence/relay.py",
-        old="Ticket(row_id, len(leaving), left)",
-        new="Ticket(row_id, 1, left)",
+        old="        if not self.pending:\n            self._ended(self)",
+        new="        if self.count:\n            self._ended(self)",
         tests="tests/unit/bus tests/integration/test_outbox.py",
     ),
     Plant(

@@ -72,7 +72,7 @@ class MemoryBuilds:
             transaction.durable = durable
             unit = MemoryBuildUnit(self._table, transaction)
             yield unit
-            unit.row = await transaction.send_later(unit.outbox)
+            unit.rows = await transaction.send_later(unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A transaction; the messages that it emits are published once it has committed."""
@@ -83,7 +83,7 @@ class MemoryBuilds:
         async with self._session.transaction() as transaction:
             unit = MemoryOperationUnit(self._table, transaction)
             yield unit
-            unit.row = await transaction.send_later(unit.outbox)
+            unit.rows = await transaction.send_later(unit.outbox)
 
     async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """Without a lock."""

@@ -189,7 +189,7 @@ class PostgresBuildRows:
             written = await statement.execute(self._connection, durable=writes.durable)
             if writes.durable:
                 commit.done()
-        return Committed(written["version"], written["outbox_row"])
+        return Committed(written["version"], written["outbox_rows"])
 
 
 class PostgresBuildUnit:
@@ -199,7 +199,7 @@ class PostgresBuildUnit:
         self._connection = connection
         self._cache = cache
         self.outbox: list[OutboxMessage] = []
-        self.row: int | None = None
+        self.rows: Sequence[int] = ()
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """In uuid order, so that two schedulers with the same requests never deadlock."""
@@ -382,7 +382,7 @@ class PostgresBuilds:
                 await connection.execute("SET LOCAL synchronous_commit = off")
             unit = PostgresBuildUnit(connection, self._cache)
             yield unit
-            unit.row = await outbox.add(connection, unit.outbox)
+            unit.rows = await outbox.add(connection, unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction; the messages that it emits are published once it has committed."""
@@ -393,7 +393,7 @@ class PostgresBuilds:
         async with self._database.raw() as connection:
             unit = PostgresOperationUnit(connection, self._cache)
             yield unit
-            unit.row = await outbox.add(connection, unit.outbox)
+            unit.rows = await outbox.add(connection, unit.outbox)
 
     async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """One row when the revision is `unless`."""

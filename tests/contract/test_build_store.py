@@ -151,7 +151,7 @@ async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store:
     async with store.unit() as unit:
         assert await unit.insert([new(A)], 1.0) == {A}
         unit.emit(OutboxMessage("api", event))
-    ((row, emitted),) = sent.rows
+    (((row,), emitted),) = sent.rows
     assert [one.message for one in emitted] == [event]
     assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
 
@@ -346,9 +346,9 @@ async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerSto
     assert await dispatch(store, A, B) == {A, B}
     assert await announce(store, A) == {A: 2}
     assert await announce(store, A, B) == {A: 12, B: 2}
-    rows = [row for row, _ in sent.rows]
-    assert None not in rows and len(set(rows)) == 4
-    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)  # type: ignore[type-var]
+    rows = [row for ids, _ in sent.rows for row in ids]
+    assert len(sent.rows) == len(set(rows)) == 4
+    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)
     assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
 
 
