@@ -9,8 +9,7 @@ from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.drain_holders import arriving
-from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.domain.drains import DrainedHost, arriving
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import for_former_cell, repeated
 
@@ -90,10 +89,10 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
     before = on_record()
     batch = applied(before)
     after = replace(before, move=batch.moves[REQUEST], build=batch.builds[UUID])
-    named = {HOST.host: [DrainedHost(HOST.host_uuid, HOST.host, "c2")]}
-    for known, host in ((before, HOST.host), (after, batch.moves[REQUEST].host)):
-        assert known.move is not None and host == HOST.host
-        found = arriving(named, replace(known.move, host=host), known)
+    assert batch.moves[REQUEST].host_uuid == HOST.host_uuid
+    for known in (before, after):
+        assert known.move is not None
+        found = arriving(DrainedHost(HOST.host_uuid, HOST.host), known.move, known)
         assert found is not None and found.instance_uuid == UUID
 
 
