@@ -36,7 +36,6 @@ from placement_worker.domain.allocations import (
 from placement_worker.domain.causes import caused
 from placement_worker.domain.claim_items import (
     ClaimReply,
-    dated_consumers,
     expected_consumers,
     groups_of,
     knows_classes,
@@ -368,7 +367,7 @@ async def claim(
     alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
     used up a limit since the decision; with `alone` there are none.
     """
-    limited, keys, dated = projects_of(items), groups_of(items), dated_consumers(items)
+    limited, keys = projects_of(items), groups_of(items)
     if keys:
         await transaction.lock_groups(keys)
     locked = await transaction.lock_claims(
@@ -384,7 +383,6 @@ async def claim(
         frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus)),
         groups={key: members.get(key, {}) for key in keys},
         projects={project: locked.usage.get(project, {}) for project in limited},
-        ages_s=await transaction.ages_s(dated) if dated else {},
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
@@ -393,7 +391,7 @@ async def claim(
     verdicts: Sequence[ClaimVerdict] = decision.verdicts
     if bus == ABOVE_CELLS and (lost := lost_claims(items, verdicts)):  # a cell learns nothing of others' consumers
         verdicts = with_holders(verdicts, await transaction.newest_holders(lost))
-    return [reply(item, verdict, sequence, bus, locked.cells) for item, verdict in zip(items, verdicts, strict=True)]
+    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
 
 
 async def report(

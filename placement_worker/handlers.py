@@ -9,7 +9,14 @@ import structlog
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
 from bus.contracts.base import Message
-from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery, ServiceHostsQuery
+from bus.contracts.book import (
+    GroupMembersQuery,
+    HoldingPage,
+    HoldingRequest,
+    HostTreeQuery,
+    ProjectUsageQuery,
+    ServiceHostsQuery,
+)
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
@@ -190,6 +197,8 @@ class PlacementHandlers:
                 outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
             elif isinstance(requested, LocateRequest):
                 outcomes.append(Done(next(located)))
+            elif isinstance(requested, HoldingRequest):
+                outcomes.append(Done(HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))))
             elif isinstance(requested, HostTreeQuery):
                 outcomes.append(Done(await self._store.reads.tree(requested)))
             elif isinstance(requested, ServiceHostsQuery):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -11,6 +11,7 @@ from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState, DeleteRequest, member_uuids
 from bus.contracts.placement import Release
 from bus.faults import Fault, Transient
@@ -18,9 +19,10 @@ from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import is_unused
-from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
     DeletePlan,
+    KeptAllocation,
     PendingDelete,
     end_without_cell,
     plan_deletes,
@@ -63,13 +65,12 @@ class Cancellations:
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
             return plan.outcomes, plan.accepted
-        looks = [_look_up(one.request.instance_uuid, one.request.project_id) for one in plan.unbuilt]
-        kept = await self._release(looks)
+        kept = await self._kept({one.request.instance_uuid: one.request.project_id for one in plan.unbuilt})
         of_unbuilt = await self._carry_out(plan.unbuilt, kept)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
-        self, deletes: Sequence[PendingDelete], kept: Mapping[str, str | None] | None = None
+        self, deletes: Sequence[PendingDelete], kept: Mapping[str, KeptAllocation] | None = None
     ) -> DeletePlan:
         """Carry out deletes in one transaction. kept: as of `plan_deletes`."""
         author = self._author()
@@ -79,6 +80,10 @@ class Cancellations:
             for message in plan.messages:
                 unit.emit(message)
             await unit.update(plan.updates, author.at)
+            for one in plan.updates:
+                uuid = one.build.instance_uuid
+                if kept and uuid in kept and one.build.state is not BuildState.DELETED:
+                    log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=kept[uuid].cell)
             inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
             refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
             for message in messages:
@@ -117,7 +122,9 @@ class Cancellations:
             # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
         unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
-        kept = await self.release(unused)
+        await self.release(unused)
+        deleted = [one for one in unused if known[one.instance_uuid].delete_requested]
+        kept = await self._kept({one.instance_uuid: one.request.project_id for one in deleted})
         author = self._author()
         async with self._store.unit() as unit:
             locked = await unit.lock([pending.instance_uuid for pending in unused])
@@ -133,79 +140,45 @@ class Cancellations:
         metrics.count_ended(end.update.build for end in ended)
         return {pending.position: accepted(pending.instance_uuid) for pending in builds}
 
-    async def doubt(self, instances: Iterable[str]) -> None:
-        """Put on record that what these hold may be an earlier request's: their next delivery could not know it.
-
-        until: workers (the release is an effect of the record, in its commit).
-        """
-        doubted = sorted(instances)
-        if not doubted:
-            return
-        author = self._author()
-        async with self._store.unit() as unit:
-            builds = await unit.lock(doubted)
-            updates = [
-                BuildUpdate(build=replace(one, claim_in_doubt=True))
-                for one in builds.values()
-                if one.awaits_decision and not one.claim_in_doubt
-            ]
-            await unit.update(updates, author.at)
-
     async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
-        """The requests of these of which an instance holds what they may have claimed. Nothing is released. Raises
-        Transient when placement does not answer.
+        """The requests of these of which an instance holds what they may have claimed. Raises Transient when placement
+        does not answer.
         """
-        looks = [(one, uuid) for one in builds for uuid in member_uuids(one.request)]
-        releases = [_look_up(uuid, one.request.project_id) for one, uuid in looks]
-        found: set[str] = set()
-        for (one, _), answer in zip(looks, await self._claims.release(releases) if releases else (), strict=True):
-            if isinstance(answer, Fault):
-                raise unavailable_after(answer) from answer
-            within_s = one.claimed_within_s
-            if answer.outcome == "older" and (within_s is None or answer.age_s < within_s):
-                found.add(one.instance_uuid)
-        return found
+        looks = {uuid: one for one in builds for uuid in member_uuids(one.request)}
+        held = await self._held({uuid: one.request.project_id for uuid, one in looks.items()})
+        return {looks[uuid].instance_uuid for uuid in held}
 
-    async def release(self, builds: Sequence[PendingBuild]) -> Mapping[str, str | None]:
-        """Release the claims that earlier runs of builds that have ended may hold, and fence those that they may still
-        make. Where it is in doubt whose they are, they are kept. Returns and raises as `_release`.
-        """
-        return await self._release(
-            [
-                Release(
-                    consumer=pending.instance_uuid,
-                    attempt=FIRST_ATTEMPT,
-                    project_id=pending.request.project_id,
-                    claimed_within_s=0.0 if pending.in_doubt else pending.claimed_within_s,
-                )
-                for pending in builds
-            ]
-        )
-
-    async def _release(self, releases: Sequence[Release]) -> Mapping[str, str | None]:
-        """Release claims; return the cells of those instances that hold an allocation of an earlier request, which is
-        kept.
-
-        The record of that request is lost, as after a restore, and its instance may run. Raises Transient when
+    async def release(self, builds: Sequence[PendingBuild]) -> None:
+        """Release the claims of builds that have ended, and fence those that are still in flight. Raises Transient when
         placement does not answer.
         """
-        kept: dict[str, str | None] = {}
-        for release, answer in zip(releases, await self._claims.release(releases) if releases else (), strict=True):
+        releases = [
+            Release(consumer=one.instance_uuid, attempt=FIRST_ATTEMPT, project_id=one.request.project_id, by=one.run)
+            for one in builds
+        ]
+        for answer in await self._claims.release(releases) if releases else ():
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
-            if answer.outcome == "older":
-                uuid = release.consumer
-                announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
-                kept[uuid] = answer.cell or next(announced, None)
-                log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=kept[uuid])
+
+    async def _held(self, projects: Mapping[str, str]) -> dict[str, HeldAllocation]:
+        """What instances hold by a build of their project. projects: {instance: project}. Raises Transient when
+        placement does not answer.
+        """
+        held: dict[str, HeldAllocation] = {}
+        for answer in await self._claims.holding(list(projects)) if projects else ():
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            if answer is not None and answer.attempt and answer.project_id == projects[answer.consumer]:
+                held[answer.consumer] = answer
+        return held
+
+    async def _kept(self, projects: Mapping[str, str]) -> dict[str, KeptAllocation]:
+        """What instances hold by a build of their project, and which cell has the hosts. Raises as `_held`."""
+        kept: dict[str, KeptAllocation] = {}
+        for uuid, held in (await self._held(projects)).items():
+            announced = (cell for host in held.hosts if (cell := self._cell_of_host(host)) is not None)
+            kept[uuid] = KeptAllocation(held.run, held.attempt, held.cell or next(announced, None))
         return kept
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())
-
-
-def _look_up(instance: str, project: str) -> Release:
-    """A release of what is younger than zero seconds: nothing is, and what the instance holds is named. It fences
-    nothing.
-    """
-    return Release(consumer=instance, project_id=project, claimed_within_s=0.0)

@@ -10,8 +10,9 @@ from typing import Protocol, TypeVar
 
 from bus.bus import Bus
 from bus.contracts.base import Message
-from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import HeldAllocation, HoldingPage, HoldingRequest, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
+    MAX_NAMED,
     Claim,
     ClaimAll,
     ClaimAllResult,
@@ -43,6 +44,9 @@ class ClaimPort(Protocol):
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """Return the hosts of server group members and of named instances, as of now."""
 
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+        """Return what each of these holds, and by which run, as of now. None: it holds nothing."""
+
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         """Return what these projects hold, as of now: at most MAX_PROJECTS."""
 
@@ -69,6 +73,16 @@ class BusClaims:
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""
         return await self._request(requests, LocatePage, [request.besides or "" for request in requests])
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+        """All in one round trip."""
+        parts = [tuple(consumers[start : start + MAX_NAMED]) for start in range(0, len(consumers), MAX_NAMED)]
+        pages = await self._request([HoldingRequest(consumers=one) for one in parts], HoldingPage, [""] * len(parts))
+        answers: list[HeldAllocation | Fault | None] = []
+        for part, page in zip(parts, pages, strict=True):
+            held = {one.consumer: one for one in page.held} if isinstance(page, HoldingPage) else {}
+            answers += [held.get(uuid) if isinstance(page, HoldingPage) else page for uuid in part]
+        return answers
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         """One round trip."""

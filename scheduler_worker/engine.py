@@ -12,15 +12,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome, Retry
+from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.build import DeleteRequest
 from bus.contracts.stages import Stamps
@@ -36,17 +35,17 @@ from scheduler_worker.domain.decision_messages import messages_of, to_clients
 from scheduler_worker.domain.decisions import (
     Circumstances,
     Conclusion,
+    DecidedBuild,
+    PlacedBuild,
     by_request,
     conclude_all,
-    is_in_doubt,
     prepare,
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.pending import PendingBuild, accepted, as_copy, first_event, new_build, stamps_of
-from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
-from scheduler_worker.domain.placement import CONSUMER_CHANGED, PlacementRequest, PlacementState, PlacementUnavailable
+from scheduler_worker.domain.pending import PendingBuild, accepted, first_event, new_build, stamps_of
+from scheduler_worker.domain.placement import PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.placing import Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
@@ -57,8 +56,6 @@ log = structlog.get_logger(__name__)
 MAX_SPECULATIVE = 16
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
-# Requests whose processing has not ended, as far as this process knows; those whose handler crashed stay among them.
-MAX_IN_PROGRESS = 10_000
 
 
 class RequestRecorder:
@@ -69,7 +66,6 @@ class RequestRecorder:
         self._cancellations = cancellations
         self._clock = clock
         self._who = process
-        self._in_progress: dict[str, None] = {}  # instances, the oldest first: at most MAX_IN_PROGRESS
 
     async def record(self, builds: Sequence[PendingBuild]) -> list[Admission]:
         """Insert the new requests and separate repeated ones from clashes: one statement each for the whole batch."""
@@ -84,34 +80,11 @@ class RequestRecorder:
         )
         for admission in admissions:
             metrics.count_requests("build", admission.label)
-        self._remember(begun(builds, admissions))
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
-        await self._cancellations.release(
-            [
-                replace(pending, in_doubt=one.in_doubt)
-                for pending, one in zip(builds, admissions, strict=True)
-                if one.release
-            ]
-        )
+        pairs = zip(builds, admissions, strict=True)
+        await self._cancellations.release([replace(pending, run=one.run) for pending, one in pairs if one.release])
         return admissions
-
-    def may_have_run(self, pending: PendingBuild) -> bool:
-        """Whether an earlier delivery may have come as far as its claim, here or in another scheduler.
-
-        After a Transient the consumer calls the handler again with the same batch, which is not marked as redelivered.
-        """
-        return pending.redelivered or pending.instance_uuid in self._in_progress
-
-    def finish(self, instances: Iterable[str]) -> None:
-        """Forget the batch: each of its requests has an outcome."""
-        for uuid in instances:
-            self._in_progress.pop(uuid, None)
-
-    def _remember(self, instances: Iterable[str]) -> None:
-        self._in_progress.update(dict.fromkeys(instances))
-        for oldest in list(itertools.islice(self._in_progress, max(0, len(self._in_progress) - MAX_IN_PROGRESS))):
-            del self._in_progress[oldest]
 
     async def _insert(
         self, unit: BuildUnit, builds: Sequence[PendingBuild], firsts: Mapping[str, PendingBuild], author: Author
@@ -134,20 +107,12 @@ class RequestRecorder:
                 if uuid in new:
                     unit.emit(to_clients(first_event(pending, author.at)))
         admissions = [
-            admit(pending, firsts, new, known, may_have_run=self.may_have_run(pending))
-            async for some in InParts(builds, BUILDS_AT_ONCE)
-            for pending in some
+            admit(pending, firsts, new, known) async for some in InParts(builds, BUILDS_AT_ONCE) for pending in some
         ]
         for admission in admissions:
             if admission.event is not None:
                 unit.emit(to_clients(admission.event))
         return admissions
-
-
-def begun(builds: Sequence[PendingBuild], admissions: Sequence[Admission]) -> list[str]:
-    """The instances of a batch without its clashes and fresh copies, which are no run of the request on record."""
-    pairs = zip(builds, admissions, strict=True)
-    return [pending.instance_uuid for pending, one in pairs if one.outcome is None or one.release]
 
 
 class SchedulingEngine:
@@ -187,23 +152,20 @@ class SchedulingEngine:
                 of_deletes, deleted = await self._cancellations.delete(deletes)
                 outcomes |= of_deletes
             to_cancel: list[PendingBuild] = []
-            to_place: list[tuple[PendingBuild, bool]] = []
+            to_place: list[PendingBuild] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
-                pending = as_copy(taken, admission.recorded_at)
-                if not admission.in_doubt:
-                    pending = replace(pending, in_doubt=False)
+                pending = replace(taken, run=admission.run) if admission.run else taken
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif admission.cancelled or pending.instance_uuid in deleted:
                     to_cancel.append(pending)
                 else:
-                    to_place.append((without_withdrawn(pending, withdrawn), admission.surely_unclaimed))
+                    to_place.append(without_withdrawn(pending, withdrawn))
             outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._placer.drop(chosen.values())
-        self._recorder.finish(begun(builds, admissions))
         return outcomes
 
     async def on_record(self, instances: Sequence[str]) -> Collection[str]:
@@ -228,7 +190,7 @@ class SchedulingEngine:
         if not builds:
             return ()
         with metrics.timed_stage("record", self._clock):
-            all_new = not any(pending.refusal or self._recorder.may_have_run(pending) for pending in builds)
+            all_new = not any(pending.refusal for pending in builds)
             if not (speculate and all_new and len(builds) <= MAX_SPECULATIVE):
                 return await self._recorder.record(builds)
             recording = asyncio.create_task(self._recorder.record(builds))
@@ -243,29 +205,24 @@ class SchedulingEngine:
                 await asyncio.gather(recording, return_exceptions=True)
                 raise
             for pending, admission in zip(builds, admissions, strict=True):
-                if admission.outcome is not None or not admission.surely_unclaimed:
+                if admission.outcome is not None:
                     self._placer.drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
             return admissions
 
-    async def _schedule(
-        self, builds: Sequence[tuple[PendingBuild, bool]], chosen: dict[str, PlacementState]
-    ) -> dict[int, Outcome]:
-        """Decide, claim and write builds; each comes with its `surely_unclaimed`."""
+    async def _schedule(self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState]) -> dict[int, Outcome]:
+        """Decide, claim and write builds."""
         if not builds:
             return {}
         now = self._circumstances()
         concluded: list[tuple[PendingBuild, Conclusion]] = []
         placing: list[tuple[PendingBuild, PlacementRequest]] = []
         async for part in InParts(builds, BUILDS_AT_ONCE):
-            for pending, surely_unclaimed in part:
-                prepared = prepare(
-                    pending, chosen.get(pending.instance_uuid), self._selector, now, surely_unclaimed=surely_unclaimed
-                )
+            for pending in part:
+                prepared = prepare(pending, chosen.get(pending.instance_uuid), self._selector, now)
                 if isinstance(prepared, PlacementRequest):
                     placing.append((pending, prepared))
                 else:
                     concluded.append((pending, prepared))
-        unlooked = {pending.instance_uuid for pending, end in concluded if isinstance(end, Retry) and pending.in_doubt}
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         unavailable: PlacementUnavailable | None = None
@@ -273,9 +230,6 @@ class SchedulingEngine:
             of_placed, missing = conclude_all(requests, self._circumstances())
             concluded += of_placed
             unavailable = missing or unavailable
-        decided = {pending.instance_uuid for pending, end in concluded if isinstance(end, DecidedBuild)}
-        doubted = {one.pending.instance_uuid for one in placed if is_in_doubt(one.pending, one.result)}
-        await self._cancellations.doubt(unlooked | doubted - decided)
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
         outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
         if unavailable is not None:
@@ -326,22 +280,8 @@ class SchedulingEngine:
             uuid = build.instance_uuid
             log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
         # A failed build is dispatched by no scheduler; the release also fences a claim that is still in flight.
-        await self._cancellations.release(
-            [
-                replace(one.pending, in_doubt=one.in_doubt)
-                for one in failed
-                if one.pending.instance_uuid in written
-                and one.may_hold_claim
-                and one.decision.build.code != CONSUMER_CHANGED
-            ]
-        )
-        await self._cancellations.cancel(
-            [
-                replace(one.pending, in_doubt=one.in_doubt)
-                for one in scheduled
-                if one.pending.instance_uuid not in written
-            ]
-        )
+        await self._cancellations.release([one.pending for one in failed if one.pending.instance_uuid in written])
+        await self._cancellations.cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
 
     def _circumstances(self) -> Circumstances:
         now_s = self._clock.monotonic()

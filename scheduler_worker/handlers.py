@@ -100,12 +100,9 @@ class RequestHandler:
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         expired = [one.code == EXPIRED for one in why]
         left = {position for position, one in enumerate(batch) if expired[position] and one.meta.deadline is not None}
-        # The clock of a client does not bound how long ago a request may have claimed that has surely been delivered.
-        again = [structs.replace(one, redelivered=not expired[position]) for position, one in enumerate(batch)]
-        builds = [structs.replace(one, redelivered=True) for one in await self._builds(again, self._clock.time())]
+        builds = await self._builds(batch, self._clock.time())
         unfinished = [one for one in builds if expired[one.position]]
         known = await self._engine.on_record([one.instance_uuid for one in unfinished])
-        # until: workers (a claim that names its run shows whose it is, and a letter is one more delivery)
         lost = await self._engine.may_have_claimed([one for one in unfinished if one.instance_uuid not in known])
         begun = {
             one.position

@@ -3,7 +3,9 @@
 Decide: one pass over the replica, without a message. Each choice is assumed there, so that the next one sees it. A long
 pass is made in parts, with a turn of the event loop after each.
 Claim: the claims of all requests travel together. The answers step each placement; a placement without a result is
-decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1).
+decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1, run).
+Its answer shows what an earlier run holds. Of a request that found no host, and so sent no claim, that is asked: the
+record of the earlier one may be lost, and not its claim.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -20,7 +21,8 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import MAX_NAMED, Claim, ClaimAll, ClaimOutcome, ClaimResult, LocateRequest
+from bus.contracts.book import HeldAllocation
+from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
@@ -31,10 +33,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import (
-    by_gang,
     claimable,
     merged,
-    with_forgotten_claims,
     with_gang_results,
     within_bounds,
 )
@@ -48,7 +48,6 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementStep,
-    PlacementUnavailable,
     Settle,
     claim_of,
     initial_state,
@@ -60,7 +59,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.spread import Spread
-from scheduler_worker.domain.step import probed, step, with_probe
+from scheduler_worker.domain.step import found, step
 
 log = structlog.get_logger(__name__)
 
@@ -116,8 +115,12 @@ class Placer:
         choices.
         """
         speculative = chosen or {}
-        states = [speculative.get(one.request.instance_uuid) or initial_state(one, self._selector) for one in requests]
-        states = with_gang_results(await self._recover_gangs(await self._with_peers(states)))
+        states = [
+            initial_state(one, self._selector) if ahead is None else replace(ahead, run=one.run)
+            for one in requests
+            for ahead in [speculative.get(one.request.instance_uuid)]
+        ]
+        states = with_gang_results(await self._with_peers(states))
         rounds = Retrying(self._claim_rounds, self._clock, self._rng)
         speculative.clear()  # from here on each round drops the choices that it does not claim
 
@@ -140,7 +143,7 @@ class Placer:
             with metrics.timed_stage("decide", self._clock):
                 after = with_gang_results(merged(states, await self._decide(unresolved)))
             open_ = [one for one in after if one.result is None]
-            singles = [one for one in open_ if one.gang is None and one.has_claim_to_submit]
+            singles = [one for one in open_ if one.gang is None and one.choice is not None]
             gangs = claimable(open_)
             if singles or gangs:
                 with metrics.timed_stage("claim", self._clock):
@@ -163,7 +166,9 @@ class Placer:
         """
         specs = [(pending, self._selector.request_spec(pending.request)) for pending in builds]
         states = {
-            pending.instance_uuid: initial_state(PlacementRequest(request=pending.request, spec=spec), self._selector)
+            pending.instance_uuid: initial_state(
+                PlacementRequest(request=pending.request, spec=spec, run=pending.run), self._selector
+            )
             for pending, spec in specs
             if isinstance(spec, RequestSpec) and pending.gang is None and not has_peers(pending.request)
         }
@@ -275,48 +280,20 @@ class Placer:
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
 
-    async def _recover_gangs(self, states: list[PlacementState]) -> list[PlacementState]:
-        """The claims that an earlier run may have made for a gang are found before its members choose: all at once."""
-        again = [one for one in states if one.gang is not None and not one.surely_unclaimed and one.result is None]
-        return merged(states, await self._probe(again))
-
     async def _recover_forgotten(self, states: list[PlacementState]) -> list[PlacementState]:
         """The claims of instances that no host has room for, and that run already: the record of their request is lost,
-        as after a restore. They may be why there is no room. A claim that cannot be dispatched is not released.
+        as after a restore. They may be why there is no room.
         """
         ended = [one for one in states if is_without_any_claim(one)]
         if not ended:
             return states
-        by_project: dict[str, list[str]] = defaultdict(list)
-        for state in ended:
-            by_project[state.request.project_id].append(state.request.instance_uuid)
-        requests = [
-            LocateRequest(project_id=project, consumers=tuple(uuids[start : start + MAX_NAMED]))
-            for project, uuids in by_project.items()
-            for start in range(0, len(uuids), MAX_NAMED)
-        ]
-        held, unanswered = set[str](), dict[str, PlacementUnavailable]()
-        for request, page in zip(requests, await self._claims.locate(requests), strict=True):
-            if isinstance(page, Fault):
-                unanswered |= dict.fromkeys(request.consumers, unavailable_after(page))
-            else:
-                held |= page.hosts.keys()
-        probing = [one for one in ended if one.request.instance_uuid in held]
-        after = merged(states, with_forgotten_claims(probing, await self._probe(probing)))
-        return [replace(one, result=unanswered.get(one.request.instance_uuid, one.result)) for one in after]
-
-    async def _probe(self, states: Sequence[PlacementState]) -> list[PlacementState]:
-        """The states with what placement shows that each holds, by a claim that never fits."""
-        probing = [replace(with_probe(one, self._selector), choice=None) for one in states]
-        probing = [one for one in probing if one.probe is not None]
-        if not probing:
-            return []
-        singles = [one for one in probing if one.gang is None]
-        gangs = by_gang([one for one in probing if one.gang is not None])
-        answers = await self._submit(singles, gangs)
-        now, found = self._clock.time(), list[PlacementState]()
-        for state, answer in zip([*singles, *itertools.chain.from_iterable(gangs)], answers, strict=True):
-            stepped = probed(state, answer, self._selector, now=now)
-            self._carry_out(stepped)
-            found.append(stepped.state)
-        return found
+        answers = await self._claims.holding([one.request.instance_uuid for one in ended])
+        now, after = self._clock.time(), list[PlacementState]()
+        for state, held in zip(ended, answers, strict=True):
+            if isinstance(held, HeldAllocation):
+                stepped = found(state, held, self._selector, now=now)
+                self._carry_out(stepped)
+                after.append(stepped.state)
+            elif held is not None:
+                after.append(replace(state, result=unavailable_after(held)))
+        return merged(states, after)

@@ -334,7 +334,7 @@ PLANTS = (
         old="        return KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)",
         new="        made = KeystoneAuth(keystone, clock=clock, timeout_s=timeout_s, verify=verify, setting=setting)\n"
         "        return auth_of.__dict__.setdefault('one', made)",
-        tests="tests/integration/ironic/test_keystone.py",
+        tests="tests/integration/ironic/test_rest.py",
     ),
     Plant(
         name="move_without_a_trace",

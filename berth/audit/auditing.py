@@ -15,14 +15,16 @@ from bus.contracts.objects import Aggregate
 from bus.persistence.database import Database
 from scheduler_worker.domain.flavors import ZONE_KEY
 
-_HELD_BY_BUS = "SELECT uuid::text FROM consumers WHERE released_at IS NULL AND attempt > 0"
+_HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
 # A delete stays requested when the instance is deleted.
 _OPEN_REQUESTS = """
 SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
-# until: workers (a claim names its run).
-_IN_DOUBT = "SELECT instance_uuid::text FROM build_requests WHERE claim_in_doubt AND state <> 'deleted'"
+_ENDED = """
+SELECT instance_uuid::text, run FROM build_requests
+WHERE instance_uuid = ANY($1::uuid[]) AND state IN ('failed', 'refused') AND cell IS NULL
+"""
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
 _MIGRATIONS = "SELECT request_id::text, instance_uuid::text FROM moves WHERE request_id = ANY($1::uuid[])"
@@ -62,14 +64,14 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
         busy = await _busy(scheduler)
         facts = await gather(site, unread=unread)
         async with book.raw() as connection:
-            held = {row[0] for row in await connection.fetch(_HELD_BY_BUS)}
+            held = dict(await connection.fetch(_HELD_BY_BUS))
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
-            in_doubt = {row[0] for row in await connection.fetch(_IN_DOUBT)}
+            in_doubt = {uuid for uuid, run in await connection.fetch(_ENDED, list(held)) if held[uuid] != run}
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(
-            facts=facts, held_by_bus=held, busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
+            facts=facts, held_by_bus=held.keys(), busy=busy, migrations=migrations, zones=zones, in_doubt=in_doubt
         )
     finally:
         await scheduler.close()

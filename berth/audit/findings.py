@@ -88,7 +88,7 @@ class AuditFacts(Struct, frozen=True, kw_only=True):
     held_by_bus: consumers that hold something by a claim of the bus; others are foreign. busy: instances about which
     something is under way. migrations: {a move's request: its instance}, which holds the source meanwhile. zones: of
     instances whose host is in another availability zone than their request names, {instance: (named, its host's)}.
-    in_doubt: instances whose request ended without knowing whose their allocation is.
+    in_doubt: instances whose request ended and that hold what another run claimed.
     """
 
     facts: Facts
@@ -183,8 +183,8 @@ def _holdings(
         if owner in unsettled or consumer not in audited.held_by_bus:
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
-        if consumer in audited.in_doubt:  # until: workers (a claim names its run)
-            reason = f"claim.in_doubt: its request has ended, and may not be the one that claimed, on {providers}"
+        if consumer in audited.in_doubt:
+            reason = f"claim.in_doubt: its request has ended, and another run claimed, on {providers}"
             yield _finding(Kind.IN_DOUBT, consumer, reason)
             continue
         what = "of a move that is over" if consumer in audited.migrations else "of no instance"

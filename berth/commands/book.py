@@ -48,7 +48,7 @@ MAX_PASSES = 50
 # Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
 # any cell.
 HOLDERS = """
-SELECT uuid::text FROM consumers
+SELECT uuid::text, run FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
@@ -60,11 +60,12 @@ FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
-# A claim in doubt (`berth audit`) may be that of a running instance whose record is lost: no age shows that it is not.
-# until: workers (a claim names its run).
+# Also a claim of another run than that of the record which has ended (`berth audit`): it may be that of a running
+# instance whose record is lost, and no age shows that it is not.
 UNDER_WAY = """
-SELECT instance_uuid::text FROM build_requests
-WHERE instance_uuid = ANY($1::uuid[]) AND (NOT terminal OR (claim_in_doubt AND state <> 'deleted'))
+SELECT b.instance_uuid::text
+FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
+WHERE NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused') AND b.run <> held.run)
 """
 
 
@@ -283,7 +284,7 @@ def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None
 async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
     """(consumers that no worker knows as alive, those that also hold something of another host than their own)."""
     async with database.raw() as connection:
-        holders = [row[0] for row in await connection.fetch(HOLDERS, grace_s)]
+        runs = dict(await connection.fetch(HOLDERS, grace_s))
         generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
@@ -292,9 +293,10 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[st
             )
         )
         sharing = await overcommit.sharers(connection)
-    if not holders:
+    if not runs:
         return [], []
-    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders))
+    holders = list(runs)
+    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders, list(runs.values())))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))

@@ -7,8 +7,8 @@ from typing import Annotated
 from msgspec import Meta as Bound
 from msgspec import Struct
 
-from .base import Message, Uuid, Word
-from .placement import ProviderState
+from .base import Amount, Generation, Message, Uuid, Word
+from .placement import MAX_NAMED, ProviderState
 
 # Of one answer. A larger tree or project list is cut off there, and `more` is set.
 MAX_TREE = 500
@@ -96,3 +96,32 @@ class ProjectUsagePage(Message, frozen=True, kw_only=True, tag="placement.usage.
 
     usage: dict[str, dict[str, int]] = {}
     more: bool = False
+
+
+class HoldingRequest(Message, frozen=True, kw_only=True, tag="placement.holding.v1"):
+    """Ask what consumers hold, and whose it is. Changes and fences nothing."""
+
+    consumers: Annotated[tuple[Uuid, ...], Bound(min_length=1, max_length=MAX_NAMED)]
+
+
+class HeldAllocation(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one consumer holds.
+
+    run: that owns it ('': unknown). attempt: of the build that holds it (0: no build does: another client of
+    Placement's API, or a migration). hosts: the roots of its providers. cell: theirs (None: no cell has reported them).
+    """
+
+    consumer: Uuid
+    project_id: str
+    run: str = ""
+    attempt: Annotated[int, Bound(ge=0, le=1_000_000)] = 0
+    consumer_generation: Generation
+    holding: dict[Uuid, dict[str, Amount]]
+    hosts: tuple[Uuid, ...]
+    cell: Word | None = None
+
+
+class HoldingPage(Message, frozen=True, kw_only=True, tag="placement.holding.page.v1"):
+    """Reply. held: of those consumers that hold something, in the order of their uuids."""
+
+    held: tuple[HeldAllocation, ...] = ()

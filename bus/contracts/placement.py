@@ -227,6 +227,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     consumer_generation: None = the consumer must not exist yet; otherwise the generation it must have.
     attempt: the fencing number of the build attempt this claim is for. A repeated claim with the attempt that
     already holds an allocation is answered `claimed` with it; one with an older attempt is answered `consumer_changed`.
+    by: the run that claims, which owns the allocation from then on. An allocation of another run is none of this
+    claim's, whatever its attempt. Without it the owner stays whose it was.
     release_first: the consumer's allocation is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too.
@@ -242,6 +244,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
+    by: Word | None = None
     consumer_generation: Generation | None = None
     release_first: bool = False
     options: Annotated[tuple[ClaimOption, ...], Bound(max_length=16)]
@@ -273,7 +276,8 @@ class ClaimResult(Message, frozen=True, kw_only=True, tag="placement.claim.resul
     sequence: the change feed's number of this claim's changes (0: nothing changed).
     holding: the allocation of an earlier claim of this attempt, if that is none of the options offered now. With
     `consumer_changed`: what the consumer holds, if it is of the claim's project.
-    attempt: with `consumer_changed`, the newer attempt of the claim's project that holds it (0: none does).
+    attempt: with `consumer_changed`, the attempt of the claim's project that holds it, a newer one or another run's (0:
+    none does).
     members: where the group's rule stood in the way, how many other members hosts have (on the API bus only): with
     anti-affinity those hosts that the claim named.
     holders: where it was full, the consumers that last changed what they hold of what was lacking, newest first (on the
@@ -326,31 +330,25 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
 
     attempt: when given, only an allocation of this attempt or an older one is released. project_id: when given, only
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
-    of a migration: an instance may have been built under the uuid of a move's request. claimed_within_s: when
-    given, only an allocation whose consumer came on record within this time, in seconds, by placement's own clock (0.0:
-    none): an older one, or one of a later attempt, is of an earlier request for the same uuid, which a database that
-    was set back may have lost while its instance runs.
+    of a migration: an instance may have been built under the uuid of a move's request. by: when given, only one that
+    this run owns: that of any other may be of an earlier request for the same uuid, which a database that was set back
+    may have lost while its instance runs.
     """
 
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] | None = None
     project_id: Word | None = None
     of_migration: bool = False
-    claimed_within_s: Annotated[float, Bound(ge=0)] | None = None
+    by: Word | None = None
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
-    """outcome: released | absent | consumer_changed (a newer attempt, another project or no migration holds it) | older
-    (it is of an earlier request, by `claimed_within_s`, and is kept). hosts: with `older`, the roots that it is
-    on; cell: their cell (None: no cell has reported them); age_s: for how long its consumer has been on record, in
-    seconds by placement's clock.
+    """outcome: released | absent | consumer_changed (a newer attempt, another run or project, or no migration holds
+    it).
     """
 
     outcome: str
     sequence: int = 0
-    hosts: tuple[Uuid, ...] = ()
-    cell: Word | None = None
-    age_s: float = 0.0
 
 
 class Revert(Message, frozen=True, kw_only=True, tag="placement.revert.v1"):

@@ -1,13 +1,10 @@
-"""The street at 1,000, 10,000 and 100,000 hosts, and with 1, 2 and 4 schedulers: each a part that can be run alone.
+"""The street at 1,000, 10,000 and 100,000 hosts, and with 1, 2 and 4 schedulers.
 
-    python -m lab.benchmarks.scale --json FILE                            all parts, under 12 minutes
-    python -m lab.benchmarks.scale --json FILE --parts 1000x1,100000x1    some: HOSTSxSCHEDULERS, each under 3 minutes
-    python -m lab.benchmarks.scale --json FILE --show                     none: the tables of what FILE has
+    python -m lab.benchmarks.scale [--parts 1000x1,100000x1] [--json FILE]      parts are HOSTSxSCHEDULERS
 
 Each part is `scripts/street` on real servers of its own: throughput, CPU of each process a boot, idle latency, the
-share of claims that were lost to other schedulers, the invariants. FILE keeps the other parts' results, and is written
-after each. A part is begun only while there is time for it; one that was not begun, or failed, is shown, and the others
-stand. Exit status 1: a part has no result, or its invariants do not hold.
+share of claims that were lost to other schedulers, the invariants. FILE is written after each part. One that hangs is
+ended; one that failed is shown. Exit status 1: a part has no result, or its invariants do not hold.
 """
 
 from __future__ import annotations
@@ -20,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-import msgspec
 from msgspec import Struct
 
 from berth.trial.embedded.process import ServerFailed
-from lab.benchmarks.command import measured, parser_of, positive
+from lab.benchmarks.command import measured, parser_of, positive, write
 from lab.benchmarks.street import parsed
 from lab.benchmarks.street_report import Result
 from lab.benchmarks.street_systems import on_real_servers
@@ -33,12 +29,7 @@ PARTS = "1000x1,10000x1,10000x2,10000x4,100000x1"
 CELLS = 4
 BOOTS = 10_000
 NEAR = 0.2  # throughput at the most hosts may be so much below that at the fewest, or above
-MINUTES = 11.5
-# A part that hangs is ended. One of 100,000 hosts spends most of this on making them known.
-PART_S = 175.0
-# So long a part takes at least, by its hosts: with less left it is not begun.
-LEAST_S = 30.0
-LEAST_S_PER_HOST = 0.001
+PART_S = 175.0  # one of 100,000 hosts spends most of this on making them known
 HEAD = "| hosts | schedulers | boots/s | idle p50 ms | CPU ms a boot | claims a boot | lost | invariants |"
 RULE = "| --- " * 8 + "|"
 
@@ -51,11 +42,6 @@ class Run(Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     result: Result | None = None
     why_not: str = ""
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """The key that distinguishes it from the others."""
-        return self.hosts, self.schedulers
 
 
 class Spread(Struct, frozen=True, kw_only=True):
@@ -87,56 +73,27 @@ def parse_parts(text: str) -> list[tuple[int, int]]:
     return found
 
 
-async def run_all(parts: Sequence[tuple[int, int]], boots: int, minutes: float, path: Path | None) -> Scale:
-    """Every part for which there is time; the file is up to date after each."""
-    until = time.monotonic() + 60 * minutes
-    scale = read(path)
+async def run_all(parts: Sequence[tuple[int, int]], boots: int, path: Path | None) -> Scale:
+    """Every part; the file is up to date after each."""
+    scale = Scale()
     for hosts, schedulers in parts:
-        left = until - time.monotonic()
-        if left < LEAST_S + LEAST_S_PER_HOST * hosts:
-            run = Run(hosts=hosts, schedulers=schedulers, why_not=f"not begun, {left:.0f} s left")
-        else:
-            run = await run_one(hosts, schedulers, boots, min(left, PART_S))
+        run = await run_one(hosts, schedulers, boots)
         print(line(run), flush=True)
-        scale = with_run(scale, run)
+        runs = sorted([*scale.runs, run], key=lambda one: (one.hosts, one.schedulers))
+        scale = Scale(runs=runs, spread=spread(runs))
         write(scale, path)
     return scale
 
 
-def with_run(scale: Scale, run: Run) -> Scale:
-    """The file with this part in its place. No result takes none away that there is."""
-    known = {one.part: one for one in scale.runs}
-    if run.result is not None or run.part not in known or known[run.part].result is None:
-        known[run.part] = run
-    runs = sorted(known.values(), key=lambda one: one.part)
-    return Scale(runs=runs, spread=spread(runs))
-
-
-def write(scale: Scale, path: Path | None) -> None:
-    """The file anew, where there is to be one."""
-    if path is not None:
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(scale), indent=2))
-
-
-def read(path: Path | None) -> Scale:
-    """The content of the file; nothing where there is none."""
-    if path is None or not path.exists() or not path.stat().st_size:
-        return Scale()
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=Scale)
-    except msgspec.DecodeError as fault:
-        raise SystemExit(f"{path} is something else, or of another version: {fault}") from fault
-
-
-async def run_one(hosts: int, schedulers: int, boots: int, most_s: float) -> Run:
+async def run_one(hosts: int, schedulers: int, boots: int) -> Run:
     """One street, ended when it takes too long."""
     options = options_of(hosts, schedulers, boots)
     result, why_not, began = None, "", time.monotonic()
     try:
-        async with asyncio.timeout(most_s):
+        async with asyncio.timeout(PART_S):
             result = await on_real_servers(options)
     except TimeoutError:
-        why_not = f"ended after {most_s:.0f} s"
+        why_not = f"ended after {PART_S:.0f} s"
     except (SystemExit, ServerFailed) as error:  # how the benchmark ends when builds failed, or hosts stayed unknown
         why_not = (str(error).splitlines() or [type(error).__name__])[0]
     seconds = round(time.monotonic() - began, 1)
@@ -200,14 +157,10 @@ def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--parts", type=parse_parts, default=PARTS, help="%(default)s")
     parser.add_argument("--boots", type=positive, default=BOOTS)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="no part is begun or goes on past this")
-    parser.add_argument("--show", action="store_true", help="measure nothing")
     options = parser.parse_args()
-    parts = [] if options.show else options.parts
-    scale = measured(run_all(parts, options.boots, options.minutes, options.json))
+    scale = measured(run_all(options.parts, options.boots, options.json))
     print(tables(scale))
-    wanted = [run for run in scale.runs if options.show or run.part in parts]
-    return 0 if all(run.result is not None and run.result.invariants_hold for run in wanted) else 1
+    return 0 if all(run.result is not None and run.result.invariants_hold for run in scale.runs) else 1
 
 
 if __name__ == "__main__":

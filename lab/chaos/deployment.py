@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -144,20 +143,6 @@ async def connections(deployment: Deployment) -> list[tuple[str, str, bool]]:
         if (named := _CONNECTION.search(properties)) is not None:
             in_cell = named[1].startswith(("conductor", "compute", *deployment.site.cells))
             found.append((named[1], API if vhost == API_VHOST else vhost, in_cell))
-    return found
-
-
-def descendants(pid: int) -> list[int]:
-    """A process and all below it, parents first: PostgreSQL's children are no members of its process group."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                stat = Path(f"/proc/{name}/stat").read_text()
-                parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
-    found = [pid]
-    for each in found:
-        found += parents.get(each, ())
     return found
 
 

@@ -15,7 +15,8 @@ from msgspec import Struct
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import ServerFailed
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from lab.chaos.deployment import Deployment, descendants, last_log_line
+from lab.benchmarks.probe import tree
+from lab.chaos.deployment import Deployment, last_log_line
 from lab.chaos.plan import BROKER, DATABASE, SERVER_RESTS_S, SERVERS, FaultKind, FaultSchedule, PlannedFault
 
 log = structlog.get_logger("chaos")
@@ -176,7 +177,7 @@ class FaultInjector:
 
     async def _server(self, server: RabbitMQ | Postgres, fault: PlannedFault) -> None:
         if fault.kind is FaultKind.PAUSE:
-            family = descendants(server.pid)
+            family = tree(server.pid)  # PostgreSQL's children are no members of its process group
             _signal(family, signal.SIGSTOP)
             await self._clock.sleep(fault.lasts_s)
             _signal(reversed(family), signal.SIGCONT)

@@ -55,6 +55,17 @@ EXAMPLES = 5
 HOSTS_KNOWN_S = 90.0
 ANSWERS_IN_A_ROW = 4
 ASK_AGAIN_S = 0.1
+# Each option that is a field of the plan.
+OPTIONS = (
+    ("--boots", "boots", "builds to be accepted"),
+    ("--fault-every", "fault_every_s", "seconds"),
+    ("--longest", "longest_s", "seconds; the load ends then"),
+    ("--in-flight", "in_flight", "builds and deletes at once"),
+    ("--population", "population", "machines kept before some are deleted"),
+    ("--moves", "moves", "moves, resizes and rebuilds to be accepted"),
+    ("--gangs", "gangs", "share of builds that are gangs"),
+    ("--drains", "drains", "hosts to be emptied, one after the other"),
+)
 
 
 class ChaosResult(Struct, frozen=True, kw_only=True):
@@ -292,15 +303,10 @@ def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(prog="scripts/chaos", description=__doc__, formatter_class=raw)
     bare = ChaosPlan()
-    parser.add_argument("--boots", type=int, default=bare.boots, help="builds to be accepted")
-    parser.add_argument("--fault-every", type=float, default=bare.fault_every_s, metavar="S", help="seconds")
+    for option, field, meaning in OPTIONS:
+        default = getattr(bare, field)
+        parser.add_argument(option, dest=field, type=type(default), default=default, metavar="N", help=meaning)
     parser.add_argument("--seed", type=int, default=None, help="faults and load are drawn from it (default: at random)")
-    parser.add_argument("--longest", type=float, default=bare.longest_s, metavar="S", help="the load ends then")
-    parser.add_argument("--in-flight", type=int, default=bare.in_flight, help="builds and deletes at once")
-    parser.add_argument("--population", type=int, default=bare.population, help="machines kept before some are deleted")
-    parser.add_argument("--moves", type=int, default=bare.moves, help="moves, resizes and rebuilds to be accepted")
-    parser.add_argument("--gangs", type=float, default=bare.gangs, metavar="SHARE", help="of builds that are gangs")
-    parser.add_argument("--drains", type=int, default=bare.drains, help="hosts to be emptied, one after the other")
     parser.add_argument("--only", nargs="*", default=[], metavar="FAULT", help="only these, as kill_broker or pause")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as data, too")
     parser.add_argument("--logs", type=Path, metavar="DIRECTORY", help="keep the workers' logs there")
@@ -310,15 +316,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _plan(options: argparse.Namespace) -> ChaosPlan:
     return ChaosPlan(
-        boots=options.boots,
-        fault_every_s=options.fault_every,
+        **{field: getattr(options, field) for _, field, _ in OPTIONS},
         seed=random.SystemRandom().randrange(10**6) if options.seed is None else options.seed,
-        longest_s=options.longest,
-        in_flight=options.in_flight,
-        population=options.population,
-        moves=options.moves,
-        gangs=options.gangs,
-        drains=options.drains,
         deck=tuple(card for card in ChaosPlan().deck if chosen(card.kind, card.role, options.only)),
     )
 

@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import socket
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -25,6 +25,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+
+from berth.trial.ironic_stand_in.server import QuietServer
 
 log = structlog.get_logger()
 
@@ -101,7 +103,7 @@ class Agents:
         self._aborted: set[str] = set()  # nodes whose cleaning was ended for that
         self._commands: dict[str, list[dict[str, Any]]] = {}
         self._url = ""
-        self._server: _Server | None = None
+        self._server: QuietServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -113,7 +115,7 @@ class Agents:
             Route("/{node}/v1/commands/", self._command, methods=["GET", "POST"]),
         ]
         config = uvicorn.Config(Starlette(routes=routes), log_config=None, access_log=False, lifespan="off", ws="none")
-        self._server = _Server(config)
+        self._server = QuietServer(config)
         self._tasks = [asyncio.create_task(self._server.serve(sockets=[listening])), asyncio.create_task(self._run())]
 
     async def stop(self) -> None:
@@ -241,12 +243,3 @@ class Agents:
             error = {"type": "CommandExecutionError", "code": 500, "message": broken[node], "details": ""}
             done.update(command_status="FAILED", command_error=error, command_result=None)
         return done
-
-
-class _Server(uvicorn.Server):
-    """Without uvicorn's signal handlers: signals are the process's own business."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Leave signals alone."""
-        yield

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
+from jinja2 import Environment, PackageLoader
 
 from berth.trial.embedded.process import Account, GuardedProcess, ServerMissing, clean_environment, free_port
 from berth.trial.embedded.server import PrivateServer
@@ -24,96 +25,7 @@ SYNC_TIMEOUT_S = 180.0
 ASK_TIMEOUT_S = 5.0
 EXCHANGE = "ironic"
 
-_CONFIG = """\
-[DEFAULT]
-auth_strategy = {auth}
-http_basic_auth_user_file = {home}/htpasswd
-host = berth
-my_ip = 127.0.0.1
-state_path = {home}/state
-tempdir = {home}/tmp
-rpc_transport = none
-{notifications}
-enabled_hardware_types = fake-hardware
-enabled_bios_interfaces = fake,no-bios
-enabled_boot_interfaces = fake
-enabled_console_interfaces = fake,no-console
-enabled_deploy_interfaces = fake,direct
-default_deploy_interface = fake
-enabled_firmware_interfaces = fake,no-firmware
-enabled_inspect_interfaces = fake,no-inspect
-enabled_management_interfaces = fake,noop
-enabled_network_interfaces = noop
-default_network_interface = noop
-enabled_power_interfaces = fake
-enabled_raid_interfaces = fake,no-raid
-enabled_rescue_interfaces = fake,no-rescue
-enabled_storage_interfaces = noop,fake,external
-enabled_vendor_interfaces = fake,no-vendor
-[api]
-host_ip = 127.0.0.1
-port = {port}
-api_workers = 1
-[conductor]
-automated_clean = true
-deploy_callback_timeout = 600
-check_provision_state_interval = 5
-workers_pool_size = 100
-[agent]
-require_tls = false
-command_wait_attempts = 3
-command_wait_interval = 1
-neutron_agent_poll_interval = 1
-post_deploy_get_power_state_retries = 2
-post_deploy_get_power_state_retry_interval = 1
-[database]
-connection = sqlite:///{home}/ironic.sqlite
-[service_catalog]
-endpoint_override = http://127.0.0.1:{port}
-[deploy]
-http_url = http://127.0.0.1:{port}
-http_root = {home}/images
-[pxe]
-images_path = {home}/tmp
-instance_master_path = {home}/tmp
-[fake]
-{delays}
-[oslo_concurrency]
-lock_path = {home}/tmp
-{more}
-"""
-_NOTIFICATIONS = """\
-transport_url = {url}
-notification_level = info
-[oslo_messaging_notifications]
-driver = messagingv2
-transport_url = {url}
-[DEFAULT]
-"""
-# Ironic makes a config drive with genisoimage, mkisofs or xorrisofs, which a machine may not have; pycdlib it brings.
-_ISO = """\
-#!{python}
-import os, sys
-import pycdlib
-given = sys.argv[1:]
-root = given[-1]
-iso = pycdlib.PyCdlib()
-iso.new(interchange_level=3, joliet=3, rock_ridge="1.09", vol_ident=given[given.index("-V") + 1])
-count, paths = 0, {{}}
-for place, folders, files in os.walk(root):
-    inside = os.path.relpath(place, root)
-    there = "" if inside == "." else "/" + inside
-    for name in sorted(folders):
-        count += 1
-        paths[there + "/" + name] = short = paths.get(there, "") + "/D%05d" % count
-        iso.add_directory(short, rr_name=name, joliet_path=there + "/" + name)
-    for name in sorted(files):
-        count += 1
-        short = paths.get(there, "") + "/F%05d.;1" % count
-        iso.add_file(os.path.join(place, name), short, rr_name=name, joliet_path=there + "/" + name)
-iso.write(given[given.index("-o") + 1])
-iso.close()
-"""
+TEMPLATES = Environment(loader=PackageLoader("lab.ironic"), autoescape=False, trim_blocks=True)
 
 
 class Ironic(PrivateServer):
@@ -174,7 +86,8 @@ class Ironic(PrivateServer):
             (home / name).mkdir(exist_ok=True)
         tool = home / "bin" / "xorrisofs"
         tool.parent.mkdir(exist_ok=True)
-        tool.write_text(_ISO.format(python=self._programs / "python"))
+        # Ironic makes a config drive with it, genisoimage or mkisofs, which a machine may not have; pycdlib it brings.
+        tool.write_text(TEMPLATES.get_template("xorrisofs").render(python=self._programs / "python"))
         tool.chmod(0o755)
         passwords = home / "htpasswd"
         passwords.touch(mode=0o600)
@@ -196,12 +109,12 @@ class Ironic(PrivateServer):
 
     def _configuration(self) -> str:
         rabbit = (self._broker_url or "").replace("amqp://", "rabbit://", 1)  # as oslo.messaging calls it
-        return _CONFIG.format(
+        return TEMPLATES.get_template("ironic.conf").render(
             home=self._work.path,
             port=self.port,
             auth="http_basic" if self._basic else "noauth",
-            notifications=_NOTIFICATIONS.format(url=rabbit) if rabbit else "",
-            delays="\n".join(f"{name} = {seconds}" for name, seconds in sorted(self._delays.items())),
+            url=rabbit,
+            delays=self._delays,
             more=self._more,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -17,10 +17,10 @@ from bus.contracts.placement import Claim, ClaimAll
 from bus.port import Outgoing
 from bus.wire import BATCH
 from lab.simulation.ironic import EXCHANGE
-from lab.simulation.move_watch import MoveWatch
-from lab.simulation.peer_watch import PeerWatch
-from lab.simulation.plan import Plan
-from lab.simulation.watch import Breach, Listener, MachineWatch
+from lab.simulation.watch import Breach
+
+if TYPE_CHECKING:
+    from lab.simulation.world import World
 
 MOVE_TAG = tag_of(MoveEvent)
 EVENT_TAG, RESULT_TAG = tag_of(BuildEvent), tag_of(ComputeResult)
@@ -45,32 +45,10 @@ _items = msgspec.json.Decoder(list[_Item])
 _tagged = msgspec.json.Decoder(_Tagged)
 
 
-class MessageWorld(Protocol):
-    """The known state of the world. probing: whether nothing may lead to what has left for good any more."""
-
-    plan: Plan
-    listener: Listener
-    machines: MachineWatch
-    peer_watch: PeerWatch
-    move_watch: MoveWatch
-    probing: bool
-
-    @property
-    def strange(self) -> Collection[bytes]:
-        """Bodies of other clients' messages."""
-
-    @property
-    def left(self) -> Mapping[str, str]:
-        """Root providers that are gone for good, and how."""
-
-    def fail(self, breach: Breach) -> None:
-        """An invariant is broken."""
-
-
 class MessageWatch:
     """Looks at what brokers take."""
 
-    def __init__(self, world: MessageWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         self._decisions: set[tuple[str, float]] = set()  # (instance, time of the request) of each command to a cell
 

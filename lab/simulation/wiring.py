@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,12 +29,11 @@ from compute_sim.ring import Ring
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.source.rest import RestSource
 from ironic_sync.store.memory import MemoryPositions
-from lab.simulation.ironic import URL, IronicTransport, SimIronic, WatchedBareMetal
+from lab.simulation.ironic import URL, IronicTransport, WatchedBareMetal
 from lab.simulation.ironic_sync_watch import IronicSyncWatch, WatchedPositions
 from lab.simulation.loop import Process
 from lab.simulation.network import NetworkFaults, SimTransport
-from lab.simulation.plan import SIZES, Cell, Plan
-from lab.simulation.watch import Breach
+from lab.simulation.plan import SIZES, Plan
 from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.replica.book import Book
@@ -43,6 +42,9 @@ from placement_worker.store.memory_rows import MemoryBookRows
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.store.memory import MemoryBuilds
+
+if TYPE_CHECKING:
+    from lab.simulation.world import World
 
 MOVE_QUERY_S = 20.0
 BUILD_TIMEOUT_S = 20.0
@@ -127,48 +129,10 @@ class ProcessContext(Struct, frozen=True):
     hosts: HostTable | None
 
 
-class WiredWorld(Protocol):
-    """The parts of the simulated world that wiring needs."""
-
-    plan: Plan
-    network_faults: NetworkFaults
-    flat: set[str]
-    ironic: SimIronic | None
-
-    @property
-    def fleets(self) -> Mapping[str, Fleet]:
-        """The machines of each compute service."""
-
-    @property
-    def duplicates(self) -> Mapping[str, Fleet]:
-        """The machines of second services, by the name that they share."""
-
-    @property
-    def seconds(self) -> Mapping[str, Fleet]:
-        """The hosts of services of other names, by the service whose hosts' uuids they have."""
-
-    @property
-    def known_cells(self) -> Sequence[str]:
-        """The cells in the settings of what is above cells, now."""
-
-    @property
-    def metal_now(self) -> Sequence[str]:
-        """The services that share the nodes, now."""
-
-    def cell_of(self, service: str) -> Cell:
-        """The cell of a compute service."""
-
-    def now(self) -> float:
-        """Virtual seconds since the start."""
-
-    def fail(self, breach: Breach) -> None:
-        """An invariant is broken."""
-
-
 class Wiring:
     """Builds the processes of one world."""
 
-    def __init__(self, world: WiredWorld) -> None:
+    def __init__(self, world: World) -> None:
         self._world = world
         self.applications: dict[str, Application] = {}  # the REST API of each placement worker's newest life
 

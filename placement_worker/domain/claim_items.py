@@ -61,11 +61,6 @@ def consumers_of(items: Sequence[ClaimItem]) -> list[str]:
     return list(named)
 
 
-def dated_consumers(items: Sequence[ClaimItem]) -> list[str]:
-    """The consumers whose release depends on for how long they have been on record."""
-    return [item.consumer for item in items if isinstance(item, Release) and item.claimed_within_s is not None]
-
-
 def providers_of(items: Sequence[ClaimItem], consumers: Mapping[str, ConsumerState]) -> set[str]:
     """Every provider that the items name or these consumers hold."""
     wanted: set[str] = set()
@@ -174,7 +169,7 @@ def expected_consumers(items: Sequence[ClaimItem]) -> dict[str, ConsumerState]:
         if isinstance(item, Claim):
             if item.consumer not in expected:
                 expected[item.consumer] = ConsumerState(
-                    1, item.attempt, item.project_id, item.user_id, item.consumer_type
+                    1, item.attempt, item.project_id, item.user_id, item.consumer_type, run=item.by or ""
                 )
             if item.migration is not None:
                 migration = ConsumerState(1, item.attempt, item.project_id, item.user_id, MIGRATION_TYPE)
@@ -231,9 +226,8 @@ def reply(
     verdict: ClaimVerdict,
     sequence: int,
     bus: str = ABOVE_CELLS,
-    cells: Mapping[str, str] | None = None,
 ) -> ClaimReply:
-    """The reply to one item. cells: those of the providers."""
+    """The reply to one item."""
     number = sequence if verdict.changed else 0
     if isinstance(item, Claim):
         return _claim_result(verdict, number, bus)
@@ -242,10 +236,7 @@ def reply(
             results=tuple(_claim_result(one, sequence if one.changed else 0, bus) for one in verdict.of_gang)
         )
     if isinstance(item, Release):
-        cell = _cell_of(verdict.hosts, cells or {})
-        return ReleaseResult(
-            outcome=verdict.outcome, sequence=number, hosts=verdict.hosts, cell=cell, age_s=verdict.age_s
-        )
+        return ReleaseResult(outcome=verdict.outcome, sequence=number)
     if isinstance(item, Revert):
         return RevertResult(
             outcome=verdict.outcome,
@@ -261,11 +252,6 @@ def reply(
         sequence=number,
         reason=verdict.reason,
     )
-
-
-def _cell_of(hosts: Sequence[str], cells: Mapping[str, str]) -> str | None:
-    """The cell of the hosts of an allocation; None: no cell has reported them."""
-    return next((cell for uuid in hosts if (cell := cells.get(uuid, ABOVE_CELLS)) != ABOVE_CELLS), None)
 
 
 def _claim_result(verdict: ClaimVerdict, number: int, bus: str) -> ClaimResult:

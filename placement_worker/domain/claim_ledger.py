@@ -221,7 +221,8 @@ class ClaimLedger:
         if wanted.holding:
             generation = 1 if known is None else known.generation + 1
             attempt = max(wanted.attempt, 0 if known is None else known.attempt)
-            self.write(uuid, replace(wanted, generation=generation, attempt=attempt))
+            run = wanted.run if known is None else known.run
+            self.write(uuid, replace(wanted, generation=generation, attempt=attempt, run=run))
         elif known is not None and known.holding:
             self.write(uuid, replace(known, holding=NOTHING) if known.attempt else None)
 

@@ -15,7 +15,7 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
 
     of_gang: the result of each claim of a ClaimAll. lacking: of a claim that is full. holders: the newest consumers
-    that hold allocations of these pairs. attempt: as in ClaimResult. hosts, age_s: as in ReleaseResult.
+    that hold allocations of these pairs. attempt: as in ClaimResult.
     """
 
     outcome: str
@@ -32,8 +32,6 @@ class ClaimVerdict(Struct, frozen=True, kw_only=True):
     lacking: Lacking = ()
     holders: tuple[ClaimHolder, ...] = ()
     attempt: int = 0
-    hosts: tuple[str, ...] = ()
-    age_s: float = 0.0
 
 
 class Decision(Struct, frozen=True):

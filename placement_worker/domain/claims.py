@@ -70,15 +70,13 @@ def decide(
     *,
     groups: Mapping[GroupKey, Members] | None = None,
     projects: Mapping[str, Mapping[str, int]] | None = None,
-    ages_s: Mapping[str, float] | None = None,
 ) -> Decision:
     """Decide a group in order; each item sees the effects of earlier ones.
 
     consumers, providers: every row that an item names or that a named consumer holds; a missing row does not exist.
     foreign: providers of other cells than the requester's. For the requester these providers are gone, and a consumer
     that holds allocations of them belongs to another cell. groups: the members of every server group that an item
-    names. projects: the total that the consumers of each project with limits hold. Both are locked. ages_s: for how
-    long the consumers of `dated_consumers` have been on record, in seconds; one that is missing is new.
+    names. projects: the total that the consumers of each project with limits hold. Both are locked.
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
@@ -89,7 +87,7 @@ def decide(
         elif isinstance(item, ClaimAll):
             verdicts.append(_claim_all(ledger, item))
         elif isinstance(item, Release):
-            verdicts.append(_release(ledger, item, (ages_s or {}).get(item.consumer, 0.0)))
+            verdicts.append(_release(ledger, item))
         elif isinstance(item, Revert):
             verdicts.append(_revert(ledger, item))
         else:
@@ -121,7 +119,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
     if not claim.options:
         return _reassign(ledger, claim, known)
-    if known is not None and held and known.attempt == claim.attempt and known.project_id == claim.project_id:
+    if known is not None and held and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
         return _changed(claim, known)
@@ -206,6 +204,11 @@ def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
     return ClaimVerdict(outcome=ClaimOutcome.INCOMPLETE, of_gang=tried)
 
 
+def _is_repeated(claim: Claim, known: ConsumerState) -> bool:
+    """Whether what the consumer holds is this very claim's."""
+    return (known.attempt, known.project_id) == (claim.attempt, claim.project_id) and claim.by in (None, known.run)
+
+
 def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
     """Whether this attempt is the newest, and the consumer has the generation that the claim names (as in microversion
     1.28).
@@ -218,16 +221,17 @@ def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
 
 
 def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
-    """The refusal of a claim that is not the newest. To its own project it shows what the consumer holds, and the later
-    attempt: not that of a migration, whose uuid a client may have requested a build under.
+    """The refusal of a claim that is not the newest, or of another run than what is held. To its own project it shows
+    what the consumer holds, and the attempt: not that of a migration, whose uuid a client may have requested a build
+    under.
     """
     if known is None or not known.holding:
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED)
     refused = ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=known.generation)
     if known.project_id != claim.project_id:
         return refused
-    is_later = known.attempt > claim.attempt and known.consumer_type == claim.consumer_type
-    return replace(refused, holding=known.holding, attempt=known.attempt if is_later else 0)
+    is_build = known.attempt >= claim.attempt and known.consumer_type == claim.consumer_type
+    return replace(refused, holding=known.holding, attempt=known.attempt if is_build else 0)
 
 
 def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimVerdict:
@@ -281,9 +285,10 @@ def _take(
     if claim.server_group is not None:
         ledger.join(claim, claim.options[number].host)
     generation = 1 if known is None else known.generation + 1
+    run = (known.run if known is not None else "") if claim.by is None else claim.by
     ledger.write(
         claim.consumer,
-        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted),
+        ConsumerState(generation, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, wanted, run),
     )
     return ClaimVerdict(
         outcome=_CLAIMED,
@@ -401,7 +406,7 @@ def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holdi
     return ClaimOutcome.INVALID if invalid else _CLAIMED
 
 
-def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdict:
+def _release(ledger: ClaimLedger, release: Release) -> ClaimVerdict:
     known = ledger.consumer(release.consumer)
     attempt = release.attempt
     if known is None or not known.holding:
@@ -414,15 +419,9 @@ def _release(ledger: ClaimLedger, release: Release, age_s: float) -> ClaimVerdic
         return ClaimVerdict(outcome="consumer_changed", reason=OF_ANOTHER_CELL)
     is_another = release.of_migration and not is_migration(known)
     is_another |= release.project_id not in (None, known.project_id)
-    within_s = release.claimed_within_s
-    # A build's claim was made by a scheduler or a cell, and is no migration's: a build may have a move's uuid.
-    is_another |= within_s is not None and (known.attempt == 0 or is_migration(known))
-    is_later = attempt is not None and known.attempt > attempt
-    if is_another or (is_later and within_s is None):
+    is_another |= release.by not in (None, known.run)
+    if is_another or (attempt is not None and known.attempt > attempt):
         return ClaimVerdict(outcome="consumer_changed", consumer_generation=known.generation)
-    if within_s is not None and (is_later or max(age_s, 0.0) >= within_s):
-        roots = sorted({ledger.providers[uuid].root for uuid in known.holding if uuid in ledger.providers})
-        return ClaimVerdict(outcome="older", consumer_generation=known.generation, hosts=tuple(roots), age_s=age_s)
     ledger.move(known.holding, NOTHING)
     ledger.write(release.consumer, None if attempt is None else _fence(known, attempt))
     return ClaimVerdict(outcome="released", changed=True, generations=ledger.generations_of(known.holding))
@@ -473,9 +472,7 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
         ledger.move(kept, NOTHING)
         if migration is not None:
             ledger.write(revert.migration.uuid, None)
-    after = ConsumerState(
-        known.generation + 1, revert.attempt, known.project_id, known.user_id, known.consumer_type, source
-    )
+    after = replace(known, generation=known.generation + 1, attempt=revert.attempt, holding=source)
     ledger.write(revert.consumer, after)
     return ClaimVerdict(
         outcome="reverted",

@@ -46,7 +46,7 @@ class ClaimedProvider(Struct, frozen=True):
 
 class ConsumerState(Struct, frozen=True):
     """A consumer and its allocations. With an empty holding the row is only a fence: attempts up to `attempt` are
-    refused.
+    refused. run: whose claim it was ('': unknown).
     """
 
     generation: int
@@ -55,6 +55,7 @@ class ConsumerState(Struct, frozen=True):
     user_id: str
     consumer_type: str
     holding: Holding = NOTHING
+    run: str = ""
 
 
 class StoredInventory(Struct, frozen=True, gc=False):

@@ -43,7 +43,7 @@ REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 ALL_IDS = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
 ALL_IDS_READ = "SELECT id FROM providers ORDER BY id"
 READ_CONSUMERS = """
-SELECT uuid, generation, attempt, project_id, user_id, consumer_type FROM consumers WHERE released_at IS NULL
+SELECT uuid, generation, attempt, project_id, user_id, consumer_type, run FROM consumers WHERE released_at IS NULL
 """
 READ_ALLOCATIONS = """
 SELECT a.consumer, p.uuid, c.name, a.amount FROM allocations a JOIN providers p ON p.id = a.provider_id
@@ -52,8 +52,8 @@ JOIN resource_classes c ON c.id = a.class_id ORDER BY a.consumer, p.uuid, c.name
 DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
 DELETE_ALLOCATIONS = "DELETE FROM allocations WHERE consumer = ANY($1::uuid[])"
 INSERT_CONSUMERS = """
-INSERT INTO consumers (uuid, generation, attempt, project_id, user_id, consumer_type)
-SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::text[], $5::text[], $6::text[])
+INSERT INTO consumers (uuid, generation, attempt, project_id, user_id, consumer_type, run)
+SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::text[], $5::text[], $6::text[], $7::text[])
 """
 INSERT_ALLOCATIONS = """
 INSERT INTO allocations (consumer, provider_id, class_id, amount)
@@ -78,7 +78,7 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> B
     for consumer, provider, name, amount in await connection.fetch(READ_ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
     consumers = {
-        row[0]: ConsumerState(row[1], row[2], row[3], row[4], row[5], held[row[0]])
+        row[0]: ConsumerState(row[1], row[2], row[3], row[4], row[5], held[row[0]], row[6])
         for row in await connection.fetch(READ_CONSUMERS)
         if row[0] in held
     }
@@ -169,6 +169,7 @@ async def _write_consumers(
         [c.project_id for _, c in new],
         [c.user_id for _, c in new],
         [c.consumer_type for _, c in new],
+        [c.run for _, c in new],
     )
     rows = [
         (uuid, ids[provider], names.class_ids[name], amount)

@@ -24,15 +24,16 @@ from placement_worker.store.rows import transposed
 
 # Both call functions of 0001_functions.sql, so that each takes one round trip.
 LOCK = """
-SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::uuid[], $8::text[], $9)
+SELECT lock_claims($1::uuid[], $2::text[], $3::text[], $4::text[], $5::bigint[], $6::int[], $7::text[], $8::uuid[],
+    $9::text[], $10)
 """
 WRITE = """
 SELECT write_claims($1::uuid[],
-    $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::bool[],
-    $9::uuid[], $10::uuid[], $11::bigint[], $12::int[], $13::bigint[],
-    $14::bigint[], $15::int[], $16::bigint[], $17::bigint[], $18::bigint[],
-    $19::bigint[], $20::bigint[], $21::bytea[],
-    $22::text[], $23::int[], $24::bigint[], $25::bigint[])
+    $2::uuid[], $3::text[], $4::text[], $5::text[], $6::bigint[], $7::int[], $8::text[], $9::bool[],
+    $10::uuid[], $11::uuid[], $12::bigint[], $13::int[], $14::bigint[],
+    $15::bigint[], $16::int[], $17::bigint[], $18::bigint[], $19::bigint[],
+    $20::bigint[], $21::bigint[], $22::bytea[],
+    $23::text[], $24::int[], $25::bigint[], $26::bigint[])
 """
 
 # The rows of one statement's arguments: asyncpg encodes them in one turn of the event loop, a thousand in 1 ms. Only
@@ -41,14 +42,9 @@ MAX_ROWS = 2048
 MAX_CONSUMERS = 1024
 # The columns of each kind of WRITE's rows: consumers to delete, consumers to change, consumers whose allocations are
 # deleted, allocations, usage, generations.
-WRITTEN = (1, 7, 1, 4, 3, 2)
+WRITTEN = (1, 8, 1, 4, 3, 2)
 
-AGES = """
-SELECT uuid::text, extract(epoch FROM clock_timestamp() - created_at)::float8
-FROM consumers WHERE uuid = ANY($1::uuid[])
-"""
-
-_ConsumerRow = tuple[str, int, int, str, str, str]
+_ConsumerRow = tuple[str, int, int, str, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
@@ -105,7 +101,7 @@ def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Ma
     holdings: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, class_id, amount in held:
         holdings.setdefault(consumer, {}).setdefault(provider, {})[class_names[class_id]] = amount
-    found = {row[0]: ConsumerState(*row[1:], holdings.get(row[0], NOTHING)) for row in consumers}
+    found = {row[0]: ConsumerState(*row[1:6], holdings.get(row[0], NOTHING), row[6]) for row in consumers}
     return Locked(
         inserted={uuid: consumer for uuid, consumer in expected.items() if uuid not in found},
         found=found,
@@ -206,6 +202,7 @@ def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ..
         [c.consumer_type for _, c in rows],
         [c.generation for _, c in rows],
         [c.attempt for _, c in rows],
+        [c.run for _, c in rows],
     )
 
 
@@ -225,12 +222,13 @@ def _consumer_columns(
 
 
 def _same(a: ConsumerState, b: ConsumerState) -> bool:
-    return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type) == (
+    return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type, a.run) == (
         b.generation,
         b.attempt,
         b.project_id,
         b.user_id,
         b.consumer_type,
+        b.run,
     )
 
 

@@ -10,6 +10,7 @@ from bus.contracts.book import (
     MAX_TREE,
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -20,9 +21,10 @@ from bus.contracts.book import (
 )
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
+from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.units import is_allowed_amount
-from placement_worker.domain.values import Provider, state_of
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, state_of
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
 from placement_worker.store.port import (
     AllocationRow,
@@ -62,6 +64,13 @@ class MemoryReads:
                 and kept.consumer.project_id == requested.project_id
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+        """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
+        table = self._table
+        async with self._session.transaction():
+            kept = {uuid: row.consumer for uuid in sorted(set(consumers)) if (row := table.consumers.get(uuid))}
+            return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
 
     async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
@@ -289,4 +298,19 @@ def _has_left(provider: Provider, name: str, amount: int) -> bool:
         inventory is not None
         and inventory.capacity - provider.used.get(name, 0) >= amount
         and is_allowed_amount(amount, inventory)
+    )
+
+
+def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> HeldAllocation:
+    roots = sorted({table.providers[provider].root for provider in consumer.holding})
+    cells = [cell for root in roots if (cell := table.cell(root)) is not None and cell != ABOVE_CELLS]
+    return HeldAllocation(
+        consumer=uuid,
+        project_id=consumer.project_id,
+        run=consumer.run,
+        attempt=0 if is_migration(consumer) else consumer.attempt,
+        consumer_generation=consumer.generation,
+        holding={provider: dict(amounts) for provider, amounts in consumer.holding.items()},
+        hosts=tuple(roots),
+        cell=min(cells, default=None),
     )

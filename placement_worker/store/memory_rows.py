@@ -244,10 +244,6 @@ class MemoryBookTransaction:
             found[key] = named | there | some
         return found
 
-    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
-        """For how long consumers have been on record."""
-        return {uuid: self._table.age_s(uuid) for uuid in consumers if uuid in self._table.consumers}
-
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
         return {

@@ -135,10 +135,6 @@ class MemoryBookTable(MemoryDatabase):
                 created_at = now if known is None else known.created_at
                 self.consumers[uuid] = ConsumerRow(consumer, None if consumer.holding else now, now, created_at)
 
-    def age_s(self, consumer: str) -> float:
-        """For how long a consumer has been on record."""
-        return self.clock.time() - self.consumers[consumer].created_at
-
     def cell(self, uuid: str) -> str | None:
         """The cell of a provider, which is the cell of its root."""
         provider = self.providers.get(uuid)

@@ -15,6 +15,7 @@ from bus.clock import Clock
 from bus.contracts.book import (
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -218,9 +219,6 @@ class BookTransaction(NameRows, Protocol):
         locked before: writes that move a member there without the group's lock have either committed or wait.
         """
 
-    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
-        """For how long consumers have been on record."""
-
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """Return, by place, the newest consumers, without the claimant, that hold what a claim lacked. lost: by place,
         (claimant, what it lacked).
@@ -323,6 +321,9 @@ class BookReads(Protocol):
         """Return, for each request, the hosts on which consumers of a project hold allocations, and the members of a
         group by host.
         """
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+        """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""

@@ -14,6 +14,7 @@ from bus.contracts.book import (
     MAX_TREE,
     GroupMembersPage,
     GroupMembersQuery,
+    HeldAllocation,
     HostTree,
     HostTreeQuery,
     ProjectUsagePage,
@@ -23,9 +24,10 @@ from bus.contracts.book import (
     TreeHolder,
 )
 from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
+from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.units import in_units_sql
-from placement_worker.domain.values import state_of
+from placement_worker.domain.values import ABOVE_CELLS, state_of
 from placement_worker.store import limits, members
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import (
@@ -113,6 +115,14 @@ FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classe
 JOIN consumers c ON c.uuid = a.consumer
 WHERE a.provider_id = ANY($1::bigint[]) AND a.consumer = ANY($2::uuid[]) ORDER BY a.consumer, p.uuid, n.name
 """
+HOLDING = """
+SELECT c.uuid::text, c.project_id, c.run, CASE WHEN c.consumer_type = ANY($2::text[]) THEN 0 ELSE c.attempt END,
+    c.generation, array_agg(p.uuid::text), array_agg(n.name), array_agg(a.amount),
+    array_agg(DISTINCT root.uuid::text), min(root.cell) FILTER (WHERE root.cell <> $3)
+FROM consumers c JOIN allocations a ON a.consumer = c.uuid JOIN resource_classes n ON n.id = a.class_id
+JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
+WHERE c.uuid = ANY($1::uuid[]) GROUP BY c.uuid ORDER BY c.uuid
+"""
 USAGE_PROJECTS = """
 SELECT DISTINCT project_id COLLATE "C" FROM project_usage
 WHERE amount > 0 AND ($1::text[] = '{}' OR project_id = ANY($1)) AND ($2::text IS NULL OR project_id > $2 COLLATE "C")
@@ -143,6 +153,24 @@ class PostgresReads:
         """For each: on which hosts consumers are, and the members of a server group."""
         async with self._transaction() as transaction:
             return await members.where(transaction.connection, requested)
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+        """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
+        return [
+            HeldAllocation(
+                consumer=uuid,
+                project_id=project,
+                run=run,
+                attempt=attempt,
+                consumer_generation=generation,
+                holding=_by_provider(providers, names, amounts),
+                hosts=tuple(hosts),
+                cell=cell,
+            )
+            for uuid, project, run, attempt, generation, providers, names, amounts, hosts, cell in await self._fetch(
+                HOLDING, consumers, sorted(MIGRATION_TYPES), ABOVE_CELLS
+            )
+        ]
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
@@ -275,6 +303,13 @@ def _conditions(listing: Listing, names: NameTable) -> tuple[list[str], list[obj
             amount,
         )
     return conditions, arguments
+
+
+def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequence[int]) -> dict[str, dict[str, int]]:
+    held: dict[str, dict[str, int]] = {}
+    for provider, name, amount in zip(providers, names, amounts, strict=True):
+        held.setdefault(provider, {})[name] = amount
+    return held
 
 
 async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:

@@ -102,10 +102,6 @@ class PostgresBookTransaction:
         """The members that a decision needs."""
         return await members.read(self.connection, wanted)
 
-    async def ages_s(self, consumers: Sequence[str]) -> Mapping[str, float]:
-        """For how long consumers have been on record."""
-        return dict(await self.connection.fetch(claims.AGES, consumers))
-
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
         return await holders.newest(self.connection, lost, self.class_ids)

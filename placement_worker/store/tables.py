@@ -139,6 +139,7 @@ sources = Table(
 
 # Consumers and what they hold
 
+# run: whose claim it is ('': unknown).
 # released_at: the row holds nothing any more; it fences attempts up to its own, until it is trimmed.
 consumers = Table(
     "consumers",
@@ -149,6 +150,7 @@ consumers = Table(
     needed("consumer_type", Text),
     needed("generation", BigInteger),
     needed("attempt", Integer),
+    needed("run", Text, default=""),
     Column("released_at", MOMENT),
     *_moments(),
     Index("consumers_released", "released_at", postgresql_where=text("released_at IS NOT NULL")),

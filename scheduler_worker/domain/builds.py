@@ -49,9 +49,9 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
     terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
-    has not decided yet. history: the attempts that its cell has reported. claim_in_doubt: it ended, or waits, without
-    a claim that is known to be its own: what its instance holds may be an earlier request's, and is kept. attempt: that
-    holds its claim, as its cell has announced it last (0: none was claimed for it).
+    has not decided yet. history: the attempts that its cell has reported. attempt: that holds its claim, as its cell
+    has announced it last (0: none was claimed for it). run: the name by which schedulers claim and release for this
+    record. An earlier record of the same request, which is lost, had another.
     """
 
     instance_uuid: str
@@ -66,7 +66,7 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
     delete_requested: bool = False
-    claim_in_doubt: bool = False  # until: workers (a claim that names its run needs no doubt)
+    run: str = ""
 
     @property
     def awaits_decision(self) -> bool:
@@ -75,8 +75,8 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
 
 
 class BuildStatus(Struct, frozen=True, kw_only=True):
-    """The record of a request that came again. cell: where it was dispatched to, together with its claim. recorded_at:
-    when the first copy came on record (seconds since the epoch; None: not known). claim_in_doubt: as in RecordedBuild.
+    """The record of a request that came again. cell: where it was dispatched to, together with its claim. run: as in
+    RecordedBuild.
     """
 
     state: BuildState
@@ -85,8 +85,7 @@ class BuildStatus(Struct, frozen=True, kw_only=True):
     project_id: str
     cell: str | None = None
     code: str = ""
-    recorded_at: float | None = None
-    claim_in_doubt: bool = False
+    run: str = ""
 
 
 class Gang(Struct, frozen=True, kw_only=True):

@@ -121,7 +121,7 @@ class DecisionRound:
             self.rankings.clear()
 
     def decide(self, state: PlacementState) -> PlacementState:
-        """The state with a choice to claim, with a probe to claim, or with the result when nothing fits."""
+        """The state with a choice to claim, or with the result when nothing fits."""
         if state.speculative:
             return replace(state, speculative=False)
         try:

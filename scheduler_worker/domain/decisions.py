@@ -20,7 +20,6 @@ from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild
-from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import (
     ClaimsContended,
     ClaimStranded,
@@ -32,7 +31,6 @@ from scheduler_worker.domain.placement import (
     PlacementResult,
     PlacementState,
     PlacementUnavailable,
-    found_claim,
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -40,10 +38,28 @@ from scheduler_worker.domain.selector import NoValidHost, Selector
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
-Conclusion = DecidedBuild | Outcome
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"
 INCOMPLETE = "gang.incomplete"
+
+
+class PlacedBuild(Struct, frozen=True):
+    """A build with the result of its placement."""
+
+    pending: PendingBuild
+    request: PlacementRequest
+    result: PlacementResult
+
+
+class DecidedBuild(Struct, frozen=True):
+    """A decision to write: scheduled, with its claim, or failed."""
+
+    pending: PendingBuild
+    decision: BuildDecision
+    claimed: HostClaimed | None = None
+
+
+Conclusion = DecidedBuild | Outcome
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
@@ -67,41 +83,26 @@ def prepare(
     ahead: PlacementState | None,
     selector: Selector,
     circumstances: Circumstances,
-    *,
-    surely_unclaimed: bool,
 ) -> PlacementRequest | Conclusion:
     """The placement request of a build; or its conclusion, if it cannot be placed.
 
-    ahead: a choice made while it was recorded. surely_unclaimed: nothing can be claimed for it yet.
+    ahead: a choice made while it was recorded.
     """
     author = circumstances.author
-    if pending.given_up is not None:  # an earlier delivery may have claimed for it before its process ended
-        failed = given_up(pending.request, pending.given_up, author)
-        return _without_look(pending, failed, may_hold_claim=True)
+    if pending.given_up is not None:
+        return _decided_of(pending, given_up(pending.request, pending.given_up, author))
     spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
     if isinstance(spec, RequestSpec):
-        return PlacementRequest(
-            request=pending.request, spec=spec, surely_unclaimed=surely_unclaimed, gang=pending.gang
-        )
+        return PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
     if spec.code == HOST_UNKNOWN and circumstances.await_hosts(pending):
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
-    failed = unsatisfiable(pending.request, spec, hosts, author)
-    return _without_look(pending, failed, may_hold_claim=not surely_unclaimed)
+    return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
 
 
-def _without_look(pending: PendingBuild, failed: BuildDecision, *, may_hold_claim: bool) -> DecidedBuild:
-    """A failure that was decided without a look at what the instance holds."""
-    return DecidedBuild(
-        pending=pending,
-        decision=_in_doubt(failed) if pending.in_doubt else failed,
-        may_hold_claim=may_hold_claim,
-        in_doubt=pending.in_doubt,
-    )
-
-
-def _in_doubt(failed: BuildDecision) -> BuildDecision:
-    return replace(failed, build=replace(failed.build, claim_in_doubt=True))
+def _decided_of(pending: PendingBuild, one: BuildDecision, claimed: HostClaimed | None = None) -> DecidedBuild:
+    """The decision about the record of this run."""
+    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run)), claimed)
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -143,7 +144,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     for one in members:
         result = one.result
         if gang is not None and is_short and isinstance(result, HostClaimed) and not result.held_by_cell:
-            result = GangIncomplete(gang, started, result.claims, result.lost, claimed=result)
+            result = GangIncomplete(gang, started, result.claims, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded
 
@@ -157,32 +158,10 @@ def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None
 
 
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:
-    """The decision to write of a placement's result. A failure that leaves a claim in doubt is recorded as one: the
-    next delivery could not know it.
-    """
+    """The decision to write of a placement's result."""
     request, nearest = placed.request, circumstances.nearest
     decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)
-    is_held = isinstance(result, NoValidHost | GangIncomplete) and result.is_held
-    claimed = result if isinstance(result, HostClaimed) else None
-    in_doubt = is_in_doubt(placed.pending, result)
-    return DecidedBuild(
-        pending=placed.pending,
-        decision=_in_doubt(decided) if in_doubt and claimed is None else decided,
-        claimed=claimed,
-        may_hold_claim=not is_held and (not request.surely_unclaimed or may_hold_claim(result)),
-        in_doubt=in_doubt,
-    )
-
-
-def is_in_doubt(pending: PendingBuild, result: PlacementResult) -> bool:
-    """Whether placement has shown an allocation of the instance that is not known to be this request's.
-
-    An earlier request may have made it, whose record is lost while its instance runs. It is never released for this
-    request: `berth audit` names it.
-    """
-    if isinstance(result, NoValidHost | GangIncomplete) and result.is_held:
-        return True
-    return pending.in_doubt and found_claim(result) is True  # until: workers (a claim names its run)
+    return _decided_of(placed.pending, decided, result if isinstance(result, HostClaimed) else None)
 
 
 def decision(
@@ -226,11 +205,6 @@ def retry_of(result: PlacementResult) -> Retry | None:
         case ClaimStranded():
             return Retry(STRANDED, result.reason)
     return None
-
-
-def may_hold_claim(result: PlacementResult) -> bool:
-    """Whether a claim was sent, which may be delivered twice, and its second answer be lost."""
-    return not isinstance(result, NoValidHost | GangIncomplete) or result.claims > 0
 
 
 def unsatisfiable(request: BuildRequest, why: Unsatisfiable, hosts: int, author: Author) -> BuildDecision:

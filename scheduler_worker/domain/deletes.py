@@ -27,7 +27,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.placement import CONSUMER_CHANGED
+from scheduler_worker.domain.placement import FIRST_ATTEMPT
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
@@ -59,6 +59,14 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     unbuilt: list[PendingDelete]
 
 
+class KeptAllocation(Struct, frozen=True):
+    """What an instance holds: by which run and attempt, and in which cell (None: it is not known)."""
+
+    run: str
+    attempt: int
+    cell: str | None
+
+
 class BuildEnd(Struct, frozen=True):
     """The effect of a delete on one build: its new record, and the messages that it leads to."""
 
@@ -76,7 +84,7 @@ def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
     author: Author,
-    kept: Mapping[str, str | None] | None = None,
+    kept: Mapping[str, KeptAllocation] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
 
@@ -109,11 +117,10 @@ def plan_deletes(
 
 def _may_be_forgotten(build: RecordedBuild) -> bool:
     """Whether an instance of an earlier request, whose record is lost, may run under this build's uuid."""
-    ended = build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED)
-    return ended and build.code != CONSUMER_CHANGED  # another client holds something under it
+    return build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED)
 
 
-def _delete(build: RecordedBuild, author: Author, kept: Mapping[str, str | None]) -> BuildEnd | None:
+def _delete(build: RecordedBuild, author: Author, kept: Mapping[str, KeptAllocation]) -> BuildEnd | None:
     """The effect of a delete on one build; None: it was requested before."""
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         return None
@@ -139,22 +146,22 @@ def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bo
     return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), (OutboxMessage(cell, command, build.instance_uuid),))
 
 
-def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, str | None], detail: str) -> BuildEnd:
+def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, KeptAllocation], detail: str) -> BuildEnd:
     """The end, by a delete, of a build that its record gives to no cell.
 
-    kept: the cells of instances that hold an allocation of an earlier request, which is not released: its record is
-    lost, as after a restore, and the instance may run. None: it is not known which cell. detail: for the timeline.
+    kept: what instances hold. An allocation of another run is not released: its record is lost, as after a restore,
+    and the instance may run. detail: for the timeline.
     """
     uuid = build.instance_uuid
-    if uuid not in kept:
+    held = kept.get(uuid)
+    if held is None or (held.run, held.attempt) == (build.run, FIRST_ATTEMPT):
         deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
         event = _end(build, BuildState.DELETED, DELETED, author)
         return BuildEnd(
             BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),)), (OutboxMessage(API, event, uuid),)
         )
-    cell = kept[uuid]
-    if cell is not None:
-        return delete_in_cell(build, cell, author, begun=True)
+    if held.cell is not None:
+        return delete_in_cell(build, held.cell, author, begun=True)
     why = Refusal(code=STRANDED, reason=STRANDED_REASON)
     refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), uuid)  # of the delete
     if build.terminal:

@@ -18,14 +18,12 @@ from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.admission import Admission
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
-    ClaimStranded,
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementState,
     PlacementUnavailable,
 )
-from scheduler_worker.domain.selector import NoValidHost
 
 LEFT_OUT = "gang.left_out"
 
@@ -94,32 +92,6 @@ def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]
         one if one.result is not None else replace(one, result=GangIncomplete(gang, len(open_), one.claims))
         for one in members
     ]
-
-
-def with_forgotten_claims(ended: Sequence[PlacementState], probed: Sequence[PlacementState]) -> list[PlacementState]:
-    """Placements that have ended without a claim, after a probe of what their instances hold.
-
-    A claim on an announced host is dispatched; of a gang, a claim that a scheduler made with min_count others only. Any
-    other claim does not become this request's: it ends as before, and releases nothing.
-    """
-    before = {one.request.instance_uuid: one for one in ended}
-    after: list[PlacementState] = []
-    for members in by_gang(probed):
-        gang = members[0].gang
-        is_short = gang is not None and sum(isinstance(one.result, HostClaimed) for one in members) < gang.min_count
-        for one in members:
-            result = one.result
-            is_dispatched = isinstance(result, HostClaimed) and (result.held_by_cell or not is_short)
-            if is_dispatched or isinstance(result, PlacementRefused):
-                after.append(one)
-            elif isinstance(result, HostClaimed | ClaimStranded):
-                after.append(_held(before[one.request.instance_uuid]))
-    return after
-
-
-def _held(state: PlacementState) -> PlacementState:
-    assert isinstance(state.result, NoValidHost | GangIncomplete)
-    return replace(state, result=replace(state.result, is_held=True))
 
 
 def claimable(states: Sequence[PlacementState]) -> list[list[PlacementState]]:

@@ -56,13 +56,10 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several.
 
     position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
-    and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. redelivered: an
-    earlier delivery may have come as far as its claim. delivery: how often its queue has retried it. given_up: why its
-    retries are exhausted, or are about to be; None: they are not. refusal: why it is refused at once, if it is new.
-    claimed_within_s: for how long a run of this request can have held a claim, in seconds (None: not known). An older
-    allocation of its instance is of an earlier request, whose record may be lost while the instance runs. in_doubt:
-    that is not known of any allocation that its instance had before this run, however young: this delivery has put the
-    request on record, or its record was marked so.
+    and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. delivery: how
+    often its queue has retried it. given_up: why its retries are exhausted, or are about to be; None: they are not.
+    refusal: why it is refused at once, if it is new. run: as in
+    RecordedBuild.
     """
 
     position: int
@@ -70,13 +67,11 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     digest: bytes
     requested_at: float
     taken_at: float
-    redelivered: bool = False
     delivery: int = 0
     given_up: Refusal | None = None
     refusal: Refusal | None = None
     gang: Gang | None = None
-    claimed_within_s: float | None = None
-    in_doubt: bool = True  # until: workers (a claim names its run)
+    run: str = ""
 
     @property
     def is_later_member(self) -> bool:
@@ -109,36 +104,26 @@ def pending_build(
         refusal = Refusal(code=TOO_OLD, reason=reason)
     else:
         refusal = _group_refusal(request, flavors)
+    digest = blake2b(_encode(request), digest_size=16).digest()
     return PendingBuild(
         position=position,
         request=_with_group(request, flavors),
-        digest=blake2b(_encode(request), digest_size=16).digest(),
+        digest=digest,
         # A request without a time of sending counts as sent just now.
         requested_at=meta.sent_at or now,
         taken_at=now,
-        redelivered=received.redelivered or meta.attempt > 0,
         delivery=meta.attempt,
         given_up=given_up_of(received),
         refusal=refusal,
-        claimed_within_s=_claimed_within(received, now),
+        run=_run(meta.id or digest.hex(), now),
     )
 
 
-def _claimed_within(received: Received, now: float) -> float | None:
-    """As in PendingBuild. Not known without a time of sending, or of a copy whose client's clock is far ahead."""
-    meta = received.meta
-    is_copy = received.redelivered or meta.attempt > 0
-    if meta.sent_at <= 0 or (is_copy and meta.sent_at > now + CLOCKS_APART_S):
-        return None
-    return max(0.0, now - meta.sent_at) + CLOCKS_APART_S
-
-
-def as_copy(pending: PendingBuild, recorded_at: float | None) -> PendingBuild:
-    """The request as a copy of one that came on record then: the other may have claimed since that time."""
-    if recorded_at is None or pending.claimed_within_s is None:
-        return pending
-    within_s = max(pending.claimed_within_s, pending.taken_at - recorded_at + CLOCKS_APART_S)
-    return replace(pending, claimed_within_s=within_s)
+def _run(message: str, now: float) -> str:
+    """The name of the record that this delivery may make. A later delivery of the same message finds that record, or
+    makes another one, when it is lost: what was claimed for the lost one may have been dispatched by then.
+    """
+    return blake2b(f"{message} {now!r}".encode(), digest_size=16).hexdigest()
 
 
 def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
@@ -215,6 +200,7 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
             terminal=refusal is not None,
             code=refusal.code if refusal else "",
             reason=refusal.reason if refusal else "",
+            run=pending.run,
         ),
         timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
         gang=pending.gang,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Fault, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.explain import ClaimLoss
@@ -50,7 +50,6 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
 
     passed: candidates to choose from. decided_at: of the first choice. scores: of the selections, where the choice
     weighed them. attempt: that holds the claim: the first, or a later one of a cell that has the build already.
-    is_found: it was held before it was claimed in this run.
     """
 
     cell: str
@@ -64,7 +63,6 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     lost: tuple[ClaimLoss, ...] = ()
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
-    is_found: bool = False
 
     @property
     def held_by_cell(self) -> bool:
@@ -88,27 +86,21 @@ class ClaimsContended(Struct, frozen=True):
 
 
 class ClaimStranded(Struct, frozen=True):
-    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more.
-
-    is_found: as in HostClaimed.
-    """
+    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more."""
 
     reason: str
     lost: tuple[ClaimLoss, ...] = ()
-    is_found: bool = False
 
 
 class GangIncomplete(Struct, frozen=True):
     """The build had a host, but fewer members of its gang had one than must start together. claims: submitted for it
-    until then. is_held: as in NoValidHost. claimed: the claim that it had.
+    until then.
     """
 
     gang: Gang
     placed: int
     claims: int
     lost: tuple[ClaimLoss, ...] = ()
-    is_held: bool = False
-    claimed: HostClaimed | None = None
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
@@ -119,14 +111,14 @@ PlacementResult = DecidedResult | PlacementUnavailable
 
 
 class PlacementRequest(Struct, frozen=True, kw_only=True):
-    """A request to place. surely_unclaimed: no earlier run can hold a claim of it.
+    """A request to place. run: its claims are by it.
 
     gang: it is claimed together with its gang's other members; its min_count leaves out members that were withdrawn.
     """
 
     request: BuildRequest
     spec: RequestSpec
-    surely_unclaimed: bool = True
+    run: str = ""
     gang: Gang | None = None
 
 
@@ -137,14 +129,13 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     selected one. speculative: the choice was made and assumed while the request was recorded; it is claimed first.
     same_host: its shape had changed; claim it again. needs_newest: nothing fitted; each later
     choice is made on the newest state of the replica.
-    partly_full: hosts of which only some children are known to be full. probe: an option that never fits; a claim of it
-    shows whether an earlier run of this request holds a claim. recovered: the host where such a claim was found.
-    gang: as in PlacementRequest.
+    partly_full: hosts of which only some children are known to be full. recovered: the host where a claim of an earlier
+    run was found. run, gang: as in PlacementRequest.
     """
 
     request: BuildRequest
     spec: RequestSpec
-    surely_unclaimed: bool
+    run: str
     rejected: Mapping[str, str]
     max_alternates: int
     choice: Choice | None = None
@@ -157,7 +148,6 @@ class PlacementState(Struct, frozen=True, kw_only=True):
     needs_newest: bool = False
     partly_full: tuple[str, ...] = ()
     retried_partly_full: int = 0
-    probe: ClaimOption | None = None
     recovered: str | None = None
     result: PlacementResult | None = None
     gang: Gang | None = None
@@ -167,18 +157,6 @@ class PlacementState(Struct, frozen=True, kw_only=True):
         """Whether the next decision has to be made on the newest state: an older state never proves "no host"."""
         return self.same_host is not None or self.needs_newest
 
-    @property
-    def has_claim_to_submit(self) -> bool:
-        """Whether this round sends a claim to placement."""
-        return self.choice is not None or self.probe is not None
-
-
-def found_claim(result: PlacementResult) -> bool | None:
-    """Whether the claim of a result was held before this run claimed it; None: it has no claim."""
-    if isinstance(result, GangIncomplete):
-        return None if result.claimed is None else result.claimed.is_found
-    return result.is_found if isinstance(result, HostClaimed | ClaimStranded) else None
-
 
 def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementState:
     """The start: the hosts that the client ignores are rejected; unknown names are left out."""
@@ -187,7 +165,7 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
     return PlacementState(
         request=request,
         spec=placement.spec,
-        surely_unclaimed=placement.surely_unclaimed,
+        run=placement.run,
         rejected=ignored,
         # One host fewer than may be tried; a request may ask for fewer.
         max_alternates=(request.max_attempts or selector.config.max_attempts) - 1,
@@ -207,20 +185,17 @@ def result_of(state: PlacementState) -> PlacementResult:
 
 
 def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:
-    """The claim of this round: the options of the chosen host, or the probe."""
+    """The claim of this round: the options of the chosen host."""
     request = state.request
-    options: tuple[ClaimOption, ...]
-    if state.choice is None:
-        assert state.probe is not None
-        options = (state.probe,)
-    else:
-        selected = state.choice.selected
-        options = tuple(selected.options)
-        if request.server_group is not None:
-            options = tuple(replace(option, host=selected.uuid) for option in options)
+    assert state.choice is not None
+    selected = state.choice.selected
+    options = tuple(selected.options)
+    if request.server_group is not None:
+        options = tuple(replace(option, host=selected.uuid) for option in options)
     return Claim(
         consumer=request.instance_uuid,
         attempt=FIRST_ATTEMPT,
+        by=state.run or None,
         options=options,
         project_id=request.project_id,
         user_id=request.user_id,

@@ -44,14 +44,12 @@ class NoValidHost(Struct, frozen=True):
     """No host can take the request now. `unannounced`: hosts that only lacked a compute service's announcement.
 
     claims: how many claims were submitted before that was known. lost: those of them that got nothing, in order.
-    is_held: its instance holds an older allocation, which this request neither takes over nor releases.
     """
 
     funnel: tuple[FunnelStep, ...]
     unannounced: int = 0
     claims: int = 0
     lost: tuple[ClaimLoss, ...] = ()
-    is_held: bool = False
 
     @property
     def remaining(self) -> int:
@@ -384,24 +382,3 @@ def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> t
         )
         steps.append(funnel_step(host_filter.name, before, rejected))
     return view, tuple(steps)
-
-
-def recovered_allocations(
-    book: Book, resources: Mapping[str, int], providers: Sequence[str]
-) -> dict[str, dict[str, int]] | None:
-    """The allocation that a claim of an earlier run holds, derived from the providers that the answer names.
-
-    Each class is held by the one of these providers that has it; None when several have it, or none.
-    """
-    held: dict[str, dict[str, int]] = {}
-    rows = {provider: book.row_of(provider) for provider in providers}
-    for resource_class, amount in sorted(resources.items()):
-        having = [
-            provider
-            for provider, row in sorted(rows.items())
-            if row is not None and resource_class in book.inventory_of(row)
-        ]
-        if len(having) != 1:
-            return None
-        held.setdefault(having[0], {})[resource_class] = amount
-    return held if held.keys() == set(providers) else None

@@ -5,23 +5,23 @@ same host again; full or gone: the next host, down the whole list; ruled out by 
 by the newest members; consumer changed: another client owns this instance, stop.
 A missing answer never means "no valid host".
 
-A claim that an earlier run of the same request holds is recovered: the build goes where that claim is. So is a claim
-of a later attempt, which only the cell makes: the request was dispatched there, by a record that is lost.
+A claim that is held already is recovered, whatever run it is by: the build goes where that claim is. One of another run
+was made for a record that is lost, and its machine may run; one of a later attempt only the cell makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import ClaimOption, ClaimOutcome, ClaimResult
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Fault, RequestRefused
-from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
@@ -40,34 +40,29 @@ from scheduler_worker.domain.placement import (
     unavailable_after,
 )
 from scheduler_worker.domain.ranking import Choice, RankedHost, Weights
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.selector import NoValidHost, Selector, recovered_allocations
+from scheduler_worker.domain.selector import Selector
+
+ANOTHERS = "another client holds an allocation under this instance's uuid"
+FENCED = "what was claimed under this instance's uuid has been released"
 
 # How often a request without any other host looks again at hosts of which only some children were full.
 MAX_PARTLY_FULL_RETRIES = 3
 DIGITS = 3  # bound of a weight on record
-# Placement counts shapes from 1.
-NO_SHAPE = 0
 
 
 def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:
     """Apply the answer to the claim of this placement. now: wall clock."""
     state = replace(state, claims=state.claims + 1)
     choice = state.choice
+    assert choice is not None
     if isinstance(answer, Fault):
         return PlacementStep(replace(state, result=_after_fault(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED:
-        option = None if choice is None else _held_option(choice.selected.options, answer)
-        if choice is not None and option is not None:
-            return _claimed(state, choice, option, answer, selector, now=now)
-        candidates = () if choice is None else (choice.selected, *choice.alternates)
-        return _recover(state, candidates, answer, selector, now=now)
-    if held_by_cell(answer):
-        return _recover(state, (), answer, selector, now=now)
-    if choice is None and not is_held_by_another(answer):
-        return PlacementStep(_after_probe(state, selector))
-    if choice is None:
-        return PlacementStep(_after_refusal(state, answer))
+    if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
+        return _claimed(state, choice, answer.option, answer, selector, now=now)
+    if answer.outcome is ClaimOutcome.CLAIMED or _is_held_elsewhere(answer):
+        candidates = (choice.selected, *choice.alternates) if answer.outcome is ClaimOutcome.CLAIMED else ()
+        held = _Held(answer.holding, answer.consumer_generation or 0, answer.attempt or FIRST_ATTEMPT)
+        return _recover(state, candidates, held, selector, now=now)
     if answer.outcome is ClaimOutcome.INCOMPLETE:
         # The gang stays together, so the host is the other members' too, and one of them did not fit there.
         stays = not state.spec.has_policy(GroupPolicy.AFFINITY)
@@ -77,44 +72,31 @@ def step(state: PlacementState, answer: ClaimResult | Fault, selector: Selector,
     return PlacementStep(_after_refusal(state, answer))
 
 
-def probed(state: PlacementState, answer: ClaimResult | Fault, selector: Selector, *, now: float) -> PlacementStep:
-    """Apply the answer to a probe that was made before the first choice. now: wall clock."""
-    state = replace(state, claims=state.claims + 1)
-    if isinstance(answer, Fault):
-        return PlacementStep(replace(state, result=_after_fault(answer)))
-    if answer.outcome is ClaimOutcome.CLAIMED or held_by_cell(answer):
-        return _recover(state, (), answer, selector, now=now)
-    return PlacementStep(_after_refusal(state, answer) if is_held_by_another(answer) else state)
+def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, now: float) -> PlacementStep:
+    """Apply what the instance holds already. now: wall clock."""
+    if held.project_id != state.request.project_id or not held.attempt:
+        return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CHANGED, ANOTHERS)))
+    return _recover(state, (), _Held(held.holding, held.consumer_generation, held.attempt), selector, now=now)
 
 
-def held_by_cell(answer: ClaimResult) -> bool:
-    """Whether the cell of this request holds the claim, under a later attempt than a scheduler makes.
+class _Held(Struct, frozen=True):
+    """An allocation that a build is given to."""
+
+    holding: Mapping[str, Mapping[str, int]]
+    generation: int
+    attempt: int
+
+
+def _is_held_elsewhere(answer: ClaimResult) -> bool:
+    """Whether another run of this request holds a claim, or its cell, under a later attempt than a scheduler makes.
 
     An allocation by another client of placement's API has no attempt, unless berth had built an instance of its uuid.
     """
-    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt > FIRST_ATTEMPT
-
-
-def was_held(answer: ClaimResult) -> bool:
-    """Whether the claim changed nothing: its consumer held this already.
-
-    A claim that was taken now names the outcomes of its options.
-    """
-    return answer.outcome is not ClaimOutcome.CLAIMED or not answer.outcomes
-
-
-def is_held_by_another(answer: ClaimResult) -> bool:
-    """Whether another client of placement's API holds something under this uuid, which is never released for it."""
-    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.consumer_generation is not None
-
-
-def with_probe(state: PlacementState, selector: Selector) -> PlacementState:
-    """The state with an option that never fits, to see what an earlier run holds; as it is when there is no host."""
-    return replace(state, probe=_unclaimable(state.spec, selector))
+    return answer.outcome is ClaimOutcome.CONSUMER_CHANGED and answer.attempt >= FIRST_ATTEMPT
 
 
 def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
-    """No candidate is left: look again on the newest state; then make sure that no earlier run holds a claim."""
+    """No candidate is left: look again on the newest state."""
     if not state.needs_newest or (state.partly_full and state.retried_partly_full < MAX_PARTLY_FULL_RETRIES):
         # A full child does not make its host full: another scheduler may have taken the claimed child, and left an
         # equal one beside it. On the newest state the host is either a candidate again, or not.
@@ -123,20 +105,7 @@ def nothing_fits(state: PlacementState, selector: Selector) -> PlacementState:
         return replace(
             state, rejected=rejected, partly_full=(), retried_partly_full=retried_partly_full, needs_newest=True
         )
-    if not state.surely_unclaimed and state.probe is None:
-        # After a crash the only host that fits may be the one that this request holds already, and that looks full.
-        probe = _unclaimable(state.spec, selector)
-        if probe is not None:
-            return replace(state, probe=probe)
     return no_valid_host(state, selector)
-
-
-def _after_probe(state: PlacementState, selector: Selector) -> PlacementState:
-    """No earlier run holds a claim: the end without a host, unless a host came during the probe."""
-    ended = no_valid_host(state, selector)
-    if isinstance(ended.result, NoValidHost) and ended.result.remaining:
-        return replace(state, probe=None, surely_unclaimed=True)  # once: no second probe follows
-    return ended
 
 
 def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
@@ -147,7 +116,7 @@ def no_valid_host(state: PlacementState, selector: Selector) -> PlacementState:
 
 def refused(state: PlacementState, code: str, reason: str) -> PlacementState:
     """The end by a refusal."""
-    return replace(state, choice=None, probe=None, result=PlacementRefused(code, reason))
+    return replace(state, choice=None, result=PlacementRefused(code, reason))
 
 
 def _after_fault(fault: Fault) -> PlacementResult:
@@ -182,23 +151,12 @@ def _after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState
         case ClaimOutcome.OVER_LIMIT:
             stopped = PlacementRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
         case ClaimOutcome.CONSUMER_CHANGED:
-            reason = answer.reason or "another client holds an allocation under this instance's uuid"
+            reason = answer.reason or (FENCED if answer.consumer_generation is None else ANOTHERS)
             stopped = PlacementRefused(CONSUMER_CHANGED, reason)
         case _:
             reason = answer.reason or "placement can never accept this claim"
             stopped = PlacementRefused("claim.invalid", reason)
     return replace(state, result=stopped)
-
-
-def _unclaimable(spec: RequestSpec, selector: Selector) -> ClaimOption | None:
-    """An option that never fits: a claim of it only shows whether this consumer holds an allocation already."""
-    roots = selector.book.rows_of_roots()
-    if not roots.size:
-        return None
-    resource_class = min(total_resources(spec.query))
-    uuid = selector.book.uuid_of(int(roots[0]))
-    # A host may have as much as can be requested; but placement counts shapes from 1: shape 0 matches none.
-    return ClaimOption(allocations={uuid: {resource_class: MAX_AMOUNT}}, shapes={uuid: NO_SHAPE})
 
 
 def _uses_child_providers(claimed: RankedHost) -> bool:
@@ -219,7 +177,7 @@ def _claimed(
         state,
         selector.selection(selected, option),
         choice.alternates,
-        answer,
+        _Held({}, answer.consumer_generation or 0, FIRST_ATTEMPT),
         selector,
         now=now,
         passed=choice.passed,
@@ -230,19 +188,19 @@ def _claimed(
 
 
 def _recover(
-    state: PlacementState, candidates: Sequence[RankedHost], answer: ClaimResult, selector: Selector, *, now: float
+    state: PlacementState, candidates: Sequence[RankedHost], held: _Held, selector: Selector, *, now: float
 ) -> PlacementStep:
-    """Build where an earlier run claimed; it crashed before it wrote its decision, and the claim is what counts."""
+    """Build where a claim is held: it is what counts."""
     drop = (Forget(),)
-    main = _recovered_selection(state, answer, selector)
+    main = _recovered_selection(held.holding, selector)
     if main is None:
         reason = "an earlier claim of this request holds a host that no compute service announces"
-        return PlacementStep(replace(state, result=ClaimStranded(reason, is_found=was_held(answer))), drop)
+        return PlacementStep(replace(state, result=ClaimStranded(reason)), drop)
     cell = selector.cell_of(main.host_uuid)
     alternates = [one for one in candidates if one.uuid != main.host_uuid and selector.cell_of(one.uuid) == cell]
     alternates = alternates[: state.max_alternates]
     passed = len(alternates) + 1
-    result = _host_claimed(state, main, alternates, answer, selector, now=now, passed=passed, score=0.0)
+    result = _host_claimed(state, main, alternates, held, selector, now=now, passed=passed, score=0.0)
     return PlacementStep(replace(state, result=result, recovered=main.host), drop)
 
 
@@ -250,7 +208,7 @@ def _host_claimed(
     state: PlacementState,
     main: Selection,
     alternates: Sequence[RankedHost],
-    answer: ClaimResult,
+    held: _Held,
     selector: Selector,
     *,
     now: float,
@@ -260,20 +218,18 @@ def _host_claimed(
 ) -> PlacementResult:
     cell = selector.cell_of(main.host_uuid)
     if cell is None:
-        reason = "no compute service announces the claimed host any more"
-        return ClaimStranded(reason, is_found=was_held(answer))
+        return ClaimStranded("no compute service announces the claimed host any more")
     selections = (main, *(selector.selection(one) for one in alternates if _is_still_in(cell, one, selector)))
     return HostClaimed(
         cell=cell,
         selections=selections,
-        consumer_generation=answer.consumer_generation or 0,
+        consumer_generation=held.generation,
         passed=passed,
         score=score,
         claims=state.claims,
         decided_at=state.decided_at,
         claimed_at=now,
-        attempt=answer.attempt or FIRST_ATTEMPT,
-        is_found=was_held(answer),
+        attempt=held.attempt,
         scores=tuple(
             HostScore(host=one.host, weights={name: round(weight, DIGITS) for name, weight in found.items()})
             for one in selections
@@ -287,25 +243,13 @@ def _is_still_in(cell: str, alternate: RankedHost, selector: Selector) -> bool:
     return selector.book.row_of(alternate.uuid) is not None and selector.cell_of(alternate.uuid) == cell
 
 
-def _held_option(offered: Sequence[ClaimOption], answer: ClaimResult) -> int | None:
-    """Which of the offered options is held; None: an allocation that was not offered now."""
-    held = set(answer.generations)
-    if answer.option is not None and answer.option < len(offered):
-        fits = not held or held == set(offered[answer.option].allocations)
-        return answer.option if fits else None
-    matching = [at for at, option in enumerate(offered) if set(option.allocations) == held]
-    return matching[0] if len(matching) == 1 else None
-
-
-def _recovered_selection(state: PlacementState, answer: ClaimResult, selector: Selector) -> Selection | None:
+def _recovered_selection(holding: Mapping[str, Mapping[str, int]], selector: Selector) -> Selection | None:
     book = selector.book
-    providers = sorted(answer.generations or answer.holding)
-    held = answer.holding or recovered_allocations(book, total_resources(state.spec.query), providers)
-    rows = {provider: row for provider in providers if (row := book.row_of(provider)) is not None}
+    rows = {provider: row for provider in sorted(holding) if (row := book.row_of(provider)) is not None}
     # A sharing provider is no host: of the trees that take part, only the host's root is in the host table.
     roots = dict.fromkeys(book.uuid_of(book.root_of(row)) for row in rows.values())
     hosts = [root for root in roots if selector.table.index_of(root) is not None]
-    if held is None or len(hosts) != 1:
+    if len(hosts) != 1:
         return None
     shapes: Mapping[str, int] = {provider: book.shape_of(row) for provider, row in rows.items()}
-    return selector.selection_on(hosts[0], held, shapes)
+    return selector.selection_on(hosts[0], holding, shapes)

@@ -71,8 +71,7 @@ class MemoryBuildUnit:
                 project_id=build.project_id,
                 cell=build.cell,
                 code=build.code,
-                recorded_at=table.records[uuid].created_at,
-                claim_in_doubt=build.claim_in_doubt,
+                run=build.run,
             )
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None
@@ -87,7 +86,9 @@ class MemoryBuildUnit:
         by_uuid = {one.build.instance_uuid: one for one in decisions}
         await self._lock([uuid for uuid in by_uuid if uuid in recorded])
         written = {
-            uuid: one for uuid, one in sorted(by_uuid.items()) if uuid in recorded and recorded[uuid].awaits_decision
+            uuid: one
+            for uuid, one in sorted(by_uuid.items())
+            if uuid in recorded and recorded[uuid].awaits_decision and recorded[uuid].run == one.build.run
         }
         for uuid, one in written.items():
             self._transaction.will(partial(decide_build, self._table, one, now), key_of(uuid))

@@ -59,8 +59,7 @@ LOCK = (
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
 READ = """
-SELECT instance_uuid, state, digest, delete_requested, claim_in_doubt, project_id, cell, code,
-    created_at AS recorded_at
+SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code, run
 FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
 """
 
@@ -221,8 +220,7 @@ class PostgresBuildUnit:
                 project_id=row["project_id"],
                 cell=row["cell"],
                 code=row["code"],
-                recorded_at=row["recorded_at"],
-                claim_in_doubt=row["claim_in_doubt"],
+                run=row["run"],
             )
             for row in await self._connection.fetch(READ, instances)
         }

@@ -25,10 +25,10 @@ Columns = tuple[Sequence[Any], ...]
 
 INSERT = """
 INSERT INTO build_requests (instance_uuid, project_id, flavor, name, request, digest, state, sequence, terminal,
-                            code, reason, timeline, gang, gang_min, created_at, updated_at)
+                            code, reason, run, timeline, gang, gang_min, created_at, updated_at)
 SELECT n.*, t.now, t.now
 FROM unnest({}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[], {}::bytea[], {}::text[], {}::bigint[],
-            {}::boolean[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
+            {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
      (SELECT {}::float8 AS now) t
 ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
@@ -39,13 +39,13 @@ RETURNING instance_uuid
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal, cell = n.cell, host = n.host,
-    code = n.code, reason = n.reason, claim_in_doubt = n.claim_in_doubt, funnel = n.funnel,
+    code = n.code, reason = n.reason, funnel = n.funnel,
     timeline = build_requests.timeline || n.timeline, updated_at = t.now
 FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[], {}::text[], {}::text[],
-            {}::text[], {}::boolean[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, claim_in_doubt, funnel, timeline),
+            {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, run, funnel, timeline),
      (SELECT {}::float8 AS now) t
-WHERE build_requests.instance_uuid = n.instance_uuid
+WHERE build_requests.instance_uuid = n.instance_uuid AND build_requests.run = n.run
   AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
 RETURNING build_requests.instance_uuid
 """
@@ -57,24 +57,24 @@ RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
 BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, code, reason, history,
-       delete_requested, claim_in_doubt"""
+       delete_requested, run"""
 
 UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal,
-    delete_requested = n.delete_requested, claim_in_doubt = n.claim_in_doubt, cell = n.cell, host = n.host,
+    delete_requested = n.delete_requested, cell = n.cell, host = n.host,
     code = n.code, reason = n.reason, history = n.history, timeline = build_requests.timeline || n.timeline,
     updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[], {}::boolean[],
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[],
             {}::text[], {}::text[], {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, claim_in_doubt, cell, host, code, reason,
-       history, timeline),
+     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, cell, host, code, reason, history,
+       timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
 
 
-MAX_VALUES = 15
+MAX_VALUES = 16
 ROWS_AT_ONCE = 64  # made in one turn of the event loop
 
 
@@ -122,6 +122,7 @@ def _insert_row(new: NewBuild) -> tuple[Any, ...]:
         build.terminal,
         build.code,
         clean(build.reason),
+        build.run,
         timeline_text(new.timeline),
         new.gang and new.gang.uuid,
         new.gang and new.gang.min_count,
@@ -140,7 +141,7 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         build.host and clean(build.host),
         clean(build.code),
         clean(build.reason),
-        build.claim_in_doubt,
+        build.run,
         _encode(decision.funnel).decode(),
         timeline_text(decision.timeline),
     )
@@ -155,7 +156,6 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.attempt,
         build.terminal,
         build.delete_requested,
-        build.claim_in_doubt,
         build.cell,
         build.host and clean(build.host),
         clean(build.code),
@@ -185,7 +185,7 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         reason=row["reason"],
         history=_histories.decode(row["history"]),
         delete_requested=row["delete_requested"],
-        claim_in_doubt=row["claim_in_doubt"],
+        run=row["run"],
     )
 
 

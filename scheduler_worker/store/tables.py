@@ -28,7 +28,7 @@ METADATA = MetaData()
 
 # request: the message as it came, and digest: a digest of it. A repeat is distinguished from a clash, and a decision
 # can be run again. timeline: JSON lines, only ever appended to, so that one statement appends without reading.
-# claim_in_doubt: what the instance holds may be an earlier request's, and is kept.
+# run: names this row to placement; a scheduler claims and releases by it.
 # attempt: that holds the claim, as the cell has announced it last (0: none was claimed).
 # gang: the request that several were made by, gang_min: how many of them start together at least.
 # fillfactor: a row is written three to five times in its first seconds; room on the page keeps these writes cheap.
@@ -47,7 +47,7 @@ build_requests = Table(
     needed("attempt", Integer, default=ZERO),
     needed("terminal", Boolean),
     needed("delete_requested", Boolean, default=false()),
-    needed("claim_in_doubt", Boolean, default=false()),
+    needed("run", Text),
     Column("cell", Text),
     Column("host", Text),
     needed("code", Text, default=""),

@@ -108,20 +108,16 @@ async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> 
     assert (known[A].state, known[A].digest, known[A].delete_requested) == (BuildState.ACCEPTED, b"1", False)
 
 
-async def test_a_claim_in_doubt_stays_on_record_until_a_decision_that_is_not(store: SchedulerStore) -> None:
-    await insert(store, new(A), new(B))
-    failed = replace(placed(B).build, state=BuildState.FAILED, terminal=True, cell=None, host=None, claim_in_doubt=True)
-    assert await decide(store, BuildDecision(build=failed)) == {B}
+async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(store: SchedulerStore) -> None:
+    """The record of that run is lost, and what it has claimed is none of this one's."""
+    await insert(store, replace(new(A), build=replace(new(A).build, run="later")))
+    assert await decide(store, placed(A)) == set()
+    mine = replace(placed(A).build, run="later")
     async with store.unit() as unit:
-        kept = await unit.lock([A, B])
-        assert [kept[A].claim_in_doubt, kept[B].claim_in_doubt] == [False, True]
-        await unit.update([BuildUpdate(build=replace(kept[A], claim_in_doubt=True))], 2.0)
+        assert ((await unit.read([A]))[A].run, (await unit.lock([A]))[A].run) == ("later", "later")
+    assert await decide(store, replace(placed(A), build=mine)) == {A}
     async with store.unit() as unit:
-        known = await unit.read([A, B])
-    assert known[A].claim_in_doubt and known[B].claim_in_doubt
-    assert await decide(store, placed(A)) == {A}
-    async with store.unit() as unit:
-        assert not (await unit.lock([A]))[A].claim_in_doubt
+        assert (await unit.lock([A]))[A].run == "later"
 
 
 async def test_two_schedulers_dispatch_a_request_once(make: Make, store: SchedulerStore) -> None:

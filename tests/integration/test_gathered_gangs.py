@@ -17,7 +17,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import end_without_cell
+from scheduler_worker.domain.deletes import KeptAllocation, end_without_cell
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
@@ -54,7 +54,7 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
         await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
         builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
         deleted = [replace(builds[uuid], delete_requested=True) for uuid in (KEPT_DELETED, DELETED)]
-        kept = {KEPT: "c1", KEPT_DELETED: "c1"}
+        kept = dict.fromkeys((KEPT, KEPT_DELETED), KeptAllocation("another", 1, "c1"))
         ends = [end_without_cell(build, AUTHOR, kept, "") for build in (builds[KEPT], *deleted)]
         await unit.update([end.update for end in ends], 3.0)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from bus.clock import SystemClock
 from bus.contracts.base import Refusal
-from bus.contracts.book import ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.book import HeldAllocation, ProjectUsagePage, ProjectUsageQuery
 from bus.contracts.placement import (
     Claim,
     ClaimAll,
@@ -28,6 +28,7 @@ Answer = Callable[[Claim], ClaimResult | Refusal | None]
 class BookClaims:
     """A ClaimPort on a memory book. It passes tests/contract/test_claim_port.py.
 
+    held: what `holding` answers instead of the book.
     answer: a script that answers claims instead of the book (None: no answer). away: nothing is answered.
     """
 
@@ -35,6 +36,8 @@ class BookClaims:
         self.book = book or ResourceBook(MemoryBookRows(MemoryBookTable(SystemClock()).session()))
         self.submitted: list[Claim] = []
         self.located: list[LocateRequest] = []
+        self.asked: list[str] = []
+        self.held: dict[str, HeldAllocation] = {}
         self.answer: Answer | None = None
         self.unavailable = False
 
@@ -65,6 +68,13 @@ class BookClaims:
         if self.unavailable:
             return [RequestTimeout("unavailable") for _ in requests]
         return list(await self.book.reads.locate(requests))
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+        self.asked += consumers
+        if self.unavailable:
+            return [RequestTimeout("unavailable") for _ in consumers]
+        held = {one.consumer: one for one in await self.book.reads.holding(consumers)} | self.held
+        return [held.get(uuid) for uuid in consumers]
 
     async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
         if self.unavailable:

@@ -211,10 +211,10 @@ def deadline_forgotten() -> AbstractContextManager[Any]:
 def delete_keeps_the_claim() -> AbstractContextManager[Any]:
     """A build that is deleted while it is scheduled is written off, and its claim is not released."""
 
-    async def release(self: Cancellations, builds: Sequence[Any]) -> dict[str, None]:
-        return {}
+    async def release(self: Cancellations, builds: Sequence[Any]) -> None:
+        pass
 
-    return patch.object(Cancellations, "_release", release)
+    return patch.object(Cancellations, "release", release)
 
 
 def handled_twice() -> AbstractContextManager[Any]:

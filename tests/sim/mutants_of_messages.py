@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import InFlightDelivery
 from bus.consuming.outcome_handling import OutcomeHandler
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Transient
 from bus.persistence import relay_lane
 from bus.port import BusError
@@ -22,9 +23,9 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker.domain import admission, decisions, step
-from scheduler_worker.domain.placed import DecidedBuild
-from scheduler_worker.engine import RequestRecorder
+from scheduler_worker import placing
+from scheduler_worker.domain import admission, step
+from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.hosts_listener import HostsListener
 
 
@@ -75,6 +76,11 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
     """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
+
+    async def follow_up(self: SchedulingEngine, scheduled: Any, written: Any) -> None:
+        pending = [one.pending for one in scheduled if one.pending.instance_uuid not in written]
+        await self._cancellations.cancel(pending)
+
     admitted = admission.admit_known
 
     def admit_known(pending: Any, known: Any) -> Any:
@@ -82,17 +88,8 @@ def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
 
     stack = ExitStack()
     stack.enter_context(patch.object(admission, "admit_known", admit_known))
-    stack.enter_context(patch.object(decisions, "DecidedBuild", _without_claim))
+    stack.enter_context(patch.object(SchedulingEngine, "_follow_up", follow_up))
     return stack
-
-
-def _without_claim(**fields: Any) -> Any:
-    return DecidedBuild(**{**fields, "may_hold_claim": False})
-
-
-def taken_for_new() -> AbstractContextManager[Any]:
-    """A request that is not on record has never run, and so holds nothing: also after a crash of the database."""
-    return patch.object(RequestRecorder, "may_have_run", lambda self, pending: False)
 
 
 def release_leaves_no_fence() -> AbstractContextManager[Any]:
@@ -126,12 +123,14 @@ def destroys_given_up() -> AbstractContextManager[Any]:
 
 
 def whatever_is_held_is_what_was_claimed() -> AbstractContextManager[Any]:
-    """A claim that an earlier run made is taken for the option of the same number that is offered now."""
+    """A claim that an earlier delivery made is taken for the first option that is offered now."""
 
-    def option(offered: Sequence[Any], answer: Any) -> int | None:
-        return answer.option if answer.option is not None and answer.option < len(offered) else 0
+    def taken(state: Any, answer: Any, selector: Any, *, now: float) -> Any:
+        if isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.CLAIMED and answer.option is None:
+            answer = replace(answer, option=0)
+        return step.step(state, answer, selector, now=now)
 
-    return patch.object(step, "_held_option", option)
+    return patch.object(placing, "step", taken)
 
 
 def alternate_that_left() -> AbstractContextManager[Any]:
@@ -169,7 +168,6 @@ MUTANTS_OF_MESSAGES = (progress_lingers_for_ever, failed_build_keeps_its_claim)
 # Looked for in fewer than sixty seeds so far, or repaired by something else before any check could notice.
 UNPROVEN_OF_MESSAGES = (
     full_queue_forgets,
-    taken_for_new,
     retry_not_confirmed,
     parcel_acked_at_its_first,
     release_leaves_no_fence,

@@ -35,7 +35,7 @@ VERSIONS = {
 }
 
 
-class _Server(uvicorn.Server):
+class QuietServer(uvicorn.Server):
     """Without uvicorn's signal handlers: signals are the process's own business."""
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class IronicStandIn:
         self._rng = rng
         self._address = (host, port)
         self._serving: asyncio.Task[None] | None = None
-        self._server: _Server | None = None
+        self._server: QuietServer | None = None
 
     async def start(self) -> str:
         """Open the exchange, listen, and return the API's address."""
@@ -88,7 +88,7 @@ class IronicStandIn:
             timeout_graceful_shutdown=STOP_GRACE_S,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
-        self._server = _Server(config)
+        self._server = QuietServer(config)
         self._serving = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listening]))
         return self.url  # connections are taken by the socket from now on and served as soon as the server runs
 

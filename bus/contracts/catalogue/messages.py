@@ -21,6 +21,25 @@ from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_FOUND_VALUES, MAX_REQUESTS_PER_MESSAGE
 from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
 
+
+def _read_of_book(
+    message: type[Message], key: str, reply: type[Message], publishers: tuple[str, ...], *, public: bool = False
+) -> MessageRow:
+    """The row of a query that placement answers from the book."""
+    return MessageRow(
+        message=message,
+        owner="placement_worker",
+        publishers=publishers,
+        where=Where.API,
+        exchange=COMMANDS,
+        key=key,
+        reply=reply,
+        persistent=False,
+        public=public,
+        idempotency="reads only",
+    )
+
+
 MESSAGES: tuple[MessageRow, ...] = (
     # --- the API bus: clients
     MessageRow(
@@ -230,85 +249,19 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="each consumer's generation",
     ),
-    MessageRow(
-        message=placement.ChangesRequest,
-        owner="placement_worker",
-        publishers=("scheduler_worker", "operator"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.changes",
-        reply=placement.ChangesPage,
-        persistent=False,
-        idempotency="reads only",
+    _read_of_book(
+        placement.ChangesRequest, "placement.changes", placement.ChangesPage, ("scheduler_worker", "operator")
     ),
-    MessageRow(
-        message=placement.SnapshotRequest,
-        owner="placement_worker",
-        publishers=("scheduler_worker", "operator"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.snapshot",
-        reply=placement.SnapshotPage,
-        persistent=False,
-        idempotency="reads only",
+    _read_of_book(
+        placement.SnapshotRequest, "placement.snapshot", placement.SnapshotPage, ("scheduler_worker", "operator")
     ),
-    MessageRow(
-        message=placement.LocateRequest,
-        owner="placement_worker",
-        publishers=("scheduler_worker",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.locate",
-        reply=placement.LocatePage,
-        persistent=False,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=book.ServiceHostsQuery,
-        owner="placement_worker",
-        publishers=("scheduler_worker",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.service",
-        reply=book.ServiceHostsPage,
-        persistent=False,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=book.HostTreeQuery,
-        owner="placement_worker",
-        publishers=("operator", "scheduler_worker"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.tree",
-        reply=book.HostTree,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=book.GroupMembersQuery,
-        owner="placement_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.group",
-        reply=book.GroupMembersPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=book.ProjectUsageQuery,
-        owner="placement_worker",
-        publishers=("operator", "scheduler_worker"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="placement.usage",
-        reply=book.ProjectUsagePage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
+    _read_of_book(placement.LocateRequest, "placement.locate", placement.LocatePage, ("scheduler_worker",)),
+    _read_of_book(book.HoldingRequest, "placement.holding", book.HoldingPage, ("scheduler_worker",)),
+    _read_of_book(book.ServiceHostsQuery, "placement.service", book.ServiceHostsPage, ("scheduler_worker",)),
+    _read_of_book(book.HostTreeQuery, "placement.tree", book.HostTree, ("operator", "scheduler_worker"), public=True),
+    _read_of_book(book.GroupMembersQuery, "placement.group", book.GroupMembersPage, ("operator",), public=True),
+    _read_of_book(
+        book.ProjectUsageQuery, "placement.usage", book.ProjectUsagePage, ("operator", "scheduler_worker"), public=True
     ),
     MessageRow(
         message=placement.FeedChanges,

@@ -144,6 +144,7 @@ QUEUES: tuple[QueueRow, ...] = (
             (COMMANDS, "placement.changes"),
             (COMMANDS, "placement.snapshot"),
             (COMMANDS, "placement.locate"),
+            (COMMANDS, "placement.holding"),
             (COMMANDS, "placement.service"),
             (COMMANDS, "placement.tree"),
             (COMMANDS, "placement.usage"),

@@ -1,19 +1,34 @@
-"""A compute service's name belongs to one process: the second of a name touches nothing and ends, with a sentence."""
+"""One name, one process: a second of a name, a successor of a killed one, and what it offers."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from msgspec import convert
 from msgspec.structs import replace
 
 from bus.contracts.base import Word
-from bus.contracts.cell import Heartbeat
+from bus.contracts.cell import ComputeOutcome, Heartbeat, HostReport, QueueMarker
+from compute_sim import offering
 from compute_sim.config import ComputeConfig, default_service
+from compute_sim.domain.attempts import Phase
+from compute_sim.driver import DriverUnavailable
+from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from compute_sim.name import NameTaken
-from tests.integration.compute.harness import CELL, PATIENCE_S, Cell, Life, settled
+from tests.integration.compute.harness import CELL, PATIENCE_S, Cell, Life, settled, spawn
+from tests.integration.compute.test_service import config, hosts_of
+from tests.integration.compute.test_service import planned as offering_planned
+from tests.integration.compute.victim import SERVICE as KILLED_SERVICE
+from tests.integration.compute.victim import config as killed_config
+
+# --- a compute service's name belongs to one process: the second of a name touches nothing and ends, with a sentence
+
 
 SERVICE = "c1-a"
 SETTINGS = ComputeConfig(hosts=2, heartbeat_interval_s=0.02, name_wait_s=0.1)
@@ -134,3 +149,176 @@ async def test_late_heartbeats_of_a_former_life_end_nothing(cell: Cell) -> None:
 def test_a_default_name_is_of_the_cell_and_the_machine(cell: str, host: str, name: str) -> None:
     assert default_service(cell, host) == name
     assert convert(name, Word) == name
+
+
+# --- a service that was away destroys what it is ordered to destroy before it offers the hosts, each for itself
+
+
+OFFERING_SETTINGS = config(2)
+
+
+class Gated(Hypervisors):
+    """Destroys nothing before the gate opens. unavailable: a destruction fails so often before that."""
+
+    def __init__(self, fleet: Fleet, cell: Cell, *, unavailable: bool = False) -> None:
+        super().__init__(fleet, OFFERING_SETTINGS.faults, seed=1, clock=cell.clock, nested=False)
+        self.gate = asyncio.Event()
+        self.begun = asyncio.Event()
+        self._unavailable = unavailable
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        self.begun.set()
+        if self._unavailable and not self.gate.is_set():
+            raise DriverUnavailable("no answer")
+        await self.gate.wait()
+        await super().destroy(host_uuid, instance_uuid, attempt, deployment)
+
+
+def newest(cell: Cell, uuid: str) -> HostReport | None:
+    reports = [host for report in cell.announced() for host in report.hosts if host.uuid == uuid]
+    return reports[-1] if reports else None
+
+
+def is_offered(cell: Cell, uuid: str) -> bool:
+    report = newest(cell, uuid)
+    has_inventory = any(one.root_uuid == uuid for one in cell.inventory())
+    return report is not None and report.enabled and has_inventory
+
+
+async def returned(cell: Cell, fleet: Fleet, *, unavailable: bool = False) -> tuple[Gated, Life, str]:
+    """A service with a machine on its first host dies, the machine is to be destroyed, and the service comes back."""
+    first = hosts_of(fleet)[0]
+    life, instance = await cell.compute(OFFERING_SETTINGS, fleet), cell.instance()
+    await cell.spawn(first, instance)
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    await life.kill()
+    await cell.destroy(first, instance)
+    cell.received.clear()
+    driver = Gated(fleet, cell, unavailable=unavailable)
+    return driver, await cell.compute(OFFERING_SETTINGS, fleet, driver=driver), instance
+
+
+@pytest.mark.parametrize("unavailable", [False, True])
+async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_lost_there(
+    cell: Cell, unavailable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its driver did not answer for so long that the destruction was given up and is taken up later."""
+    monkeypatch.setattr("compute_sim.agent.DESTROY_AGAIN_S", 0.05)
+    monkeypatch.setattr(__name__ + ".SETTINGS", replace(OFFERING_SETTINGS, destroy_attempts=1))
+    fleet = offering_planned(OFFERING_SETTINGS)
+    first, second = hosts_of(fleet)
+    driver, life, instance = await returned(cell, fleet, unavailable=unavailable)
+    await cell.until(lambda: is_offered(cell, second))
+    await driver.begun.wait()
+    report = newest(cell, first)
+    assert report is not None and (report.enabled, report.disabled_reason) == (False, offering.DESTROYING)
+    assert [one.instance_uuid for one in report.running or ()] == [instance]
+    assert first not in {one.root_uuid for one in cell.inventory()}
+    driver.gate.set()
+    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    await cell.until(lambda: is_offered(cell, first))
+    assert fleet.guest(first, instance) is None
+    await life.stop()
+
+
+async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue_has_been_taken(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The content of the queue is known only when the service's own marker, behind all of it, has come."""
+    markers: list[QueueMarker] = []
+    on_marker = offering.Offering.on_marker
+    monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker, _owed: markers.append(marker))
+    fleet = offering_planned(OFFERING_SETTINGS)
+    life, instance = await cell.compute(OFFERING_SETTINGS, fleet), cell.instance()
+    doomed = cell.instance()
+    await cell.spawn(hosts_of(fleet)[0], instance)
+    await cell.spawn(hosts_of(fleet)[0], doomed)
+    await settled(lambda: fleet.records.accepted == 2)
+    await cell.until(lambda: len(cell.heartbeats()) > 2)
+    assert markers and cell.announced() == [] and cell.inventory() == []
+    assert list(fleet.guests()) == [] and cell.results() == []  # the order that ends a build may be behind it
+    await cell.destroy(hosts_of(fleet)[0], doomed)
+    await cell.ended(doomed, 1, ComputeOutcome.DESTROYED)
+    (made,) = [one.__self__ for one in callbacks(life) if isinstance(one.__self__, offering.Offering)]
+    on_marker(made, replace(markers[0], epoch=markers[0].epoch - 1), ())  # of a former life
+    assert not made.begun.is_set()
+    on_marker(made, markers[0], ())
+    await cell.until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
+    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    assert {one.outcome for one in cell.results(doomed)} == {ComputeOutcome.DESTROYED}
+    await life.stop()
+
+
+def callbacks(life: Life) -> Sequence[object]:
+    """The side tasks of a service."""
+    return [body for _, body in life.service._task_makers if hasattr(body, "__self__")]
+
+
+# --- a real process, killed with SIGKILL in the middle of its work, and its successor
+
+
+ROOT = Path(__file__).parents[3]
+ANSWERS_BEFORE_DEATH = 300
+
+
+def kill_one(state_dir: Path) -> list[list[str]]:
+    """Start a victim, let it work, kill it; what it printed."""
+    lines: list[str] = []
+    victim = subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.compute.victim", str(state_dir)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert victim.stdout is not None
+    with victim:
+        answers = 0
+        for line in victim.stdout:
+            lines.append(line)
+            answers += line.startswith("reported")
+            if answers == ANSWERS_BEFORE_DEATH:
+                victim.kill()
+    assert victim.returncode == -9
+    return [line.split() for line in lines if line.endswith("\n")]
+
+
+async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path) -> None:
+    reported: dict[tuple[str, str], str] = {}
+    took: dict[tuple[str, str], str] = {}
+    for what, host, instance, *rest in kill_one(tmp_path):
+        if what == "took":
+            took[host, instance] = rest[0]
+        else:
+            reported[host, instance] = rest[1]
+    settings = killed_config(str(tmp_path))
+    fleet = Fleet.planned(settings, CELL, KILLED_SERVICE)
+    fleet.open()
+    before = dict(fleet.records.entries())
+    machines = {(host, guest.instance_uuid) for host, guest in fleet.guests()}
+    assert set(took) <= set(before), "accepted, and forgotten"
+    assert any(entry.phase is Phase.BUILDING for entry in before.values()), "killed too late to show anything"
+    for key, outcome in reported.items():
+        if outcome == "active" and took[key] == "spawn":
+            assert key in machines, "reported as running, and does not"
+        if outcome == "destroyed":
+            assert key not in machines, "reported as gone, and is there"
+    fleet.close()
+
+    life = await cell.compute(settings, Fleet.planned(settings, CELL, KILLED_SERVICE))
+    for (host, instance), command in took.items():
+        if command == "destroy":
+            await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+            await cell.spawn(host, instance)  # a late copy
+            assert (await cell.ended(instance, 1, ComputeOutcome.FAILED)).code == "spawn.fenced"
+    # Each build ends as it would have; those that hang do so again, until they are destroyed.
+    for (host, instance), command in took.items():
+        if command == "spawn":
+            await cell.bus.publish(spawn(host, instance))
+            await cell.destroy(host, instance)
+            await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    await life.stop()
+    after = Fleet.planned(settings, CELL, KILLED_SERVICE)
+    after.open()
+    assert list(after.guests()) == []
+    assert {entry.phase for _, entry in after.records.entries()} == {Phase.GONE}
+    after.close()

@@ -1,19 +1,28 @@
-"""Ironic's REST API: against the stand-in over real HTTP, and against answers no Ironic should give."""
+"""Ironic's REST API, behind Keystone, and the commands about bare metal."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import random
 from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+from typer.testing import CliRunner
 
+from berth.cli import app
 from berth.trial.ironic_stand_in import IronicStandIn, Silent
 from bus.clock import SystemClock
+from bus.openstack.login import KeystoneLogin
+from bus.service.settings import SettingsError
 from ironic_sync.app import rest_source
 from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
@@ -21,6 +30,10 @@ from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
 from tests.integration.compute.test_baremetal_access import served
 from tests.kit.certificates import Authority
+from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
+
+# --- ironic's REST API: against the stand-in over real HTTP, and against answers no Ironic should give
+
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 
@@ -186,3 +199,256 @@ async def test_a_next_link_cannot_lead_elsewhere() -> None:
     assert all(isinstance(node, Unreadable) for page in pages for node in page)
     assert json.loads("{}") == {}
     await reading.close()
+
+
+# --- ironic behind Keystone: signing in, renewing, and being turned down; Ironic and Keystone both over real HTTP
+
+
+class Guarded(IronicStandIn):
+    """An Ironic that takes only the tokens that its Keystone has given last."""
+
+    keystone: KeystoneStandIn
+
+    def app(self) -> Any:
+        inner = super().app()
+
+        async def guard(scope: Scope, receive: Receive, send: Send) -> None:
+            token = dict(scope["headers"]).get(b"x-auth-token", b"").decode()
+            if token in self.keystone.services:
+                await inner(scope, receive, send)
+            else:
+                await Response(status_code=401)(scope, receive, send)
+
+        return guard
+
+
+@pytest.fixture
+async def keystone() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
+    async with keystone_stand_in() as serving:
+        yield serving
+
+
+@pytest.fixture
+async def keystone_ironic(keystone: tuple[KeystoneStandIn, str]) -> AsyncIterator[IronicStandIn]:
+    made = Guarded(Silent(), clock=SystemClock(), rng=random.Random(1))
+    made.keystone = keystone[0]
+    made.pool.plan(3)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+def keystone_source(keystone_ironic: IronicStandIn, url: str, **login: Any) -> RestSource:
+    made = KeystoneLogin(auth_url=url, **{"username": "berth", "password": "right", **login})
+    return rest_source(IronicSyncConfig(url=keystone_ironic.url, keystone=made), SystemClock())
+
+
+async def keystone_count(reading: RestSource) -> int:
+    return sum([len(page) async for page in reading.list_nodes()])
+
+
+async def test_many_requests_share_one_sign_in(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    there, url = keystone
+    reading = keystone_source(keystone_ironic, f"{url}/v3/")
+    assert await asyncio.gather(*(keystone_count(reading) for _ in range(8))) == [3] * 8
+    assert (there.signed_in, there.methods) == (1, ["password"])
+    await reading.close()
+
+
+async def test_a_token_that_is_turned_down_is_renewed(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    there, url = keystone
+    reading = keystone_source(keystone_ironic, url)
+    assert await keystone_count(reading) == 3
+    there.services.clear()  # revoked
+    assert await asyncio.gather(*(keystone_count(reading) for _ in range(8))) == [3] * 8
+    assert there.signed_in == 2
+    await reading.close()
+
+
+async def test_a_token_is_renewed_before_it_runs_out(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    there, url = keystone
+    there.lasts = timedelta(seconds=30)
+    reading = keystone_source(keystone_ironic, url)
+    assert [await keystone_count(reading) for _ in range(3)] == [3] * 3
+    assert there.signed_in == 3
+    await reading.close()
+
+
+@pytest.mark.parametrize("named", [{"application_credential_id": "id"}, {"application_credential_name": "name"}])
+async def test_an_application_credential_signs_in(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str], named: dict[str, str]
+) -> None:
+    there, url = keystone
+    reading = keystone_source(keystone_ironic, url, application_credential_secret="right", **named)
+    assert await keystone_count(reading) == 3
+    assert there.methods == ["application_credential"]
+    await reading.close()
+
+
+async def test_keystones_answers_are_distinguished(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    there, url = keystone
+    reading = keystone_source(keystone_ironic, url, password="wrong")
+    with pytest.raises(SourceRefused) as refused:
+        await keystone_count(reading)
+    assert refused.value.code == "keystone.http_401"
+    there.sign_in_answer = Response(status_code=503)
+    with pytest.raises(SourceUnavailable):
+        await keystone_count(reading)
+    await reading.close()
+
+
+async def test_an_unreachable_keystone_is_not_taken_for_ironic(keystone_ironic: IronicStandIn) -> None:
+    reading = keystone_source(keystone_ironic, "http://127.0.0.1:1")
+    with pytest.raises(SourceUnavailable, match=r"^Keystone at http://127\.0\.0\.1:1/v3/auth/tokens: ") as unreachable:
+        await keystone_count(reading)
+    assert unreachable.value.code == "keystone.unavailable"
+    await reading.close()
+
+
+async def test_ironic_may_turn_down_a_good_token(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    """It is asked for anew once, not for ever."""
+    there, url = keystone
+    keystone_ironic.keystone = KeystoneStandIn()  # type: ignore[attr-defined]
+    reading = keystone_source(keystone_ironic, url)
+    with pytest.raises(SourceRefused) as refused:
+        await keystone_count(reading)
+    assert (refused.value.code, there.signed_in) == ("ironic.http_401", 2)
+    await reading.close()
+
+
+async def test_a_token_of_one_ironic_is_shown_to_no_other(
+    keystone_ironic: IronicStandIn, keystone: tuple[KeystoneStandIn, str]
+) -> None:
+    """Two Ironics behind a Keystone each, read by one process."""
+    async with keystone_stand_in() as (there, url):
+        there.issues = "another"
+        other = Guarded(Silent(), clock=SystemClock(), rng=random.Random(2))
+        other.keystone = there
+        other.pool.plan(5)
+        await other.start()
+        readings = (keystone_source(keystone_ironic, keystone[1]), keystone_source(other, url))
+        assert await asyncio.gather(*map(keystone_count, readings)) == [3, 5]
+        assert (keystone[0].signed_in, there.signed_in) == (1, 1)
+        for reading in readings:
+            await reading.close()
+        await other.stop()
+
+
+@pytest.mark.parametrize("login", [{"username": ""}, {"username": "", "application_credential_name": "n"}])
+def test_settings_without_a_user_are_refused(login: dict[str, str]) -> None:
+    config = IronicSyncConfig(keystone=KeystoneLogin(auth_url="http://keystone", **login))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError):
+        rest_source(config, SystemClock())
+
+
+# --- `berth baremetal` against the stand-in: which nodes serve nothing and why, and holding one back
+
+
+FOREIGN = "90000000-0000-4000-8000-000000000000"
+
+
+@pytest_asyncio.fixture
+async def commands_ironic() -> AsyncIterator[IronicStandIn]:
+    stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1))
+    await stand_in.start()
+    yield stand_in
+    await stand_in.stop()
+
+
+@pytest.fixture
+def berth(commands_ironic: IronicStandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("BERTH_COMPUTE__IRONIC__URL", commands_ironic.url)
+    monkeypatch.setenv("BERTH_STATE_DIR", str(tmp_path))
+
+    async def command(*arguments: str) -> Any:
+        return await asyncio.to_thread(CliRunner().invoke, app, ["baremetal", *arguments])
+
+    return command
+
+
+async def test_what_is_wrong_with_each_node_is_printed_in_ironics_words(
+    commands_ironic: IronicStandIn, berth: Any
+) -> None:
+    commands_ironic.pool.plan(2)  # gold and silver: both are served, and nothing is wrong with them
+    wrong = {
+        "classless": {"resource_class": None, "provision_state": "available"},
+        "lead": {"resource_class": "lead", "provision_state": "available"},
+        "dark": {"resource_class": "baremetal-gold", "provision_state": "available", "power_state": None},
+        "broken": {
+            "resource_class": "baremetal-gold",
+            "provision_state": "clean failed",
+            "last_error": "disk 0 is dead",
+        },
+        "away": {
+            "resource_class": "baremetal-gold",
+            "provision_state": "available",
+            "maintenance": True,
+            "maintenance_reason": "a new fan",
+        },
+    }
+    for name, fields in wrong.items():
+        commands_ironic.pool.add(**{"name": name, "power_state": "power off", **fields})
+    result = await berth("problems", "--json")
+    assert result.exit_code == 1, result.output
+    answer = json.loads(result.output)
+    assert {node["name"]: node["problems"] for node in answer["nodes"]} == {
+        "classless": ["it has no resource class"],
+        "lead": ["no flavor requests CUSTOM_LEAD"],
+        "dark": ["its power state is not known"],
+        "broken": ["it is in clean failed"],
+        "away": ["it is in maintenance: a new fan"],
+    }
+    assert {node["name"]: node["ironic_reason"] for node in answer["nodes"]}["broken"] == "disk 0 is dead"
+    assert answer["flavors"] == []
+    assert "disk 0 is dead" in (await berth("problems")).output
+    assert "disk 0 is dead" in (await berth("show", "broken")).output
+
+
+async def test_nothing_wrong_prints_nothing(commands_ironic: IronicStandIn, berth: Any) -> None:
+    commands_ironic.pool.plan(2)
+    result = await berth("problems")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+async def test_flavors_that_no_node_serves_are_named(commands_ironic: IronicStandIn, berth: Any) -> None:
+    commands_ironic.pool.plan(1, ("baremetal-gold",))
+    result = await berth("problems", "--json")
+    assert result.exit_code == 1 and json.loads(result.output)["flavors"] == ["bm.silver"]
+
+
+async def test_a_node_is_held_back_and_released_and_anothers_maintenance_is_left(
+    commands_ironic: IronicStandIn, berth: Any
+) -> None:
+    node = commands_ironic.pool.add(
+        name="one", provision_state="available", power_state="power off", resource_class="gold"
+    )
+    assert (await berth("quarantine", "one", "--reason", "it flaps")).exit_code == 0
+    assert (node["maintenance"], node["maintenance_reason"]) == (True, "berth quarantine: it flaps")
+    assert (await berth("release", "one")).exit_code == 0
+    assert node["maintenance"] is False
+    node.update(maintenance=True, maintenance_reason="a new fan")
+    result = await berth("release", "one")
+    assert result.exit_code == 1 and node["maintenance"] is True
+
+
+async def test_a_foreign_instance_is_called_so(commands_ironic: IronicStandIn, berth: Any) -> None:
+    commands_ironic.pool.add(
+        name="theirs", provision_state="active", resource_class="baremetal-gold", instance_uuid=FOREIGN
+    )
+    assert f"{FOREIGN} (foreign)" in (await berth("show", "theirs")).output
+    assert (await berth("show", "nobodys")).exit_code == 1
+
+
+async def test_an_unreachable_ironic_is_exit_status_three(berth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERTH_COMPUTE__IRONIC__URL", "http://127.0.0.1:9")
+    assert (await berth("list")).exit_code == 3

@@ -1,4 +1,4 @@
-"""A claim that is not known to be a request's own is never released with it, however young; `berth audit` names it.
+"""A claim of another run than the request's is never released with it; `berth audit` names it.
 
 An instance runs, and its record is lost; its client publishes the request again a moment later.
 """
@@ -22,9 +22,12 @@ pytestmark = pytest.mark.postgres
 
 
 async def in_doubt(world: World) -> set[str]:
-    """The instances whose claims are kept in doubt, by the record of the schedulers."""
+    """The instances that hold what another run than that of their record has claimed."""
     connection = await asyncpg.connect(world.url)
-    rows = await connection.fetch("SELECT instance_uuid::text FROM scheduler.build_requests WHERE claim_in_doubt")
+    rows = await connection.fetch(
+        "SELECT uuid::text FROM scheduler.build_requests b JOIN placement.consumers c ON c.uuid = b.instance_uuid"
+        " WHERE c.released_at IS NULL AND c.run <> b.run"
+    )
     await connection.close()
     return {row[0] for row in rows}
 
@@ -40,7 +43,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
 ) -> None:
     """Also when it is tried again: the next delivery finds the record, and cannot know of what time it is."""
     monkeypatch.setattr(decisions, "RETRIES", retries)
-    request, host = await running(world, aged=False)
+    request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
     assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
@@ -60,7 +63,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
     request = world.request(host="c1-0")
     await world.active(request)
-    await forget(world, request.instance_uuid, aged=False)
+    await forget(world, request.instance_uuid)
     await unannounce(world, host)
     ended = Gate(monkeypatch, SchedulingEngine, "_follow_up")
     await world.ask(request)
@@ -74,7 +77,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
 
 async def test_a_delete_in_the_batch_of_its_request_reaches_the_cell_of_a_young_claim(world: World) -> None:
     """It was answered as deleted, and the instance ran on without its allocation."""
-    request, host = await running(world, aged=False)
+    request, host = await running(world)
     delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
     await world.ask(request, delete)  # one batch
     ((cell, command),) = await world.until(lambda: world.deletes)
@@ -82,20 +85,11 @@ async def test_a_delete_in_the_batch_of_its_request_reaches_the_cell_of_a_young_
     assert set(await world.used()) == {host}
 
 
-async def test_a_request_that_expires_goes_to_the_cell_of_a_young_claim(world: World) -> None:
-    """No scheduler was there to take it. It was released as its own."""
-    request, host = await running(world, aged=False)
-    await world.expires(request, sent_at=world.clock.time())
-    ((cell, build),) = await world.until(lambda: world.builds)
-    assert (cell, build.spec.instance_uuid, build.selections[0].host_uuid) == ("c1", request.instance_uuid, host)
-    assert set(await world.used()) == {host}
-
-
 async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its client was answered that there is no such instance; a scheduler dies before it has looked at the record."""
-    request, host = await running(world, aged=False)
+    request, host = await running(world)
     await world.delete(request)
     await world.ended(request.instance_uuid, BuildState.REFUSED)
     recording = Gate(monkeypatch, RequestRecorder, "record")
@@ -121,7 +115,7 @@ async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
     name = (await world.ended(second, BuildState.SCHEDULED)).host
     await world.buses[API].request(Release(consumer=second), ReleaseResult, timeout_s=PATIENCE_S)
     await fill(world, hosts[0] if name == "c1-0" else hosts[1])
-    await forget(world, first, aged=False)
+    await forget(world, first)
     connection = await asyncpg.connect(world.url)
     await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
     await connection.close()

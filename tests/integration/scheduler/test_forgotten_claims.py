@@ -12,7 +12,6 @@ from bus.contracts.placement import Release, ReleaseResult
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decisions
-from scheduler_worker.domain.pending import CLOCKS_APART_S
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -20,25 +19,23 @@ from tests.integration.scheduler.world import PATIENCE_S, World
 pytestmark = pytest.mark.postgres
 
 
-async def forget(world: World, *uuids: str, aged: bool = True) -> None:
-    """Their records are lost. aged: their allocations are older than any request that is sent from now."""
+async def forget(world: World, *uuids: str) -> None:
+    """Their records are lost."""
     connection = await asyncpg.connect(world.url)
     gone = await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = ANY($1)", uuids)
     assert gone == f"DELETE {len(uuids)}"
-    older = "UPDATE placement.consumers SET created_at = created_at - make_interval(secs => $2) WHERE uuid = ANY($1)"
-    assert await connection.execute(older, uuids, 2 * CLOCKS_APART_S if aged else 0.0) == f"UPDATE {len(uuids)}"
     await connection.close()
     world.builds.clear()
     world.events.clear()
 
 
-async def running(world: World, on: str = "c1", *, aged: bool = True) -> tuple[BuildRequest, str]:
+async def running(world: World, on: str = "c1") -> tuple[BuildRequest, str]:
     """An instance on the only host, which has room for no other; its request is forgotten."""
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on=on, **ROOM_FOR_ONE)
     request = world.request()
     await world.active(request)
-    await forget(world, request.instance_uuid, aged=aged)
+    await forget(world, request.instance_uuid)
     return request, host
 
 
@@ -60,16 +57,14 @@ async def test_a_full_cloud_gives_the_request_to_the_cell_that_has_its_instance(
     assert set(await world.used()) == {host}
 
 
-@pytest.mark.parametrize("ahead_s", [0.0, 2 * CLOCKS_APART_S])
-async def test_a_request_that_expired_at_the_broker_releases_no_older_claim(world: World, ahead_s: float) -> None:
-    """No scheduler has had it, whatever its client's clock."""
+@pytest.mark.parametrize("ahead_s", [0.0, 60.0])
+async def test_a_request_that_expires_goes_to_the_cell_of_its_claim(world: World, ahead_s: float) -> None:
+    """No scheduler was there to take it, whatever its client's clock. It was released as its own."""
     request, host = await running(world)
     await world.expires(request, sent_at=world.clock.time() + ahead_s)
-    failed = await world.ended(request.instance_uuid)
-    assert (failed.state, failed.code) == (BuildState.FAILED, "broker.expired")
-    await world.delete(request)  # it is answered after the release
-    await world.until(lambda: world.deletes)
-    assert set(await world.used()) == {host}, "the machine runs without its allocation"
+    ((cell, build),) = await world.until(lambda: world.builds)
+    assert (cell, build.spec.instance_uuid, build.selections[0].host_uuid) == ("c1", request.instance_uuid, host)
+    assert set(await world.used()) == {host}
 
 
 async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reaches_the_cell(
@@ -115,16 +110,17 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
     assert BuildState.DELETED not in world.states(request.instance_uuid)
 
 
-async def test_a_request_that_has_sent_no_claim_releases_none_however_young_it_is(world: World) -> None:
+async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room, and that of the instance is not announced."""
-    request, host = await running(world, aged=False)
+    monkeypatch.setattr(decisions, "RETRIES", 0)
+    request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
     await world.eventually(lambda: book.row_of(host) is not None)
     await world.ask(request)
-    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
     # A repeated request is answered after what it releases.
     await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
     assert set(await world.used()) == {host}
@@ -132,17 +128,12 @@ async def test_a_request_that_has_sent_no_claim_releases_none_however_young_it_i
 
 @pytest.mark.parametrize("code", ["no_valid_host", "flavor.unknown"])
 async def test_a_delete_of_a_request_that_ended_before_any_look_up_reaches_the_cell(world: World, code: str) -> None:
-    """Its host or its flavor is gone. Nothing is released, however young it is by the database's clock, which may have
-    been set back.
-    """
+    """Its host or its flavor is gone."""
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
     request = world.request(host="c1-0")
     await world.active(request)
-    await forget(world, request.instance_uuid, aged=False)
-    connection = await asyncpg.connect(world.url)
-    await connection.execute("UPDATE placement.consumers SET created_at = created_at + interval '1 hour'")
-    await connection.close()
+    await forget(world, request.instance_uuid)
     await unannounce(world, host)
     again = request if code == "no_valid_host" else structs.replace(request, flavor="no.such")
     await world.ask(again)
@@ -163,7 +154,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     announced = world.hosts["c1"].pop(host)
     await world.scheduler("s2", CONFIG)
     await world.ask(request)
-    assert (await world.ended(request.instance_uuid)).code == "no_valid_host"
+    assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
     for _ in range(2):
         world.events.clear()
         await world.delete(request)
@@ -179,7 +170,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
 
 async def test_a_delete_reaches_the_cell_that_holds_a_later_attempt(world: World) -> None:
     """The cell had taken an alternate before its scheduler's database was set back."""
-    request, host = await running(world, aged=False)
+    request, host = await running(world)
     connection = await asyncpg.connect(world.url)
     await connection.execute("UPDATE placement.consumers SET attempt = 2 WHERE uuid = $1", request.instance_uuid)
     await connection.close()
@@ -226,7 +217,7 @@ async def test_a_delete_that_comes_before_the_release_reaches_the_cell(
 async def test_a_copy_releases_the_claim_of_the_copy_that_came_on_record_before_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client has sent it again a minute later: no cell has the build, and its claim is not an older request's."""
+    """No cell has the build, and its claim is by the run on record."""
     monkeypatch.setattr(decisions, "RETRIES", 1)
     writing = Gate(monkeypatch, SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
@@ -236,13 +227,6 @@ async def test_a_copy_releases_the_claim_of_the_copy_that_came_on_record_before_
     await writing.wait()
     await world.kill("s1")
     del world.hosts["c1"][host]
-    connection = await asyncpg.connect(world.url)
-    minute = 2 * CLOCKS_APART_S
-    await connection.execute("UPDATE scheduler.build_requests SET created_at = created_at - $1", minute)
-    await connection.execute(
-        "UPDATE placement.consumers SET created_at = created_at - make_interval(secs => $1)", minute
-    )
-    await connection.close()
     await world.scheduler("s2", CONFIG)
     await world.add_hosts("c2", 1, **ROOM_FOR_ONE)
     assert (await world.ended(request.instance_uuid)).code == "claim.stranded"
@@ -266,7 +250,7 @@ async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world
     await connection.execute("DELETE FROM scheduler.build_requests WHERE instance_uuid = $1", second)
     await connection.close()
     await world.ask(request)
-    assert (await world.ended(first)).code == "no_valid_host"
+    assert (await world.ended(first)).code == "gang.incomplete"
     await world.ended(second)
     assert set(await world.used()) == set(hosts)
     await world.delete(world.request(instance_uuid=first))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import API
 from bus.consuming.dead_letters import list_dead
@@ -14,16 +15,14 @@ from bus.consuming.outcome import Outcome
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
-from bus.contracts.placement import Release
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.domain import pending
 from scheduler_worker.domain.admission import Admission
-from scheduler_worker.domain.decisions import given_up
+from scheduler_worker.domain.decisions import DecidedBuild, given_up
 from scheduler_worker.domain.pending import CLOCKS_APART_S, PendingBuild
-from scheduler_worker.domain.placed import DecidedBuild
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
@@ -184,7 +183,7 @@ class Planted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
-        self._write, self._release = SchedulingEngine._write, Cancellations._release
+        self._write, self._release = SchedulingEngine._write, Cancellations.release
         self.begun = asyncio.Event()
         self.is_unavailable = True
 
@@ -205,18 +204,18 @@ class Planted:
         async def fails(engine: SchedulingEngine, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
             why, author = Refusal(code="planted", reason=""), engine._circumstances().author
             ends = [(one.pending, given_up(one.pending.request, why, author)) for one in scheduled]
-            decided = [DecidedBuild(pending=one, decision=end, may_hold_claim=True) for one, end in ends]
+            decided = [DecidedBuild(one, replace(end, build=replace(end.build, run=one.run))) for one, end in ends]
             return await self._write(engine, decided)
 
-        async def unanswered(engine: Cancellations, releases: Sequence[Release]) -> Mapping[str, str | None]:
+        async def unanswered(engine: Cancellations, releases: Sequence[PendingBuild]) -> None:
             if releases and self.is_unavailable:
                 self.begun.set()
                 self.is_unavailable = isinstance(error, DatabaseUnavailable)  # any other is met once
                 raise error
-            return await self._release(engine, releases)
+            await self._release(engine, releases)
 
         self._patch.setattr(SchedulingEngine, "_write", fails)
-        self._patch.setattr(Cancellations, "_release", unanswered)
+        self._patch.setattr(Cancellations, "release", unanswered)
 
 
 @pytest.mark.parametrize("step", ["claim", "write", "release"])

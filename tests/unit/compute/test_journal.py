@@ -1,13 +1,16 @@
-"""The journal and what is remembered through it."""
+"""The journal and what is remembered through it: fences, repeats, hosts that were set back."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.clock import SystemClock, new_uuid
@@ -15,12 +18,27 @@ from bus.contracts.cell import ComputeOutcome, ComputeResult
 from bus.faults import Forbidden
 from compute_sim import records as records_module
 from compute_sim.config import ComputeConfig, HostSize
-from compute_sim.domain.attempts import Entry, Phase, destroyed, failed, on_destroy, on_spawn
+from compute_sim.domain.attempts import (
+    DestroyVerdict,
+    Entry,
+    Phase,
+    SpawnVerdict,
+    answer,
+    built,
+    destroyed,
+    failed,
+    on_destroy,
+    on_spawn,
+)
+from compute_sim.driver import Machine
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.journal import MAX_KEPT, MAX_LINE, Journal, JournalInUse, JournalUnusable
 from compute_sim.records import PurgeRow, Records
-from tests.unit.compute.test_agent import Service
+from tests.unit.compute.test_agent import HOSTS, INSTANCES, Scripted, Service, destroy, spawn
+
+# --- the journal and what is remembered through it
+
 
 A = "host-a"
 DEPLOYMENT = "d"
@@ -293,3 +311,211 @@ def test_a_fleet_is_read_back_with_its_machines_and_operators_wishes(tmp_path: P
     resized = again.host(first)
     assert resized is not None and resized.size.vcpus == 3
     again.close()
+
+
+# --- fences and repeats: a table of single steps, and a machine of random ones
+
+
+B, R, F, D, G = Phase.BUILDING, Phase.RUNNING, Phase.FAILED, Phase.DESTROYING, Phase.GONE
+
+
+@pytest.mark.parametrize(
+    ("entry", "attempt", "verdict", "after"),
+    [
+        (None, 1, SpawnVerdict.START, Entry(1, B)),
+        (Entry(1, B), 1, SpawnVerdict.UNDERWAY, Entry(1, B)),
+        (Entry(1, R), 1, SpawnVerdict.REPEAT, Entry(1, R)),
+        (Entry(1, F, code="x"), 1, SpawnVerdict.REPEAT, Entry(1, F, code="x")),
+        (Entry(1, D, fence=1), 1, SpawnVerdict.FENCED, Entry(1, D, fence=1)),
+        (Entry(1, G, fence=3), 2, SpawnVerdict.FENCED, Entry(1, G, fence=3)),
+        (Entry(1, G, fence=3), 4, SpawnVerdict.START, Entry(4, B, fence=3)),
+        (Entry(3, B), 2, SpawnVerdict.SUPERSEDED, Entry(3, B)),
+        (Entry(1, B), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
+        (Entry(1, R), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
+        (Entry(1, F), 2, SpawnVerdict.REPLACE, Entry(2, B, fence=1)),
+        (Entry(1, D, fence=2), 3, SpawnVerdict.REPLACE, Entry(3, B, fence=2)),
+    ],
+)
+def test_spawn(entry: Entry | None, attempt: int, verdict: SpawnVerdict, after: Entry) -> None:
+    assert on_spawn(entry, attempt) == (verdict, after)
+
+
+@pytest.mark.parametrize(
+    ("entry", "attempt", "verdict", "after"),
+    [
+        (None, 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
+        (Entry(1, B), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
+        (Entry(1, R, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
+        (Entry(1, F, code="x"), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1)),
+        (Entry(1, D, fence=1), 1, DestroyVerdict.JOIN, Entry(1, D, fence=1)),
+        (Entry(1, D, fence=1), 2, DestroyVerdict.JOIN, Entry(1, D, fence=2)),
+        (Entry(1, G, fence=1, reported=True), 1, DestroyVerdict.DESTROY, Entry(1, D, fence=1, reported=True)),
+        (Entry(1, G, fence=1, reported=True), 2, DestroyVerdict.DESTROY, Entry(1, D, fence=2)),
+        (Entry(3, R, reported=True), 2, DestroyVerdict.STALE, Entry(3, R, fence=2, reported=True)),
+        (Entry(3, B, fence=2), 1, DestroyVerdict.STALE, Entry(3, B, fence=2)),
+    ],
+)
+def test_destroy(entry: Entry | None, attempt: int, verdict: DestroyVerdict, after: Entry) -> None:
+    assert on_destroy(entry, attempt) == (verdict, after)
+
+
+def test_a_late_end_of_an_attempt_that_is_no_more_changes_nothing() -> None:
+    for entry in (None, Entry(2, B), Entry(1, D, fence=1), Entry(1, G, fence=1), Entry(1, R)):
+        assert built(entry, 1) is None
+        assert failed(entry, 1, "x", "") is None
+    assert destroyed(Entry(2, B, fence=1)) is None
+
+
+class OneHost(RuleBasedStateMachine):
+    """One instance on one host under any mix of commands, against a plain account of what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry: Entry | None = None
+        self.fenced = 0  # highest attempt ever asked to be destroyed
+        self.started: list[int] = []
+        self.ends: dict[int, ComputeOutcome] = {}
+
+    @rule(attempt=st.integers(1, 5))
+    def spawn(self, attempt: int) -> None:
+        verdict, self.entry = on_spawn(self.entry, attempt)
+        if verdict in (SpawnVerdict.START, SpawnVerdict.REPLACE):
+            assert attempt > self.fenced, "a destroyed attempt started"
+            assert attempt not in self.started, "an attempt started twice"
+            assert all(attempt > older for older in self.started), "an older attempt started after a newer one"
+            self.started.append(attempt)
+        if verdict is SpawnVerdict.REPEAT:
+            assert answer(self.entry) == (attempt, self.ends[attempt]), "another answer than the first time"
+
+    @rule(attempt=st.integers(1, 5))
+    def destroy(self, attempt: int) -> None:
+        before = self.entry
+        verdict, self.entry = on_destroy(self.entry, attempt)
+        self.fenced = max(self.fenced, attempt)
+        if verdict is DestroyVerdict.STALE:
+            assert before is not None and before.attempt > attempt
+            assert (self.entry.attempt, self.entry.phase) == (before.attempt, before.phase)
+        if before is not None and before.phase is G:
+            assert verdict is DestroyVerdict.DESTROY, "what is ordered again is looked for again"
+
+    @rule(works=st.booleans(), attempt=st.integers(1, 5))
+    def end(self, works: bool, attempt: int) -> None:
+        after = built(self.entry, attempt) if works else failed(self.entry, attempt, "no", "")
+        if after is not None:
+            assert attempt not in self.ends
+            self.ends[attempt] = ComputeOutcome.ACTIVE if works else ComputeOutcome.FAILED
+            self.entry = after
+
+    @rule()
+    def cleared(self) -> None:
+        self.entry = destroyed(self.entry) or self.entry
+
+    @invariant()
+    def fence_is_kept(self) -> None:
+        if self.entry is not None:
+            assert self.entry.fence >= self.fenced
+            if self.entry.phase in (B, R, F):
+                assert self.entry.attempt > self.fenced
+
+
+OneHost.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestOneHost = OneHost.TestCase
+
+
+# --- a service starts over hosts that were set back while it was stopped: what it had destroyed runs again
+
+
+KEY = (HOSTS[0], INSTANCES[0])
+
+
+class LeavesMachines(Scripted):
+    """Hosts whose manager reports that their machines are gone, while the marks stay: nothing is done about them."""
+
+    left = False
+
+    async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
+        """As marked."""
+        found = await super().list(hosts)
+        return {host: [replace(one, left=self.left) for one in machines] for host, machines in found.items()}
+
+    async def destroy(self, host_uuid: str, instance_uuid: str, attempt: int, deployment: str | None) -> None:
+        """It changes nothing."""
+        self.destroys += 1
+
+
+@pytest.mark.parametrize("phase", ["destroyed", "replaced and destroyed"])
+async def test_what_was_destroyed_and_runs_again_is_destroyed_at_the_start(phase: str) -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    last = 1 if phase == "destroyed" else 2
+    if last == 2:
+        service.agent.take([spawn(0, attempt=2)])
+        await service.rest()
+    service.agent.take([destroy(0, attempt=last)])
+    await service.rest()
+    assert not driver.machines
+    driver.machines[KEY] = 1  # the host's disk is what it was
+    again = Service(driver, service.records)
+    await again.agent.resume()
+    await again.rest()
+    assert not driver.machines
+    assert [(result.attempt, result.outcome) for result in again.results] == [(last, ComputeOutcome.DESTROYED)]
+
+
+async def test_a_newer_machine_than_what_was_destroyed_stays() -> None:
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0), destroy(0), spawn(0, attempt=2)])
+    await service.rest()
+    assert driver.machines == {KEY: 2}
+    again = Service(driver, service.records)
+    await again.agent.resume()
+    await again.rest()
+    assert driver.machines == {KEY: 2}
+
+
+async def test_a_machine_that_is_left_as_it_is_counts_as_leaving_once_its_attempt_is_fenced() -> None:
+    """Seed 1094: an operator cleared `instance_uuid` alone; each report had both conductors order its destruction."""
+    driver = LeavesMachines()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.left = True
+
+    async def leaving() -> list[bool]:
+        return [one.destroying for one in (await service.survey.running())[HOSTS[0]]]
+
+    assert await leaving() == [False], "no client has asked for its end"
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert driver.machines == {KEY: 1} and await leaving() == [True]
+    assert [result.outcome for result in service.results][-1] is ComputeOutcome.DESTROYED
+    driver.machines[KEY] = 2
+    assert await leaving() == [False], "a newer one than its fence"
+    driver.machines[KEY] = 1
+    destroys_before = driver.destroys
+    again = Service(driver, service.records)
+    await again.agent.resume()
+    await again.rest()
+    assert driver.destroys == destroys_before, "nor is it destroyed with each start"
+
+
+async def test_what_appears_after_its_destruction_is_destroyed_when_that_is_ordered_again() -> None:
+    """Ironic carried out the request that takes a node seconds after its answer was given up."""
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    service.agent.take([spawn(0)])
+    await service.rest()
+    service.agent.take([destroy(0)])
+    await service.rest()
+    driver.machines[KEY] = 1
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert not driver.machines
+    assert [result.outcome for result in service.results[1:]] == [ComputeOutcome.DESTROYED] * 2

@@ -1,4 +1,4 @@
-"""The load generator's arithmetic, and that it never forgives itself for being late."""
+"""The load generator: its plans and traces, its arithmetic, and that it never forgives itself for being late."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import asyncio
 import contextlib
 import itertools
 import random
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from berth.client import Track
-from berth.load import LoadPlan, LoadRun, draw_requests, percentiles, run_load, sampler, sum_up
-from berth.load.plan import draw
-from berth.load.record import decode, encode
+from berth.commands.as_toml import as_toml
+from berth.commands.load import differing
+from berth.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
+from berth.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
+from berth.load.plan import arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
+from berth.load.record import Operations, decode, encode
 from berth.load.session import recorded
+from berth.load.totals import knee
+from berth.load.trace import Shape, TraceRequest, read_requests, read_trace
+from berth.settings import read_settings
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, Stamps
+from compute_sim.domain.hosts import plan_hosts, tree
+from scheduler_worker.config import DEFAULT_FLAVORS
+from scheduler_worker.domain.flavor_parser import parse
 from tests.unit.front.world import ClientWorld
+
+# --- the load generator's arithmetic, and that it never forgives itself for being late
 
 
 def test_percentiles_are_nearest_ranks() -> None:
@@ -266,3 +279,231 @@ async def test_a_cancellation_that_gets_lost_does_not_keep_a_run_sampling_for_ev
     done, _ = await asyncio.wait({running}, timeout=60)
     running.cancel()
     assert done and running.result().totals.outcomes == {"active": 30}
+
+
+# --- the definition of a load: arrivals of every mode, mixes by short names, ramps, traces, and where a ramp bends
+
+
+MIX = {"f": 1.0}
+
+
+def times(plan: LoadPlan) -> list[float]:
+    return [arrival.at_s for arrival in arrivals(plan, random.Random(1))]
+
+
+def test_a_constant_rate_is_evenly_spaced_and_a_burst_is_at_once() -> None:
+    assert times(LoadPlan(boots=4, mix=MIX, rate_per_s=10.0)) == [0.0, 0.1, 0.2, 0.3]
+    assert times(LoadPlan(boots=3, mix=MIX)) == times(LoadPlan(boots=3, mix=MIX, concurrency=2)) == [0.0] * 3
+
+
+@pytest.mark.parametrize(("low", "high"), [(10.0, 50.0), (50.0, 10.0), (0.0, 20.0), (20.0, 0.0), (30.0, 30.0)])
+def test_a_ramp_changes_its_rate_evenly(low: float, high: float) -> None:
+    boots = ramp_boots(low, high, 10.0)
+    found = times(LoadPlan(boots=boots, mix=MIX, ramp_from_per_s=low, rate_per_s=high, ramp_s=10.0))
+    assert found == sorted(found) and found[0] == 0.0 and 8.5 < found[-1] <= 10.0 + 1e-6
+    half = sum(at < 5.0 for at in found)
+    assert half == pytest.approx((3 * low + high) / 8 * 10, abs=2), "the area under the first half of the line"
+
+
+def test_phases_follow_each_other_without_a_gap() -> None:
+    phases = ((10.0, 1.0), (100.0, 0.5), (4.0, 2.0))
+    assert phase_boots(phases) == 68
+    found = times(LoadPlan(boots=68, mix=MIX, phases=phases))
+    assert found == sorted(found)
+    assert [sum(a <= at < b for at in found) for a, b in ((0.0, 1.0), (1.0, 1.5), (1.5, 3.5))] == [10, 50, 8]
+
+
+def test_churn_is_the_share_that_is_deleted_again() -> None:
+    drawn = list(arrivals(LoadPlan(boots=2000, mix=MIX, churn=0.25), random.Random(3)))
+    assert 0.2 < sum(arrival.lifetime_s == 0.0 for arrival in drawn) / 2000 < 0.3
+    assert not any(a.lifetime_s is not None for a in arrivals(LoadPlan(boots=50, mix=MIX), random.Random(3)))
+
+
+def test_short_names_and_metal_in_a_mix() -> None:
+    flavors = list(DEFAULT_FLAVORS)
+    assert parse_mix("small=8,large=2,metal=1", flavors) == {
+        "m1.small": 8.0, "m1.large": 2.0, "bm.gold": 0.5, "bm.silver": 0.5,
+    }  # fmt: skip
+    assert parse_mix("gold, gpu.small=2", flavors) == {"bm.gold": 1.0, "gpu.small": 2.0}
+    assert parse_mix("unheard-of=1", flavors) == {"unheard-of": 1.0}, "the scheduler refuses it, with its code"
+    with pytest.raises(PlanError, match=r"a\.x or b\.x"):
+        parse_mix("x=1", ["a.x", "b.x"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "5", "1..2", "1/2", "a..b/3", "1..2/0", "0..0/5", "-1..5/3", "1..inf/3", "1..2/nan"]
+)
+def test_what_is_no_ramp_is_refused(text: str) -> None:
+    with pytest.raises(PlanError) as fault:
+        parse_ramp(text)
+    assert fault.value.code == "load.ramp"
+
+
+@pytest.mark.parametrize("text", ["1e308..1e308/1", "1e200..0/1e-300", "1..1e6/1e6"])
+def test_a_ramp_without_a_step_is_refused(text: str) -> None:
+    with pytest.raises(PlanError) as fault:
+        ramp_boots(*parse_ramp(text))
+    assert fault.value.code == "load.ramp"
+
+
+def test_a_ramp_is_read() -> None:
+    assert parse_ramp("100..4000/60") == (100.0, 4000.0, 60.0)
+
+
+SHAPES = {"s": Shape(1, 1024), "l": Shape(8, 16_384), "g": Shape(4, 8_192, 1.0)}
+HEAD = "name,cpu_milli,memory_mib,num_gpu,gpu_milli,creation_time,deletion_time\n"
+
+
+def trace(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_trace_is_replayed_in_order_faster_and_with_its_deletions(tmp_path: Path) -> None:
+    rows = "b,900,1000,0,0,140,999\na,1000,2000,0,0,100,120\nc,64000,1,0,0,160,\nd,1,1,1,500,150,150\n"
+    found = read_trace(trace(tmp_path, HEAD + rows), SHAPES, speed=10.0)
+    assert [(a.at_s, a.flavor, a.lifetime_s) for a in found] == [
+        (0.0, "l", 2.0),
+        (4.0, "s", None),  # deleted after the last arrival: left alone
+        (5.0, "g", 0.0),
+        (6.0, "l", None),  # nothing covers it: the largest
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("", "lacks the column cpu_milli"),
+        ("name,cpu_milli,creation_time\n", "lacks the column memory_mib"),
+        (HEAD, "has no requests"),
+        (HEAD + "a,much,1,0,0,1,2\n", "line 2: not a request"),
+        (HEAD + "a,1,1,0,0,nan,2\n", "line 2: not a request"),
+        (HEAD + "a,1\n", "line 2: not a request"),
+        (HEAD + "a,1,1,0,0," + "9" * 200_000 + ",2\n", "not a"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence) as fault:
+        read_trace(trace(tmp_path, text), SHAPES, speed=1.0)
+    assert fault.value.code == "load.trace"
+
+
+def ramped(bend_s: float) -> Operations:
+    """A ramp 10..100 over 60 s whose latency is 10 ms until `bend_s` and grows by 100 ms a second after it."""
+    plan = LoadPlan(boots=ramp_boots(10.0, 100.0, 60.0), mix=MIX, ramp_from_per_s=10.0, rate_per_s=100.0, ramp_s=60.0)
+    at = times(plan)
+    late = [0.010 + max(0.0, when - bend_s) * 0.1 for when in at]
+    many = len(at)
+    return Operations(
+        flavors=["f"], kinds=["vm"], codes=[""], cells=[""], hosts=[""], instance_uuid=[str(n) for n in range(many)],
+        intended_s=at, sent_s=list(at), accepted_s=list(at),
+        ended_s=[when + more for when, more in zip(at, late, strict=True)], outcome=[0] * many, flavor=[0] * many,
+        code=[0] * many, cell=[0] * many, host=[0] * many, attempts=[1] * many, conflicts=[0] * many, again=[0] * many,
+    )  # fmt: skip
+
+
+def test_the_knee_is_where_the_median_leaves_its_calm() -> None:
+    found = knee(ramped(40.0), 60.0)
+    assert found["rate_per_s"] == pytest.approx(70.0, abs=5) and found["calm_p50_ms"] == pytest.approx(10.0)
+    assert "rate_per_s" not in knee(ramped(999.0), 60.0), "not reached"
+    assert knee(Operations(), 60.0) == {}
+    steps = list(itertools.pairwise([knee(ramped(bend), 60.0)["rate_per_s"] for bend in (10.0, 25.0, 40.0)]))
+    assert all(earlier < later for earlier, later in steps)
+
+
+# --- a real cluster's files as settings: hosts and flavors that are just theirs
+
+
+HOSTS = (
+    "sn,cpu_milli,memory_mib,gpu,model\na,32000,262144,0,\nb,96000,393216,2,G2\nc,32000,262144,0,\nd,8000,4096,1,t4\n"
+)
+REQUESTS = (
+    "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,creation_time,deletion_time\n"
+    "p,3152,5600,1,810,,100,160\n"
+    "q,12000,16384,2,1000,T4|G2,120,999\n"
+    "r,500,100,0,0,G2,140,150\n"
+    "s,3152,5600,1,810,,200,300\n"
+)
+
+
+def written(tmp_path: Path, name: str, text: str) -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_hosts_and_flavors_are_those_of_the_files_after_a_round_trip_through_a_settings_file(tmp_path: Path) -> None:
+    hosts = read_hosts(written(tmp_path, "hosts.csv", HOSTS))
+    path = written(tmp_path, "requests.csv", REQUESTS)
+    made = settings_like(hosts, read_requests(path))
+    settings = read_settings(written(tmp_path, "like.toml", as_toml(differing(made))), {})
+    assert settings == made
+
+    plans = plan_hosts(settings.compute, "cell1", "cell1-c1")
+    kinds = Counter((plan.size.vcpus, plan.size.memory_mb, len(plan.devices)) for plan in plans)
+    assert kinds == {(32000, 262144, 0): 2, (96000, 393216, 2): 1, (8000, 4096, 1): 1}
+    gpus = [provider for plan in plans for provider in tree(plan, plan.size, enabled=True)[1:]]
+    assert [gpu.inventories[GPU_CLASS].total for gpu in gpus] == [1000] * 3
+    assert {gpu.traits for gpu in gpus} == {("CUSTOM_GPU_MODEL_G2",), ("CUSTOM_GPU_MODEL_T4",)}
+
+    flavors = settings.scheduler.flavors
+    arrivals = read_trace(path, {name: Shape(one.vcpus, one.memory_mb) for name, one in flavors.items()}, speed=10.0)
+    assert [one.flavor for one in arrivals] == [
+        "trace.3152m-5600M-1x810", "trace.12000m-16384M-2x1000-G2-T4", "trace.500m-100M", "trace.3152m-5600M-1x810",
+    ]  # fmt: skip
+    assert {one.flavor for one in arrivals} == set(flavors)
+    query = parse("q", flavors["trace.12000m-16384M-2x1000-G2-T4"]).query
+    assert query.resources == {"VCPU": 12000, "MEMORY_MB": 16384} and query.group_policy == "isolate"
+    assert [dict(group.resources) for group in query.groups] == [{GPU_CLASS: 1000}] * 2
+
+
+def test_without_deletes_the_fleet_fills_up(tmp_path: Path) -> None:
+    path = written(tmp_path, "requests.csv", REQUESTS)
+    shapes = {"m": Shape(99, 99_999, 9.0)}
+    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0)] == [6.0, None, 1.0, None]
+    assert [a.lifetime_s for a in read_trace(path, shapes, speed=10.0, deletes=False)] == [None] * 4
+
+
+def test_a_trace_begins_later_with_what_was_there_then(tmp_path: Path) -> None:
+    path = written(tmp_path, "requests.csv", REQUESTS)
+    shapes = {"m": Shape(99, 99_999, 9.0)}
+    found = read_trace(path, shapes, speed=1.0, skip_s=55.0)
+    assert [(a.at_s, a.lifetime_s) for a in found] == [(0.0, 5.0), (0.0, None), (45.0, None)], "r had gone at 150"
+    with pytest.raises(PlanError, match="nothing arrives"):
+        read_trace(path, shapes, speed=1.0, skip_s=100.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sn,cpu_milli\na,1\n", "lacks the column memory_mib"),
+        ("cpu_milli,memory_mib\n", "has no hosts"),
+        ("cpu_milli,memory_mib,gpu,model\n1000,100,1,\n", "line 2: not a host: '' is no model"),
+        ("cpu_milli,memory_mib,gpu,model\n1000,100,1,a b\n", "line 2: not a host"),
+        ("cpu_milli,memory_mib\n1000,100\n1e300,1\n", "line 3: not a host"),
+        ("cpu_milli,memory_mib\n0,1\n", "line 2: not a host"),
+        ("cpu_milli,memory_mib,gpu,model\n1,1,65,x\n", "line 2: not a host"),
+        ("cpu_milli,memory_mib\n" + "".join(f"{n},1\n" for n in range(1, 66)), "65 kinds of hosts"),
+    ],
+)
+def test_what_are_no_hosts_is_refused(tmp_path: Path, text: str, sentence: str) -> None:
+    with pytest.raises(PlanError, match=sentence) as fault:
+        read_hosts(written(tmp_path, "hosts.csv", text))
+    assert fault.value.code == "load.hosts"
+
+
+def test_a_request_for_more_gpus_than_groups_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "r.csv", "cpu_milli,memory_mib,num_gpu,creation_time\n1,1,17,0\n")
+    with pytest.raises(PlanError, match="17 GPUs"):
+        settings_like(Counter({HostKind(1, 1): 1}), read_requests(path))
+
+
+def test_one_gpu_model_is_required_and_several_are_any_of_them() -> None:
+    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2",))).extra_specs == {
+        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:CUSTOM_GPU_MODEL_G2": "required",
+    }  # fmt: skip
+    assert flavor_of(TraceRequest(1, 1, 1, 300, ("G2", "T4"))).extra_specs == {
+        "resources1:CUSTOM_GPU_MILLI": "300", "trait1:in:CUSTOM_GPU_MODEL_G2,CUSTOM_GPU_MODEL_T4": "required",
+    }  # fmt: skip
+    assert flavor_of(TraceRequest(7, 9)).extra_specs == {}

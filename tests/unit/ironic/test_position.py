@@ -1,16 +1,36 @@
-"""Positions under any interleaving of changes, notifications and reads that overtake each other."""
+"""Positions under any interleaving, one writer after another, lost and overtaken events."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import random
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.placement import Inventory, InventoryOutdated, InventoryUpdate, ProviderReport
+from bus.memory import MemoryTransport
+from bus.port import BusUnavailable
 from ironic_sync.domain import position as step
-from ironic_sync.domain.node import Node, parse_node
+from ironic_sync.domain.effect import Effect
+from ironic_sync.domain.node import Node, Unreadable, parse_node
 from ironic_sync.domain.position import Position, Timing
 from ironic_sync.domain.rules import place, reserved
+from ironic_sync.source.port import SourceUnavailable
+from ironic_sync.sync_state import SyncState
+from tests.unit.ironic.world import FREE, INSTANCE, NODE, OTHER, Nodes, World, notification, turns, world
+from tests.unit.ironic.world import FREE as FREE_NODE
+from tests.unit.ironic.world import reserved as reserved_in
+
+# --- positions under any interleaving of changes, notifications and reads that overtake each other
+
 
 UUID = "8296eb22-b44b-4cba-95b1-3a66b31189a4"
 TIMING = Timing()
@@ -117,3 +137,329 @@ def test_waits_for_a_transient_node_double_up_to_a_bound() -> None:
         now = position.due_at
     assert waits[:4] == [1.0, 2.0, 4.0, 8.0]
     assert max(waits) == waits[-1] == TIMING.transient_retry_max_s
+
+
+# --- one writer after another: taking over, starting again, telling again, forgetting
+
+
+async def test_a_second_process_waits_and_takes_over_with_newer_versions() -> None:
+    nodes, here = world()
+    second = World(nodes, positions=here.positions)
+    second.broker, second.clock = here.broker, here.clock
+    second.transport = MemoryTransport(here.broker, "second")
+    second.ironic = MemoryTransport(here.broker, "also ironic")
+    second.book = here.book
+    second.loop = second.make_loop()
+    async with here.running():
+        await here.settle()
+        async with second.running():
+            await turns()
+            assert (here.loop.is_leader, second.loop.is_leader) == (True, False)
+            assert second.loop.healthy
+            versions = dict(here.book.versions)
+            here.positions.depose()
+            nodes.put(maintenance=True)
+            await here.notify(notification("node.maintenance_set.end", maintenance=True))
+            for _ in range(10):
+                await turns()
+                here.clock.advance()
+            assert (here.loop.is_leader, second.loop.is_leader) == (False, True)
+            assert reserved_in(here) == 1
+            assert here.book.versions[NODE] > versions[NODE]
+
+
+async def test_a_deposed_writer_publishes_nothing_more() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        here.positions.depose()
+        held = here.positions.become_leader()
+        async with held:
+            count = len(here.book.updates)
+            nodes.put(maintenance=True)
+            await here.notify(notification("node.maintenance_set.end", maintenance=True))
+            await turns(200)
+            assert len(here.book.updates) == count
+            assert not here.loop.is_leader
+            assert await here.transport.depth(here.config.queue) == 1, "the notification is left to the next writer"
+
+
+async def test_a_restart_publishes_everything_again_with_newer_versions() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+    before = dict(here.book.versions)
+    again = World(nodes, positions=here.positions)
+    again.clock.now = here.clock.now - 1000  # even with a clock that went back
+    async with again.running():
+        await again.settle()
+        assert again.book.versions[NODE] > before[NODE]
+
+
+async def test_what_was_saved_and_not_published_is_published_at_the_next_start() -> None:
+    nodes, here = world()
+    async with here.running():
+        await here.settle()
+        here.book.fault = BusUnavailable("unavailable")
+        nodes.put(maintenance=True)
+        await here.notify(notification("node.maintenance_set.end", maintenance=True))
+        await turns()
+    again = World(nodes, positions=here.positions)
+    nodes.fault = SourceUnavailable("and Ironic is unavailable too")
+    async with again.running():
+        await turns()
+        assert reserved_in(again) == 1
+
+
+async def test_an_offer_is_not_published_again_on_a_read_that_an_event_has_overtaken() -> None:
+    """A new writer publishes everything again: what it has yet to read again waits for that read."""
+
+    class SlowReads(Nodes):
+        """The list is answered, and a read of one node takes longer."""
+
+        answers = asyncio.Event()
+
+        async def get_node(self, uuid: str) -> Node | Unreadable | None:
+            await self.answers.wait()
+            return await super().get_node(uuid)
+
+    nodes = SlowReads()
+    nodes.put()
+    here = World(nodes)
+    async with here.running():
+        await here.settle()
+        assert reserved_in(here) == 0
+    again = World(nodes, positions=here.positions)
+    nodes.gate.clear()
+    async with again.running():
+        await turns()
+        assert nodes.lists == 2  # under way, with the node as it still is
+        nodes.put(maintenance=True)  # and this goes unsaid
+        await again.notify(notification("node.power_set.end"))
+        await turns()
+        nodes.gate.set()
+        await turns()
+        nodes.answers.set()
+        await again.settle()
+        assert [update.providers[0].inventories["CUSTOM_GOLD"].reserved for update in again.book.updates] == [1]
+
+
+async def test_all_is_published_again_at_intervals() -> None:
+    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0)
+    async with here.running():
+        await here.settle()
+        assert len(here.book.updates) == 1
+        await here.pass_time(200)
+        assert len(here.book.updates) == 1
+        await here.pass_time(200)
+        assert len(here.book.updates) == 2
+        first, second = here.book.updates
+        assert isinstance(second, InventoryUpdate)
+        assert (second.providers, second.version > first.version) == (first.providers, True)
+        assert 5 <= nodes.lists <= 9
+
+
+async def test_that_a_node_is_gone_is_published_again_too() -> None:
+    """Removed while it was in use it stayed in the book, without capacity: only a later word lets go of it."""
+    nodes, here = world(resync_interval_s=60.0, republish_interval_s=300.0, removed_retention_s=1000.0)
+    async with here.running():
+        await here.settle()
+        nodes.nodes.clear()
+        here.loop.read_all()
+        await here.settle()
+        first = here.book.updates[-1]
+        assert not first.providers
+        await here.pass_time(500)
+        second = here.book.updates[-1]
+        assert (second.providers, second.version > first.version) == ((), True)
+    again = World(nodes, positions=here.positions, removed_retention_s=1000.0)
+    again.clock.now = here.clock.now
+    async with again.running():
+        await again.settle()
+        assert [update.providers for update in again.book.updates] == [()], "and by the next writer"
+        await again.pass_time(5000)
+        assert not again.positions.positions
+
+
+async def test_removed_nodes_are_forgotten_after_a_while() -> None:
+    nodes, here = world(removed_retention_s=1000.0, republish_interval_s=500.0)
+    async with here.running():
+        await here.settle()
+        nodes.nodes.clear()
+        here.loop.read_all()
+        await here.settle()
+        assert list(here.positions.positions) == [NODE]
+        await here.pass_time(2000)
+        assert not here.positions.positions
+        assert here.loop.sync_state is not None
+        assert not here.loop.sync_state.positions
+
+
+async def test_a_process_whose_clock_is_behind_goes_on_above_what_the_book_has() -> None:
+    """Seed 1210: positions were lost, and the process before had a clock that was minutes ahead: all that was published
+    counted for older until its clock had passed."""
+    _, here = world()
+    async with here.running():
+        await here.settle()
+        version = here.book.versions[NODE]
+        ahead = version + 10**12
+        for known in (version - 5, ahead, 2**62):
+            outdated = InventoryOutdated(source="ironic", root_uuid=NODE, version=known)
+            await here.loop.outdated([Received(outdated, Meta(id="m"), "api", "ironic.outdated.test")])
+            await here.settle()
+            assert (here.book.versions[NODE] > ahead) is (known >= ahead), known
+        assert here.book.versions[NODE] < 2 * ahead, "what leaves no room is not followed"
+
+
+# --- a node that Ironic shows as free is offered within one read of all nodes, whatever was announced before or lost
+
+
+RESYNC_S = 60.0
+ONE_READ_S = RESYNC_S * 1.1 + 5  # its jitter, and the retry of a read that failed
+STEPS = 40
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"power_state": None, "maintenance": True},  # as after a power failure
+    {"power_state": None},  # recovered, and read as it was noted: Ironic announces nothing
+    {"power_state": "error"},
+    {"maintenance": True},
+    {"provision_state": "deploying", "instance_uuid": INSTANCE},
+    {"provision_state": "active", "instance_uuid": INSTANCE},
+    {"provision_state": "cleaning"},
+    {"provision_state": "clean failed", "maintenance": True},
+    {},
+)
+EVENTS_EVENTS = (
+    "node.power_state_corrected.success",
+    "node.provision_set.start",
+    "node.provision_set.end",
+    "node.provision_set.error",
+    "node.update.start",
+    "node.update.end",
+    "node.maintenance_set.end",
+)
+
+
+class History:
+    """Changes of two nodes; of what they announce some is lost, some is late, some comes twice."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.nodes, self.world = world(resync_interval_s=RESYNC_S)
+        self.nodes.put(OTHER)
+        self.late: list[bytes] = []
+
+    async def happen(self) -> None:
+        for _ in range(STEPS):
+            node = self.rng.choice((NODE, OTHER))
+            self._change(node)
+            await self._announce(node)
+            await self._disturb()
+
+    def _change(self, node: str) -> None:
+        self.nodes.put(node, **{**FREE, **self.rng.choice(CHANGES)})
+
+    async def _announce(self, node: str) -> None:
+        seen = {name: value for name, value in self.nodes.nodes[node].items() if name in FREE}
+        seen.pop("resource_class")
+        body = notification(self.rng.choice(EVENTS_EVENTS), node, **seen)
+        match self.rng.choice(("lost", "late", "once", "twice")):
+            case "late":
+                self.late.append(body)
+            case "once":
+                await self.world.notify(body)
+            case "twice":
+                await self.world.notify(body)
+                await self.world.notify(body)
+            case _:
+                pass
+        if self.late and self.rng.random() < 0.3:
+            await self.world.notify(self.late.pop(self.rng.randrange(len(self.late))))
+
+    async def _disturb(self) -> None:
+        """Reads take their time, or fail; time passes."""
+        if self.rng.random() < 0.3:
+            self.nodes.gate.clear()
+            await turns(self.rng.randrange(20))
+            return
+        self.nodes.fault = SourceUnavailable("down") if self.rng.random() < 0.2 else None
+        self.nodes.gate.set()
+        await turns(self.rng.randrange(20))
+        if self.rng.random() < 0.3:
+            self.world.clock.advance(self.world.clock.now + self.rng.uniform(0, 3))
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_free_node_is_offered_within_one_read_of_all(seed: int) -> None:
+    history = History(seed)
+    async with history.world.running():
+        await history.world.settle()
+        await history.happen()
+        for node in (NODE, OTHER):
+            history.nodes.put(node, **FREE)  # and nothing is announced
+        for body in history.late:
+            await history.world.notify(body)  # older than that
+        history.nodes.fault = None
+        history.nodes.gate.set()
+        await history.world.pass_time(ONE_READ_S)
+        assert [reserved_in(history.world, node) for node in (NODE, OTHER)] == [0, 0]
+
+
+# --- a node that Ironic did not have, and of which an event came while that answer was on its way
+
+
+OVERTAKEN_FREE = parse_node({"uuid": UUID, **FREE_NODE})
+FAR = 1e10
+REPORTED = ProviderReport(uuid=UUID, name=UUID, inventories={"CUSTOM_X": Inventory(total=1)})
+
+
+@pytest.mark.parametrize(("notified_seq", "removed"), [(4, True), (6, False)])
+def test_a_404_that_was_overtaken_by_a_notification_takes_nothing_out(notified_seq: int, *, removed: bool) -> None:
+    """Deleted and created again while the read was under way: it is read again at once, and stays in the book."""
+    before = Position(uuid=UUID, version=3, report=REPORTED, notified_seq=notified_seq, read_seq=2)
+    after = step.apply_removed(before, seq=5, now=1000.0)
+    assert (after.report is None) is removed
+    assert (after.version > before.version) is removed
+    assert after.due_at == (None if removed else 1000.0)
+
+
+def test_a_404_of_an_older_read_than_the_last_changes_nothing() -> None:
+    before = Position(uuid=UUID, version=3, report=REPORTED, read_seq=7)
+    assert step.apply_removed(before, seq=5, now=1000.0) is before
+
+
+def state() -> SyncState:
+    return SyncState({}, {}, clock=SystemClock(), timing=Timing(), max_nodes=10)
+
+
+async def test_a_node_with_a_read_in_flight_is_not_purged() -> None:
+    """A removed node is named by a notification, and created again; an older answer about it must not offer it."""
+    kept = state()
+    kept.apply_notification(Effect(read=UUID), "first")
+    assert kept.pop_due(FAR) == UUID
+    with kept.read_in_flight() as seq:
+        kept.apply_notification(Effect(read=UUID, reserve_all=True), "second")
+        assert kept.pop_due(FAR) == UUID
+        kept.purge(FAR)
+        kept.apply_read(OVERTAKEN_FREE, seq=seq)
+        position = kept.positions[UUID]
+    assert position.report is None and position.due_at is not None  # it is read again first
+    kept.positions[UUID] = replace(position, due_at=None)
+    kept.purge(FAR)
+    assert kept.positions == {}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_the_removal_of_an_unreported_node_is_known_until_older_answers_have_come(*, listed: bool) -> None:
+    """A page of a list was on its way when Ironic answered that it has no such node."""
+    kept = state()
+    with contextlib.ExitStack() as pages:
+        page = pages.enter_context(kept.read_in_flight()) if listed else None
+        kept.apply_notification(Effect(read=UUID), "created")
+        assert kept.pop_due(FAR) == UUID
+        with kept.read_in_flight() as seq:
+            kept.apply_removed(UUID, seq=seq)
+        if page is not None:
+            kept.apply_read(OVERTAKEN_FREE, seq=page)
+            assert kept.positions[UUID].report is None
+    kept.purge(FAR)
+    assert kept.positions == {}  # a made-up uuid leaves nothing behind

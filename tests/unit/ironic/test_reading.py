@@ -15,9 +15,7 @@ from ironic_sync.reader import LIST_FROM, READS_A_SECOND
 from ironic_sync.source.port import SourceUnavailable
 from ironic_sync.sync_state import UNREADABLE
 from ironic_sync.waiting import event_or_time
-from tests.unit.ironic.nodes import INSTANCE, NODE, OTHER, Nodes, notification, reserved, turns, world
-from tests.unit.ironic.test_notification import body
-from tests.unit.ironic.world import World
+from tests.unit.ironic.world import INSTANCE, NODE, OTHER, Nodes, World, body, notification, reserved, turns, world
 
 PATIENCE_S = 60.0
 

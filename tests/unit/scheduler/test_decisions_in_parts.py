@@ -261,7 +261,7 @@ async def test_item_16_rows_are_made_so_many_a_turn(monkeypatch: pytest.MonkeyPa
     steps = Turns(monkeypatch, (rows, "_insert_row"), (rows, "_decide_row"))
     async with steps.counting():
         inserted, written = await rows.insert_columns(builds), await rows.decide_columns(decided)
-    assert [len(column) for column in inserted] == [BATCH] * 14 and len(written[0]) == BATCH
+    assert [len(column) for column in inserted] == [BATCH] * 15 and len(written[0]) == BATCH
     assert list(inserted[0]) == list(written[0]) == [one.build.instance_uuid for one in builds]
     for name in ("_insert_row", "_decide_row"):
         assert steps.total(name) == BATCH and steps.most(name) <= rows.ROWS_AT_ONCE

@@ -10,9 +10,9 @@ from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.decisions import may_hold_claim
 from scheduler_worker.domain.deletes import (
     DELETE_RETRIES,
+    KeptAllocation,
     PendingDelete,
     pending_delete,
     plan_deletes,
@@ -20,8 +20,6 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.placement import ClaimsContended, PlacementRefused
-from scheduler_worker.domain.selector import NoValidHost
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AUTHOR = Author("scheduler", 7.0)
@@ -33,7 +31,11 @@ def requested(position: int = 0, *, project: str = "p", delivery: int = 0) -> Pe
 
 
 def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
-    return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell)
+    return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, run="mine")
+
+
+def kept_by(run: str, cell: str | None = "c1", attempt: int = 1) -> dict[str, KeptAllocation]:
+    return {UUID: KeptAllocation(run, attempt, cell)}
 
 
 @pytest.mark.parametrize(
@@ -61,24 +63,29 @@ def test_a_delete_by_the_state_of_its_build(
     ("kept", "after", "message"),
     [
         ({}, BuildState.DELETED, BuildEvent),
-        ({UUID: "c1"}, BuildState.DELETING, CellDelete),
+        (kept_by("mine"), BuildState.DELETED, BuildEvent),  # it is being released
+        (kept_by("mine", attempt=2), BuildState.DELETING, CellDelete),  # only its cell makes it
+        (kept_by("another"), BuildState.DELETING, CellDelete),
+        (kept_by(""), BuildState.DELETING, CellDelete),
     ],
 )
 def test_a_delete_of_a_build_without_a_cell_depends_on_what_its_instance_holds(
-    state: BuildState, kept: dict[str, str | None], after: BuildState, message: type
+    state: BuildState, kept: dict[str, KeptAllocation], after: BuildState, message: type
 ) -> None:
     build = recorded(state)
     queried = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
     assert (len(queried.unbuilt), queried.outcomes, queried.updates, queried.messages) == (2, {}, [], [])
     plan = plan_deletes(queried.unbuilt, {UUID: build}, AUTHOR, kept)
     assert sorted(plan.outcomes) == [0, 1] and plan.accepted == {UUID}
-    assert [(update.build.state, update.build.cell) for update in plan.updates] == [(after, kept.get(UUID))]
+    assert [(update.build.state, update.build.cell) for update in plan.updates] == [
+        (after, "c1" if message is CellDelete else None)
+    ]
     assert [type(one.message) for one in plan.messages] == [message]
 
 
 def test_a_delete_is_refused_while_it_is_not_known_which_cell_has_the_instance() -> None:
     build = replace(recorded(BuildState.FAILED), terminal=True, code="no_valid_host")
-    plan = plan_deletes([requested()], {UUID: build}, AUTHOR, {UUID: None})
+    plan = plan_deletes([requested()], {UUID: build}, AUTHOR, kept_by("another", None))
     (message,) = plan.messages
     assert isinstance(message.message, BuildEvent)
     assert (message.message.state, message.message.sequence) == (BuildState.REFUSED, 0)
@@ -109,22 +116,9 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
     assert refuse_unknown(late.unknown, (), AUTHOR) == ({}, []), "its build came in this moment"
 
 
-def test_a_claim_may_be_held_once_placement_got_a_claim() -> None:
-    assert not may_hold_claim(NoValidHost(()))
-    assert may_hold_claim(NoValidHost((), claims=1))
-    assert may_hold_claim(ClaimsContended(3)) and may_hold_claim(PlacementRefused("c", "r"))
-
-
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
     """An earlier delete of it was refused; that of a build that is being scheduled is still to come."""
     why = Refusal(code="bus.given_up", reason="")
     stranded = replace(recorded(BuildState.FAILED), delete_requested=True)
     assert refusal_of(requested().request, why, stranded, AUTHOR) is not None
     assert refusal_of(requested().request, why, replace(stranded, state=BuildState.ACCEPTED), AUTHOR) is None
-
-
-def test_a_build_under_a_uuid_that_another_client_holds_ends_without_a_look_up() -> None:
-    """Its cell would release what it does not know."""
-    build = replace(recorded(BuildState.FAILED), code="claim.consumer_changed")
-    plan = plan_deletes([requested()], {UUID: build}, AUTHOR)
-    assert plan.unbuilt == [] and [update.build.state for update in plan.updates] == [BuildState.DELETED]

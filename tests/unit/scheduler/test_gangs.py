@@ -19,10 +19,9 @@ from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
 from scheduler_worker.domain.builds import Author, Gang
-from scheduler_worker.domain.decisions import Circumstances, conclude
+from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
 from scheduler_worker.domain.gangs import claimable, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
-from scheduler_worker.domain.placed import DecidedBuild, PlacedBuild
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,

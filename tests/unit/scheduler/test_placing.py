@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from msgspec import structs
@@ -15,15 +15,10 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     Change,
     Claim,
-    ClaimAll,
-    ClaimAllResult,
     ClaimOutcome,
     ClaimResult,
-    LocatePage,
-    LocateRequest,
     ProviderState,
 )
-from bus.faults import Fault
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker import placing
@@ -31,9 +26,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
-    CONSUMER_CHANGED,
     ClaimsContended,
-    GangIncomplete,
     HostClaimed,
     PlacementRefused,
     PlacementRequest,
@@ -88,21 +81,20 @@ class Cluster:
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
 
-    def asking(self, request: BuildRequest, *, surely_unclaimed: bool = True) -> PlacementRequest:
+    def asking(self, request: BuildRequest) -> PlacementRequest:
         spec = self.hosts.selector.request_spec(request)
         assert isinstance(spec, RequestSpec)
-        return PlacementRequest(request=request, spec=spec, surely_unclaimed=surely_unclaimed)
+        return PlacementRequest(request=request, spec=spec, run=RUN)
 
-    async def place(self, *requests: BuildRequest, surely_unclaimed: bool = True) -> list[PlacementResult]:
-        return await self.placer.place(
-            [self.asking(request, surely_unclaimed=surely_unclaimed) for request in requests]
-        )
+    async def place(self, *requests: BuildRequest) -> list[PlacementResult]:
+        return await self.placer.place([self.asking(request) for request in requests])
 
     def pending(self, request: BuildRequest) -> PendingBuild:
         return PendingBuild(position=0, request=request, digest=b"", requested_at=0.0, taken_at=0.0)
 
 
 # Hosts were announced at 0, and the loop has its own time.
+RUN = "run-1"
 APART = GroupPolicy.ANTI_AFFINITY
 CONFIG = SchedulerConfig(claim_timeout_s=0.2, retry_jitter_s=0.001)
 
@@ -242,112 +234,16 @@ def nowhere(cluster: Cluster) -> BuildRequest:
     return hosts.request(ignore_hosts=tuple(hosts.selector.name_of(uuid) for uuid in hosts.uuids))
 
 
-def forgotten(cluster: Cluster) -> ClaimResult:
-    """Placement's answer about an instance that its cell has claimed for under attempt 2."""
-    held = {cluster.hosts.uuids[4]: {"VCPU": 1}}
-    return ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=2, holding=held, attempt=2)
-
-
-def located_there(cluster: Cluster) -> Callable[[Sequence[LocateRequest]], Awaitable[list[LocatePage]]]:
-    """Placement's answer that each instance holds something."""
-
-    async def locate(requests: Sequence[LocateRequest]) -> list[LocatePage]:
-        return [LocatePage(hosts=dict.fromkeys(one.consumers, (cluster.hosts.uuids[4],))) for one in requests]
-
-    return locate
-
-
-@pytest.mark.parametrize("min_count", [1, 2])
-async def test_members_of_a_gang_that_no_host_can_take_are_located_before_they_fail(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, min_count: int
-) -> None:
-    first = nowhere(cluster)
-    second = structs.replace(cluster.hosts.request(), instance_uuid=new_uuid(cluster.hosts.rng))
-    gang = Gang(uuid=first.instance_uuid, size=2, min_count=min_count)
-
-    async def answered(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult]:
-        return [ClaimAllResult(results=(forgotten(cluster),) * len(one.claims)) for one in gangs]
-
-    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
-    monkeypatch.setattr(cluster.port, "submit_gangs", answered)
-    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
-    found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
-    assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
-
-
-@pytest.mark.parametrize("held", [1, 2])
-async def test_a_gang_that_stays_short_has_sent_no_claim(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, held: int
-) -> None:
-    """A claim that its scheduler made is dispatched with enough others; else none of the gang's is to be released."""
-    first = nowhere(cluster)
-    second = structs.replace(first, instance_uuid=new_uuid(cluster.hosts.rng))
-    gang = Gang(uuid=first.instance_uuid, size=2, min_count=2)
-    here = cluster.hosts.uuids[4]
-    ours = ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding={here: {"VCPU": 1}})
-
-    async def answered(gangs: Sequence[ClaimAll]) -> list[ClaimAllResult]:
-        results = (*[ours] * held, *[result(ClaimOutcome.CONSUMER_CHANGED)] * 2)
-        return [ClaimAllResult(results=results[: len(one.claims)]) for one in gangs]
-
-    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
-    monkeypatch.setattr(cluster.port, "submit_gangs", answered)
-    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
-    if held == 2:
-        assert [isinstance(one, HostClaimed) for one in placed] == [True, True]
-    else:
-        ended = [one for one in placed if isinstance(one, NoValidHost | GangIncomplete)]
-        assert [(one.claims, one.is_held) for one in ended] == [(0, True), (0, False)]
-
-
-async def test_a_claim_on_a_host_that_is_not_announced_leaves_it_without_a_claim(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cluster.port, "locate", located_there(cluster))
-    cluster.answer = lambda _: ClaimResult(
-        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding={"gone": {"VCPU": 1}}
-    )
-    (failed,) = await cluster.place(nowhere(cluster))
-    assert isinstance(failed, NoValidHost)
-    assert (failed.claims, failed.is_held) == (0, True), "its failure releases nothing, and its cell is looked for"
-
-
-async def test_what_no_host_can_take_is_located_before_it_fails(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
-    ruled_out = nowhere(cluster)
-    (failed,) = await cluster.place(ruled_out)
-    assert isinstance(failed, NoValidHost) and cluster.claims == []
-    assert [one.consumers for one in cluster.port.located] == [(ruled_out.instance_uuid,)]
-    its_cells = forgotten(cluster)
-    with monkeypatch.context() as patched:
-        patched.setattr(cluster.port, "locate", located_there(cluster))
-        cluster.answer = lambda _: its_cells
-        (found,) = await cluster.place(ruled_out)
-        assert isinstance(found, HostClaimed) and (found.attempt, len(cluster.claims)) == (2, 1)
-        cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=1)
-        (foreign,) = await cluster.place(ruled_out)
-        assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED, "it would be released"
-        cluster.answer = lambda _: result(ClaimOutcome.CONSUMER_CHANGED)
-        (fenced,) = await cluster.place(ruled_out)
-        assert isinstance(fenced, NoValidHost) and not fenced.claims, "nothing was claimed that is to be released"
-    cluster.port.unavailable = True
-    (unanswered,) = await cluster.place(ruled_out)
-    assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
-
-
 async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -> None:
     """A crash before the record: the book answers with what the first run holds, wherever we would go now."""
     hosts = cluster.hosts
     held = hosts.uuids[4]
-    cluster.answer = lambda _: ClaimResult(
-        outcome=ClaimOutcome.CLAIMED, option=None, consumer_generation=1, generations={held: 7}
-    )
-    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
+    holding = {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
+    (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
-    assert main.host_uuid == held and main.allocations == {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
+    assert main.host_uuid == held and main.allocations == holding
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
     assert list(hosts.book.assumed_keys()) == []
 
@@ -373,7 +269,7 @@ async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -
     cluster.answer = lambda _: ClaimResult(
         outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
     )
-    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
+    (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
@@ -441,22 +337,6 @@ async def test_a_host_in_the_row_of_a_full_host_that_left_is_claimed(cluster: Cl
     cluster.answer = full
     (placed,) = await cluster.place(hosts.request())
     assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == late
-
-
-async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one(cluster: Cluster) -> None:
-    hosts = cluster.hosts
-    for at, uuid in enumerate(hosts.uuids):
-        hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
-    (nothing,) = await cluster.place(hosts.request())
-    assert isinstance(nothing, NoValidHost) and cluster.claims == []
-    cluster.answer = lambda _: result(ClaimOutcome.FULL)
-    (nothing,) = await cluster.place(hosts.request(), surely_unclaimed=False)
-    assert isinstance(nothing, NoValidHost) and len(cluster.claims) == 1
-    cluster.answer = lambda _: ClaimResult(
-        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations={hosts.uuids[2]: 7}
-    )
-    (placed,) = await cluster.place(hosts.request(), surely_unclaimed=False)
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
 
 
 async def test_a_flavor_too_wide_to_search_is_refused_and_its_neighbours_are_not(cluster: Cluster) -> None:
@@ -579,39 +459,15 @@ async def test_what_was_chosen_speculatively_and_is_not_claimed_is_not_assumed(c
     assert list(cluster.hosts.book.assumed_keys()) == []
 
 
-@pytest.mark.parametrize("surely_unclaimed", [True, False])
 async def test_the_members_of_a_group_are_located_once_for_all_of_them_again_after_a_fault(
-    cluster: Cluster, *, surely_unclaimed: bool
+    cluster: Cluster,
 ) -> None:
     """A query for each member, after one fault, made a batch of n members read n times the group: no batch ended."""
     group = ServerGroup(uuid=new_uuid(cluster.hosts.rng), policy=APART)
     requests = [cluster.hosts.request(server_group=group) for _ in range(4)]
-    placed = await cluster.place(*requests, surely_unclaimed=surely_unclaimed)
+    placed = await cluster.place(*requests)
     assert all(isinstance(one, HostClaimed) for one in placed)
     assert len(cluster.port.located) == 1
-
-
-@pytest.mark.parametrize("policy", [GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY])
-async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(policy: GroupPolicy) -> None:
-    """It is counted among the others, so its own host may look full of them: the probe finds its claim."""
-    hosts = Hosts([{**PLENTY, "VCPU": 1}], config=CONFIG)
-    cluster = Cluster(hosts, CONFIG)
-    request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
-    held: list[str] = []
-
-    def again(claim: Claim) -> ClaimResult:
-        held.append(claim.consumer)
-        found = {hosts.uuids[0]: {"VCPU": 1}}
-        return ClaimResult(outcome=ClaimOutcome.CLAIMED, generations={hosts.uuids[0]: 2}, holding=found)
-
-    async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
-        return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
-
-    cluster.answer = again
-    cluster.port.locate = on_its_host  # type: ignore[method-assign]
-    (placed,) = await cluster.place(request, surely_unclaimed=False)
-    assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
-    assert held == [request.instance_uuid]
 
 
 async def test_item_16_the_claims_of_a_gang_are_submitted_within_the_bounds_of_one_message(

@@ -19,7 +19,7 @@ from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import Choice, Ranking
 from scheduler_worker.domain.request_spec import Unsatisfiable
-from scheduler_worker.domain.selector import CELL_DISABLED, recovered_allocations
+from scheduler_worker.domain.selector import CELL_DISABLED
 from scheduler_worker.domain.spread import Spread
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
@@ -353,14 +353,6 @@ def test_item_16_hosts_are_found_in_the_table_again_without_a_call_for_each() ->
         sys.setprofile(None)
     assert found.tolist() == list(range(1, 500))
     assert called.total() < 50, called
-
-
-def test_what_an_earlier_claim_holds() -> None:
-    hosts = Hosts([PLENTY, {"VGPU": 2}])
-    a, b = hosts.uuids
-    assert recovered_allocations(hosts.book, {"VCPU": 1, "VGPU": 1}, [a, b]) == {a: {"VCPU": 1}, b: {"VGPU": 1}}
-    assert recovered_allocations(hosts.book, {"VCPU": 1}, [a, b]) is None
-    assert recovered_allocations(hosts.book, {"VCPU": 1}, []) is None
 
 
 def test_contention_widens_the_choice_and_is_forgotten() -> None:

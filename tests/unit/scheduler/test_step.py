@@ -11,12 +11,10 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.base import MAX_AMOUNT
+from bus.contracts.book import HeldAllocation
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import ClaimHolder, ClaimOutcome, ClaimResult
 from bus.faults import RequestRefused, RequestTimeout
-from placement_worker.domain.claims import decide
-from placement_worker.domain.values import ClaimedProvider, InventoryUsage
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
@@ -34,14 +32,13 @@ from scheduler_worker.domain.placement import (
     PlacementStep,
     PlacementUnavailable,
     Settle,
-    claim_of,
     initial_state,
     result_of,
 )
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.domain.selector import NoValidHost
-from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, nothing_fits, probed, step, with_probe
+from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, step
 from scheduler_worker.domain.view import HostsView
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
@@ -51,10 +48,10 @@ CONFIG = SchedulerConfig(raced_retries=2)
 class ClaimCase:
     """Three hosts, and a placement that has chosen one of them."""
 
-    def __init__(self, *, surely_unclaimed: bool = True) -> None:
+    def __init__(self) -> None:
         self.hosts = Hosts([PLENTY] * 3, config=CONFIG)
         request = self.hosts.request()
-        placement = PlacementRequest(request=request, spec=self.hosts.spec(), surely_unclaimed=surely_unclaimed)
+        placement = PlacementRequest(request=request, spec=self.hosts.spec())
         self.round = DecisionRound(self.hosts.selector, self.hosts.rng, subset=1)
         self.state = self.round.choose(initial_state(placement, self.hosts.selector))
         assert self.state.choice is not None
@@ -75,43 +72,55 @@ def test_a_claim_that_holds_ends_the_placement_and_is_settled_at_its_generations
     assert case.state.result is None and case.state.claims == 0, "a step changes no state: it makes another"
 
 
-def test_a_claim_of_an_earlier_run_is_recovered_where_it_is() -> None:
+@pytest.mark.parametrize(
+    ("outcome", "attempt"),
+    [
+        (ClaimOutcome.CLAIMED, 0),  # of an earlier delivery of this run
+        (ClaimOutcome.CONSUMER_CHANGED, 1),  # of another run, whose record is lost
+        (ClaimOutcome.CONSUMER_CHANGED, 2),  # of its cell
+    ],
+)
+def test_a_claim_that_is_held_is_recovered_where_it_is(outcome: ClaimOutcome, attempt: int) -> None:
     case = ClaimCase()
     other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
-    stepped = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={other: 2})
-    assert (stepped.commands, stepped.state.recovered is not None) == ((Forget(),), True)
-    assert isinstance(stepped.state.result, HostClaimed) and stepped.state.result.selections[0].host_uuid == other
-    elsewhere = case.step(ClaimOutcome.CLAIMED, consumer_generation=1, generations={"no such host": 2})
-    assert isinstance(elsewhere.state.result, ClaimStranded)
-
-
-@pytest.mark.parametrize("probing", [False, True])
-def test_a_later_claim_of_its_cell_is_recovered_where_it_is(*, probing: bool) -> None:
-    """The request failed, its delete ended it as never built, and the machine ran on with its allocation."""
-    case = ClaimCase(surely_unclaimed=not probing)
-    other = next(uuid for uuid in case.hosts.uuids if uuid != case.chosen)
-    changed = {"consumer_generation": 3, "holding": {other: {"VCPU": 1}}}
-    state = replace(with_probe(case.state, case.hosts.selector), choice=None) if probing else case.state
-    stepped = case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, attempt=2, **changed)
+    changed: dict[str, Any] = {"consumer_generation": 3, "holding": {other: {"VCPU": 1}}, "attempt": attempt}
+    stepped = case.step(outcome, **changed)
     result = stepped.state.result
     assert isinstance(result, HostClaimed) and stepped.commands == (Forget(),)
-    assert (result.attempt, result.consumer_generation, len(result.selections)) == (2, 3, 1)
-    assert (result.selections[0].host_uuid, result.selections[0].allocations) == (other, changed["holding"])
-    answer = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, attempt=2, **changed)
-    assert probed(state, answer, case.hosts.selector, now=7.0).state.result == result, "before the first choice, too"
-    foreign = ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3)
-    for ended in (
-        probed(state, foreign, case.hosts.selector, now=7.0),
-        step(state, foreign, case.hosts.selector, now=7.0),
-    ):
-        assert isinstance(ended.state.result, PlacementRefused) and ended.state.result.code == CONSUMER_CHANGED, (
-            "a failed build of any other code would release it"
-        )
-    gone = case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, attempt=2, holding={"no such host": {"VCPU": 1}})
-    assert isinstance(gone.state.result, ClaimStranded)
-    assert not isinstance(case.step(ClaimOutcome.CONSUMER_CHANGED, state=state, **changed).state.result, HostClaimed), (
-        "another client's allocation has no attempt"
+    assert (result.attempt, result.consumer_generation, stepped.state.recovered) == (
+        attempt or 1,
+        3,
+        result.selections[0].host,
     )
+    assert (result.selections[0].host_uuid, result.selections[0].allocations) == (other, changed["holding"])
+    gone = case.step(outcome, **(changed | {"holding": {"no such host": {"VCPU": 1}}}))
+    assert isinstance(gone.state.result, ClaimStranded)
+
+
+def test_what_is_known_to_be_held_is_recovered_before_any_claim() -> None:
+    case = ClaimCase()
+    other, project = case.hosts.uuids[1], case.state.request.project_id
+    held = HeldAllocation(
+        consumer=case.state.request.instance_uuid,
+        project_id=project,
+        run="another",
+        attempt=2,
+        consumer_generation=3,
+        holding={other: {"VCPU": 1}},
+        hosts=(other,),
+    )
+    result = found(case.state, held, case.hosts.selector, now=7.0).state.result
+    assert isinstance(result, HostClaimed)
+    assert (result.selections[0].host_uuid, result.attempt, result.consumer_generation) == (other, 2, 3)
+    for foreign in (replace(held, attempt=0), replace(held, project_id="another")):
+        ended = found(case.state, foreign, case.hosts.selector, now=7.0).state.result
+        assert isinstance(ended, PlacementRefused) and ended.code == CONSUMER_CHANGED
+
+
+def test_the_allocation_of_another_client_has_no_attempt() -> None:
+    case = ClaimCase()
+    ended = case.step(ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3, holding={case.hosts.uuids[1]: {"VCPU": 1}})
+    assert isinstance(ended.state.result, PlacementRefused) and ended.state.result.code == CONSUMER_CHANGED
 
 
 @pytest.mark.parametrize("outcome", [ClaimOutcome.FULL, ClaimOutcome.GONE, ClaimOutcome.RULED_OUT])
@@ -190,26 +199,12 @@ def test_no_answer_is_not_no_valid_host() -> None:
     assert refused.result == PlacementRefused("c", "no")
 
 
-def test_no_valid_host_is_answered_on_the_newest_state_and_after_a_probe() -> None:
-    case = ClaimCase(surely_unclaimed=False)
+def test_no_valid_host_is_answered_on_the_newest_state() -> None:
+    case = ClaimCase()
     none = replace(case.state, choice=None, rejected=dict.fromkeys(case.hosts.uuids, "claim.full"))
     needing = nothing_fits(none, case.hosts.selector)
     assert needing.needs_refresh and needing.result is None
-    probing = nothing_fits(needing, case.hosts.selector)
-    assert probing.probe is not None and probing.has_claim_to_submit and probing.result is None
-    ended = case.step(ClaimOutcome.FULL, state=probing).state
-    assert isinstance(ended.result, NoValidHost) and ended.result.claims == 1
-
-
-def test_a_host_that_came_during_the_probe_is_chosen() -> None:
-    case = ClaimCase(surely_unclaimed=False)
-    probing = nothing_fits(replace(case.state, choice=None, needs_newest=True), case.hosts.selector)
-    after = case.step(ClaimOutcome.FULL, state=probing).state
-    assert after.result is None and after.needs_refresh and after.probe is None
-    again = case.round.decide(after)
-    assert again.choice is not None
-    gone = replace(after, rejected=dict.fromkeys(case.hosts.uuids, "claim.full"))
-    assert isinstance(nothing_fits(gone, case.hosts.selector).result, NoValidHost), "no second probe"
+    assert isinstance(nothing_fits(needing, case.hosts.selector).result, NoValidHost)
 
 
 def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
@@ -221,20 +216,6 @@ def test_hosts_that_are_partly_full_are_looked_at_again_so_often() -> None:
         looks += state.result is None
         assert (case.chosen in state.rejected) is (state.result is not None)
     assert looks == MAX_PARTLY_FULL_RETRIES
-
-
-def test_the_option_that_never_fits_does_not_fit_the_largest_host() -> None:
-    """It asked for as much as can be asked for, and a host of 2^31-1 had it: a request that found no host held one."""
-    case = ClaimCase(surely_unclaimed=False)
-    probing = nothing_fits(replace(case.state, choice=None, needs_newest=True), case.hosts.selector)
-    probe = claim_of(probing, {})
-    (host, resources), *_ = probe.options[0].allocations.items()
-    inventories = {name: InventoryUsage(MAX_AMOUNT, 1, MAX_AMOUNT, 1, 0) for name in resources}
-    for shape in (1, 2):
-        decided = decide(
-            [probe], {}, {host: ClaimedProvider(1, shape, inventories, root=host)}, dict.fromkeys(resources, 1)
-        )
-        assert decided.verdicts[0].outcome == ClaimOutcome.RACED
 
 
 def test_like_requests_of_a_batch_are_filtered_once() -> None:

@@ -177,7 +177,7 @@ SET enable_mergejoin = off;
 -- later; xmax = 0 marks a row that this statement inserted.
 -- Returns [[consumer that was there before, ...], [what it holds, ...], [provider with its inventories, ...]].
 CREATE FUNCTION lock_claims(consumers uuid[], projects text[], users text[], types text[], generations bigint[],
-    attempts integer[], wanted uuid[], limited text[], alone boolean) RETURNS text AS $$
+    attempts integer[], runs text[], wanted uuid[], limited text[], alone boolean) RETURNS text AS $$
 DECLARE
     known json;
     holders uuid[];
@@ -188,13 +188,13 @@ DECLARE
     usage json;
 BEGIN
     WITH locked_rows AS (
-        INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt)
-        SELECT * FROM unnest(lock_claims.consumers, projects, users, types, generations, attempts)
+        INSERT INTO consumers AS c (uuid, project_id, user_id, consumer_type, generation, attempt, run)
+        SELECT * FROM unnest(lock_claims.consumers, projects, users, types, generations, attempts, runs)
         ON CONFLICT (uuid) DO UPDATE SET uuid = c.uuid
-        RETURNING c.uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type,
+        RETURNING c.uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type, c.run,
             c.released_at IS NOT NULL AS released, c.xmax = 0 AS inserted
     )
-    SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type)),
+    SELECT json_agg(json_build_array(uuid, generation, attempt, project_id, user_id, consumer_type, run)),
         array_agg(uuid) FILTER (WHERE NOT released)
     INTO known, holders FROM locked_rows WHERE NOT inserted;
     IF holders IS NOT NULL THEN
@@ -273,7 +273,7 @@ $$ LANGUAGE plpgsql;
 -- what is used, the providers' generations, the changes. Returns [the last change's number, inventories written]: usage
 -- may not rise past capacity, whatever the decision was; the caller compares.
 CREATE FUNCTION write_claims(gone uuid[], changed uuid[], projects text[], users text[], types text[],
-    generations bigint[], attempts integer[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
+    generations bigint[], attempts integer[], runs text[], releases boolean[], stale uuid[], holders uuid[], held_of bigint[],
     held_classes integer[], amounts bigint[], used_of bigint[], used_classes integer[], used_now bigint[],
     moved bigint[], moved_to bigint[], firsts bigint[], lasts bigint[], bodies bytea[],
     usage_projects text[], usage_classes integer[], usage_more bigint[], usage_most bigint[]) RETURNS bigint[] AS $$
@@ -286,10 +286,10 @@ BEGIN
     END IF;
     IF cardinality(changed) > 0 THEN
         UPDATE consumers c SET project_id = n.project_id, user_id = n.user_id, consumer_type = n.consumer_type,
-            generation = n.generation, attempt = n.attempt, updated_at = now(),
+            generation = n.generation, attempt = n.attempt, run = n.run, updated_at = now(),
             released_at = CASE WHEN n.released THEN now() END
-        FROM unnest(changed, projects, users, types, generations, attempts, releases)
-            AS n (uuid, project_id, user_id, consumer_type, generation, attempt, released)
+        FROM unnest(changed, projects, users, types, generations, attempts, runs, releases)
+            AS n (uuid, project_id, user_id, consumer_type, generation, attempt, run, released)
         WHERE c.uuid = n.uuid;
     END IF;
     IF cardinality(stale) > 0 THEN

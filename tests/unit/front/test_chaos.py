@@ -1,0 +1,499 @@
+"""Chaos runs: the order of their parts, the faults, the load that bounds itself, the counts and the report."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from berth.audit.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, SourceFact
+from berth.client import BuildClient, Track
+from berth.trial.embedded.process import ServerFailed
+from bus.clock import SystemClock
+from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
+from lab.chaos.churn import STUCK_S, Churn, Ended
+from lab.chaos.deployment import Deployment
+from lab.chaos.faults import SERVER_STARTS, Death, FaultInjector, Injected
+from lab.chaos.plan import (
+    BROKER,
+    DECK,
+    MAX_BROKEN,
+    MAX_PAUSED,
+    ChaosPlan,
+    FaultKind,
+    FaultSchedule,
+    FaultSpec,
+    PlannedFault,
+)
+from lab.chaos.report import (
+    ChaosReport,
+    Stall,
+    Tally,
+    counts,
+    doubled_moves,
+    longest_stall,
+    lost_moves,
+    rates,
+    recoveries,
+    render,
+    tally,
+)
+from lab.chaos.run import Run, chosen
+
+# --- the order of a chaos run's parts
+
+
+HANGS_S = 20.0
+
+
+async def test_no_fault_is_begun_while_the_last_drain_ends() -> None:
+    """It ends by its deadline and is undone; new faults until then kept a run going for minutes after its load."""
+    stopped = asyncio.Event()
+
+    async def disturb(*_: object) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async def at_once() -> None:
+        pass
+
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    parts: dict[str, Any] = {
+        "plan": ChaosPlan(),
+        "injector": SimpleNamespace(disturb=disturb, watch=for_ever),
+        "_schedule": None,
+        "_print_load": for_ever,
+        "churn": SimpleNamespace(run=at_once),
+        "moving": SimpleNamespace(run=at_once),
+        "draining": SimpleNamespace(run=stopped.wait, stop=lambda: None),  # ends once faults have stopped
+    }
+    run = Run.__new__(Run)
+    for name, part in parts.items():
+        setattr(run, name, part)
+    async with asyncio.timeout(HANGS_S):
+        await run._storm()
+    assert stopped.is_set()
+
+
+# --- the deck of faults: one seed, one order; nothing is done twice to the same target; never too much at once
+
+
+NAMES = {
+    "scheduler": ["scheduler1", "scheduler2"],
+    "placement": ["placement1"],
+    "conductor": ["conductor-cell1-1"],
+    "compute": ["compute-cell1-c1"],
+    "broker": ["broker"],
+    "database": ["database"],
+}
+
+
+def dealt(seed: int, count: int) -> list[PlannedFault]:
+    deck = FaultSchedule(DECK, random.Random(seed))
+    faults = [deck.deal(NAMES) for _ in range(count)]
+    assert all(faults)
+    return [fault for fault in faults if fault is not None]
+
+
+def test_the_same_seed_deals_the_same_faults() -> None:
+    assert dealt(7, 200) == dealt(7, 200)
+    assert dealt(7, 200) != dealt(8, 200)
+
+
+def test_one_round_of_the_deck_holds_every_sort_as_often_as_declared() -> None:
+    size = sum(card.copies for card in DECK)
+    labels = [fault.label for fault in dealt(3, size)]
+    for role in NAMES:
+        copies = sum(card.copies for card in DECK if card.role == role and card.kind is FaultKind.KILL)
+        assert labels.count(f"kill_{role}") == copies > 0
+
+
+def test_nothing_is_dealt_for_what_is_busy() -> None:
+    deck = FaultSchedule(DECK, random.Random(1))
+    free = NAMES | {"broker": [], "scheduler": ["scheduler2"]}
+    faults = [deck.deal(free) for _ in range(300)]
+    targets = {fault.target for fault in faults if fault is not None}
+    assert "broker" not in targets and "scheduler1" not in targets and "scheduler2" in targets
+
+
+def test_enough_is_enough() -> None:
+    deck = FaultSchedule(DECK, random.Random(1))
+    assert deck.deal(NAMES, broken=MAX_BROKEN) is None
+    paused = [deck.deal(NAMES, paused=MAX_PAUSED) for _ in range(100)]
+    assert all(fault is not None and fault.kind is not FaultKind.PAUSE for fault in paused)
+
+
+def test_a_deck_of_pauses_alone_has_nothing_more_when_enough_stand_still() -> None:
+    deck = FaultSchedule([FaultSpec(FaultKind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
+    assert deck.deal(NAMES, paused=MAX_PAUSED) is None
+    assert deck.deal(NAMES) is not None
+
+
+def test_faults_are_chosen_by_kind_by_role_or_by_both() -> None:
+    cards = ChaosPlan().deck
+    kept = [card for card in cards if chosen(card.kind, card.role, ["kill_broker", "stall"])]
+    assert {(card.kind, card.role) for card in kept} == {
+        (FaultKind.KILL, "broker"), (FaultKind.STALL, "broker"), (FaultKind.STALL, "database")
+    }  # fmt: skip
+    assert all(chosen(card.kind, card.role, []) for card in cards)
+
+
+# --- a server of a chaos run that does not come back: started again on its data, and the run ends when it never does
+
+
+KILLED = PlannedFault(kind=FaultKind.KILL, role=BROKER, target=BROKER, lasts_s=0.0)
+
+
+class SlowServer:
+    """A server that is not ready in time so often."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.is_up = True
+
+    def kill(self) -> None:
+        self.is_up = False
+
+    def restart(self) -> None:
+        self.failures -= 1
+        if self.failures >= 0:
+            raise ServerFailed("the server was not ready after 60 s")
+        self.is_up = True
+
+
+def injector(server: SlowServer) -> FaultInjector:
+    servers = SimpleNamespace(broker=server)
+    stage = SimpleNamespace(servers=servers, site=SimpleNamespace(clock=SystemClock()))
+    return FaultInjector(cast(Deployment, stage), random.Random(1))
+
+
+async def test_a_server_that_was_not_ready_in_time_is_started_again() -> None:
+    server = SlowServer(SERVER_STARTS - 1)
+    await injector(server).begin(KILLED)
+    assert server.is_up
+
+
+async def test_a_run_ends_when_a_server_does_not_come_back() -> None:
+    """A broker that took more than a minute to start under load lost its directory, and the run went on without it."""
+    server = SlowServer(SERVER_STARTS)
+    faults = injector(server)
+    await asyncio.wait([faults.begin(KILLED)])
+    with pytest.raises(ServerFailed):
+        await faults.disturb(FaultSchedule((), random.Random(1)), every_s=0.0, most=2)
+    with pytest.raises(ServerFailed):
+        await faults.settle()
+
+
+class StartingWorkers:
+    """One worker, which is ready when the test lets it be."""
+
+    def __init__(self) -> None:
+        self.workers = {"w": SimpleNamespace(process=SimpleNamespace(kill=lambda: None), arguments=("scheduler",))}
+        self.is_ready = asyncio.Event()
+        self.probed = asyncio.Event()
+
+    def restart(self, name: str) -> None:
+        assert name in self.workers
+
+    async def ready(self, names: list[str], *, timeout_s: float) -> None:
+        assert names == ["w"] and timeout_s > 0
+        self.probed.set()
+        await self.is_ready.wait()
+
+
+async def test_a_worker_counts_as_broken_until_it_is_ready() -> None:
+    """At load 20 a start took ten seconds: with a fault every two no scheduler was ever ready."""
+    processes = StartingWorkers()
+    stage = SimpleNamespace(
+        servers=None,
+        processes=processes,
+        site=SimpleNamespace(clock=SystemClock()),
+        workers=lambda role: ["w"] if role == "scheduler" else [],
+    )
+    faults = FaultInjector(cast(Deployment, stage), random.Random(2))  # its first draw is not HIT_WHILE_STARTING
+    cards = (FaultSpec(FaultKind.KILL, "scheduler", 1),)
+    killed = faults.begin(PlannedFault(kind=FaultKind.KILL, role="scheduler", target="w", lasts_s=0.0))
+    await processes.probed.wait()
+    await faults.disturb(FaultSchedule(cards, random.Random(1)), every_s=0.0, most=1)
+    assert not killed.done() and len(faults.injected) == 1 and faults._free()["scheduler"] == []
+    processes.is_ready.set()
+    await killed
+    assert faults._free()["scheduler"] == ["w"]
+
+
+# --- the load of a chaos run bounds itself
+
+
+class HandClock(SystemClock):
+    """Moved by the tasks that wait."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class StubClient:
+    """Takes every build; `answers`: whether builds ever end. Each wait lasts as long as it may."""
+
+    def __init__(self, clock: HandClock, *, answers: bool, events: int = 1) -> None:
+        self.tracks: dict[str, Track] = {}
+        self.deletes: list[str] = []
+        self._events = events
+        self._clock = clock
+        self._answers = answers
+        self._notify: Callable[[BuildEvent], None]
+
+    @property
+    def unfinished(self) -> int:
+        return sum(track.ended_at is None for track in self.tracks.values())
+
+    def on_event(self, notify: Callable[[BuildEvent], None]) -> None:
+        self._notify = notify
+
+    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float) -> None:
+        for request in requests:
+            self.tracks[request.instance_uuid] = Track(
+                instance_uuid=request.instance_uuid,
+                flavor=request.flavor,
+                intended_at=0.0,
+                published_at=self._clock.now,
+            )
+
+    async def until(self, there: Callable[[], bool], timeout_s: float) -> bool:
+        self._clock.now += timeout_s
+        waiting = [uuid for uuid, track in self.tracks.items() if track.ended_at is None]
+        if self._answers and waiting:
+            track = self.tracks[waiting[0]]
+            track.ended_at = self._clock.now
+            for sequence in range(9, 9 + self._events):
+                self._notify(
+                    BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=sequence)
+                )
+        return True
+
+    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float) -> list[Track]:
+        self.deletes += [build.instance_uuid for build in builds]
+        return [self.tracks[build.instance_uuid] for build in builds]
+
+
+async def stormed(plan: ChaosPlan, *, answers: bool) -> tuple[Churn, HandClock]:
+    clock = HandClock()
+    client: BuildClient = StubClient(clock, answers=answers)  # type: ignore[assignment]
+    churn = Churn(client, plan, clock=clock, rng=random.Random(1))
+    await churn.run()
+    return churn, clock
+
+
+PLAN = ChaosPlan(boots=500, in_flight=10, in_flight_most=10, early_deletes=0.0, longest_s=100.0)
+
+
+async def test_a_load_that_takes_too_long_ends_and_reports_it() -> None:
+    churn, clock = await stormed(PLAN, answers=True)
+    assert churn.stopped == "after 100 s"
+    assert 100.0 < clock.now < 110.0
+    assert 50 < len(churn.accepted) < 500
+
+
+async def test_a_load_that_gets_nothing_through_ends_and_reports_it() -> None:
+    churn, clock = await stormed(ChaosPlan(boots=500, in_flight=10, in_flight_most=10), answers=False)
+    assert churn.stopped.startswith("nothing has ended")
+    assert STUCK_S < clock.now < STUCK_S + 10.0
+
+
+async def test_a_load_that_gets_through_is_whole() -> None:
+    churn, _ = await stormed(ChaosPlan(boots=50, in_flight=10, in_flight_most=10, early_deletes=0.0), answers=True)
+    assert (churn.stopped, len(churn.accepted)) == ("", 50)
+
+
+async def test_an_instance_that_is_announced_as_active_twice_is_deleted_once() -> None:
+    """A cell that forgot its announcement repeats it under a new number; nothing comes of a second delete."""
+    clock = HandClock()
+    stub = StubClient(clock, answers=True, events=2)
+    client: BuildClient = stub  # type: ignore[assignment]
+    plan = ChaosPlan(boots=60, in_flight=10, in_flight_most=10, early_deletes=0.0, population=5)
+    await Churn(client, plan, clock=clock, rng=random.Random(1)).run()
+    assert len(stub.deletes) > 20
+    assert len(set(stub.deletes)) == len(stub.deletes)
+
+
+# --- the counts of lost, doubled, leaked, overcommitted; and how stalls and recoveries are measured
+
+
+A, B, HOST = "a" * 8, "b" * 8, "h" * 8
+NOTHING = Tally(lost=(), doubled=(), leaked=(), overcommitted=0)
+
+
+def announced(uuid: str, state: BuildState, sequence: int) -> BuildEvent:
+    return BuildEvent(
+        instance_uuid=uuid, project_id="p", state=state, sequence=sequence, terminal=state is not BuildState.BUILDING
+    )
+
+
+SOUND = Facts(
+    inventories=[InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4, 4)],
+    allocations={A: {HOST: {"VCPU": 4}}},
+    roots={HOST: HOST},
+    requests={A: "active", B: "failed"},
+    cells={A: "cell1"},
+    instances=[InstanceFact(A, "cell1", "active", HOST, 1)],
+    running=[RunningFact(A, 1, HOST)],
+    feed=(1, 3, 3),
+    accepted=[A, B],
+    events=[announced(A, BuildState.ACTIVE, 5), announced(B, BuildState.FAILED, 5), announced(B, BuildState.FAILED, 5)],
+)
+
+
+def but(**changes: object) -> Tally:
+    return tally(msgspec.structs.replace(SOUND, **changes))
+
+
+def test_nothing_is_counted_of_a_sound_system_and_an_event_may_repeat() -> None:
+    assert tally(SOUND) == NOTHING
+
+
+def test_lost() -> None:
+    assert but(requests={A: "active"}).lost == (B,), "not on record"
+    assert but(requests={A: "active", B: "scheduled"}).lost == (B,), "not ended"
+    assert but(events=[announced(A, BuildState.ACTIVE, 5)]).lost == (B,), "its end was never announced"
+    assert but(instances=[]).lost == (A,), "active by the record, and in no cell"
+
+
+def test_doubled() -> None:
+    assert but(running=[RunningFact(A, 1, HOST), RunningFact(A, 2, "other")]).doubled == (A,)
+    twice = [InstanceFact(A, "cell1", "active", HOST, 1), InstanceFact(A, "cell2", "active", HOST, 1)]
+    assert but(instances=twice).doubled == (A,)
+    ends = [*(SOUND.events or ()), announced(A, BuildState.FAILED, 6)]
+    assert but(events=ends).doubled == (A,), "two different ends"
+    given_up = [*(SOUND.events or ()), announced(A, BuildState.REFUSED, 0)]
+    assert but(events=given_up).doubled == (), "of a delete that was given up"
+    deleted = [*(SOUND.events or ()), announced(A, BuildState.DELETED, 7)]
+    assert but(events=deleted).doubled == (), "a delete is a request of its own"
+
+
+def test_leaked() -> None:
+    assert but(allocations={**SOUND.allocations, B: {HOST: {"VCPU": 1}}}).leaked == (B,)
+    assert but(running=[RunningFact(A, 1, HOST), RunningFact(B, 1, HOST)]).leaked == (B,)
+
+
+def test_a_move_that_awaits_its_confirm_is_neither_lost_nor_doubled_nor_leaked() -> None:
+    awaiting = msgspec.structs.replace(
+        SOUND,
+        allocations={**SOUND.allocations, "move": {"other": {"VCPU": 4}}},
+        instances=[InstanceFact(A, "cell1", "resized", HOST, 2, source=SourceFact("move", "other", 1))],
+        running=[RunningFact(A, 2, HOST), RunningFact(A, 1, "other", is_stopped=True)],
+    )
+    assert tally(awaiting) == NOTHING
+    both = [RunningFact(A, 2, HOST), RunningFact(A, 1, "other")]
+    assert tally(msgspec.structs.replace(awaiting, running=both)).doubled == (A,)
+
+
+def test_overcommitted() -> None:
+    assert but(inventories=[InventoryFact(HOST, "VCPU", 4, 0, 1.0, 4, 5)]).overcommitted == 1
+
+
+def fault(began_at: float, over_at: float | None, kind: FaultKind = FaultKind.KILL) -> Injected:
+    what = PlannedFault(kind=kind, role="broker", target="broker", lasts_s=0.0)
+    return Injected(fault=what, began_at=began_at, over_at=over_at)
+
+
+def test_the_longest_stall_names_the_faults_of_its_time() -> None:
+    ended = [Ended(0.0, at) for at in (1.0, 2.0, 9.0, 9.5)]
+    faults = [fault(0.1, 0.2, FaultKind.CUT), fault(2.5, 6.0), fault(9.2, None, FaultKind.STALL)]
+    stall = longest_stall(ended, faults)
+    assert (stall.seconds, stall.faults) == (7.0, ("kill_broker",))
+    assert longest_stall([], faults).seconds == 0.0
+
+
+def test_recovered_means_that_something_requested_afterwards_has_ended() -> None:
+    ended = [Ended(1.0, 6.5), Ended(6.1, 9.0), Ended(6.2, 7.0), Ended(8.0, 8.5)]
+    assert recoveries(ended, [fault(5.0, 6.0), fault(7.5, 20.0)]) == {"kill_broker": [1.0]}
+
+
+def test_faults_are_counted_by_sort_and_ends_by_stretch() -> None:
+    assert counts([fault(0, 1), fault(2, 3), fault(4, 5, FaultKind.CUT)]) == {"cut_broker": 1, "kill_broker": 2}
+    assert rates([Ended(0.0, at) for at in (0.0, 1.0, 10.5, 25.0)], 10.0) == [2, 1, 1]
+    assert rates([], 10.0) == []
+
+
+def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_different_ends() -> None:
+    moves = [
+        MoveFact("m1", A, "migrate", "done", terminal=True),
+        MoveFact("m2", A, "resize", "claiming", terminal=False),
+    ]
+    facts = msgspec.structs.replace(SOUND, moves=moves)
+    assert lost_moves(facts, ["m1", "m2", "m3"]) == ("m2", "m3")
+    assert lost_moves(facts, ["m1"]) == ()
+    assert doubled_moves({"m1": {("done", "")}, "m2": {("done", ""), ("failed", "x")}}) == ("m2",)
+
+
+# --- the results of a chaos run that count as a bug, and that a person can read the report
+
+
+REPORT_SOUND = ChaosReport(
+    seed=1, seconds=10.0, requests=100, wanted=100, stopped="", deletes=10, active=90, failed=0, refused=0,
+    deleted=10, failures_by_code={}, failure_reasons={}, events=400, events_repeated=1, lost=0, doubled=0, leaked=0,
+    overcommitted=0,
+    faults={"kill_broker": 1}, faults_total=1, connections_cut=0, died=(), ends_per_s=11.0, longest_stall_s=3.2,
+    longest_stall=Stall(3.2, ("kill_broker",)), recovery_s=1.5, recovery_by_kind={"kill_broker": (2.5, 2.5)},
+    at_rest=True, dead_letters={}, invariants={"capacity": True}, verdicts=(), examples={}, ends_every_ten_s=(110,),
+)  # fmt: skip
+
+
+def test_a_run_is_sound_when_nothing_is_wrong() -> None:
+    assert REPORT_SOUND.sound
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"lost": 1},
+        {"doubled": 1},
+        {"leaked": 1},
+        {"overcommitted": 1},
+        {"at_rest": False},
+        {"wanted": 101},
+        {"moves_wanted": 1},
+        {"invariants": {"x": False}},
+    ],
+)
+def test_a_run_is_not_sound_when_anything_is(wrong: dict[str, object]) -> None:
+    assert not msgspec.structs.replace(REPORT_SOUND, **wrong).sound
+
+
+@pytest.mark.parametrize(
+    ("status", "words", "bug"),
+    [
+        (1, '{"code":"KeyError","event":"process.died"}', True),
+        (1, '{"code":"bus.unavailable","event":"process.died"}', False),
+        (70, '{"code":"state.illegal","event":"process.invariant_broken"}', True),
+        (137, "", False),
+    ],
+)
+def test_a_death_is_a_bug_unless_an_outage_explains_it(status: int, words: str, bug: bool) -> None:
+    report = msgspec.structs.replace(REPORT_SOUND, died=(Death("scheduler1", status, words, 1.0),))
+    assert (bool(report.bugs), report.sound) == (bug, not bug)
+
+
+def test_a_person_reads_every_figure() -> None:
+    output = io.StringIO()
+    report = msgspec.structs.replace(
+        REPORT_SOUND, lost=7, examples={"lost": ("some-uuid",)}, wanted=200, stopped="after 3600 s"
+    )
+    render(report, Console(file=output, width=100))
+    text = output.getvalue()
+    assert "only 100 of 200 builds were requested: after 3600 s" in text
+    for words in ("kill broker", "2.50 s", "longest stall: 3.2 s (kill_broker)", "1.5 s after", "lost: some-uuid"):
+        assert words in text

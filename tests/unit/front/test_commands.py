@@ -1,0 +1,367 @@
+"""Commands of operators, without a system."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from berth.cli import app
+from berth.commands import common, objects
+from berth.commands.common import Stop
+from berth.commands.drain import _ended
+from berth.commands.expired import is_expired, send_back
+from berth.commands.instances import show_record
+from berth.commands.objects import MAX_FILE_BYTES, read_file
+from berth.fencing.fencer import CELL_SILENT, TOO_MANY, FencingPlan, plan
+from berth.settings import FencingSettings, Settings
+from bus.clock import SystemClock
+from bus.consuming.dead_letters import DeadLetter
+from bus.contracts.build import BuildRecord, BuildState, HostRecord, TimelineEntry
+from bus.contracts.catalogue import BY_QUEUE, DEAD
+from bus.contracts.drains import DrainProgress, DrainState, DrainTarget
+from bus.contracts.moves import MoveKind
+from bus.contracts.objects import (
+    CellState,
+    ObjectKind,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+    StoredObject,
+)
+from bus.contracts.operations import AdminState, HostAdminState, ServiceRecord
+from bus.contracts.placement import ClaimHolder
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import Outgoing
+from bus.wire import SENT_AT
+
+# --- which silent hosts are switched off without a person
+
+
+SETTINGS = FencingSettings(after_s=60.0, max_hosts=2)
+OTHERS = ServiceRecord(name="others", cell="c1", up=True, hosts=9)
+
+
+def host(number: int = 1, **more: Any) -> HostRecord:
+    fields: dict[str, Any] = {"cell": "c1", "service": f"s{number}", "resources": {"VCPU": (4.0, 16.0)}, **more}
+    return HostRecord(uuid=f"00000000-0000-4000-8000-00000000000{number}", name=f"h{number}", **fields)
+
+
+def service(number: int = 1, **more: Any) -> ServiceRecord:
+    fields: dict[str, Any] = {"cell": "c1", "up": False, "code": "service.silent", "hosts": 1, **more}
+    return ServiceRecord(name=f"s{number}", **fields)
+
+
+def planned(after_s: float, hosts: list[HostRecord], *services: ServiceRecord) -> FencingPlan:
+    """The plan at the second of two looks that see the same."""
+    first = plan(hosts, services, {}, SETTINGS, 1000.0)
+    assert (first.due, first.held) == ((), {})
+    return plan(hosts, services, first.suspects, SETTINGS, 1000.0 + after_s)
+
+
+def test_a_host_is_due_when_it_was_silent_at_each_look_for_long_enough() -> None:
+    assert planned(59.9, [host()], service(), OTHERS).due == ()
+    assert planned(60.0, [host()], service(), OTHERS).due == (host(),)
+
+
+def test_suspicion_begins_anew_when_the_service_reported_between() -> None:
+    suspected = plan([host()], [service(), OTHERS], {}, SETTINGS, 0.0)
+    reported = plan([], [service(up=True, code=""), OTHERS], suspected.suspects, SETTINGS, 30.0)
+    assert reported.suspects == {}
+    assert plan([host()], [service(), OTHERS], reported.suspects, SETTINGS, 61.0).due == ()
+
+
+ADMIN = HostAdminState(host_uuid=host().uuid, host="h1", state=AdminState.MAINTENANCE)
+
+
+@pytest.mark.parametrize(
+    ("one", "its_service"),
+    [
+        (host(), service(code="service.stopped")),  # on purpose
+        (host(), service(up=True, code="")),
+        (host(), service(hosts=2)),  # the service died, and its hosts may run
+        (host(), replace(service(), cell="c2")),
+        (host(up=True), service()),
+        (host(resources={"VCPU": (0.0, 16.0)}), service()),  # nothing is there to be evacuated
+        (host(resources={}), service()),
+        (host(admin=ADMIN), service()),
+        (host(admin=replace(ADMIN, state=AdminState.FENCED)), service()),
+    ],
+)
+def test_what_is_never_switched_off(one: HostRecord, its_service: ServiceRecord) -> None:
+    found = planned(600.0, [one], its_service, OTHERS)
+    assert (found.due, found.suspects) == ((), {})
+
+
+def test_a_host_that_only_takes_no_builds_is_switched_off_like_others() -> None:
+    disabled = host(admin=replace(ADMIN, state=AdminState.DISABLED))
+    assert planned(60.0, [disabled], service(), OTHERS).due == (disabled,)
+
+
+def test_with_more_suspects_than_allowed_none_is_switched_off() -> None:
+    three = [host(1), host(2), host(3)]
+    found = planned(600.0, three, service(1), service(2), service(3), OTHERS)
+    assert found.due == () and found.held == {"h1": TOO_MANY, "h2": TOO_MANY, "h3": TOO_MANY}
+    fewer = plan(three[:2], [service(1), service(2), OTHERS], found.suspects, SETTINGS, 1601.0)
+    assert fewer.due == (host(1), host(2))
+
+
+def test_a_suspect_counts_before_its_time() -> None:
+    """The network fails for one host after the other."""
+    suspects = {host(1).uuid: 0.0}
+    found = plan([host(1), host(2), host(3)], [service(1), service(2), service(3), OTHERS], suspects, SETTINGS, 60.0)
+    assert found.due == () and found.held == {"h1": TOO_MANY}
+
+
+def test_where_no_service_of_the_cell_is_up_the_cell_is_what_is_silent() -> None:
+    found = planned(600.0, [host()], service(), replace(OTHERS, cell="c2"))
+    assert found.due == () and found.held == {"h1": CELL_SILENT}
+
+
+# --- dead letters that may not go back: a delete or a release of them may be forgotten
+
+
+NOW = 1_800_000_000.0
+HOUR_S = 3600.0
+BUILD, CLAIM, REQUEST, DELETE = "cell.build.v1", "placement.claim.v1", "build.request.v1", "cell.delete.v1"
+QUEUE = "conductor.requests"
+
+
+def letter(kind: str, age_s: float | None, *, body: bytes = b"{}", batch: bool = False, code: str = "c") -> DeadLetter:
+    sent_at = None if age_s is None else NOW - age_s
+    return DeadLetter(
+        queue=QUEUE,
+        position=0, id="m", code=code, reason="", type="" if batch else kind, exchange="", routing_key="", cause="",
+        died_at=NOW, sent_at=sent_at, batch=batch, body=body, headers={},
+    )  # fmt: skip
+
+
+def items(*ages_s: float) -> bytes:
+    return json.dumps([{"meta": {"id": "x", "sent_at": NOW - age}, "body": {"type": BUILD}} for age in ages_s]).encode()
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        pytest.param(letter(BUILD, 22 * HOUR_S), False, id="its delete is remembered for a day"),
+        pytest.param(letter(BUILD, 23.5 * HOUR_S), True, id="clocks may be an hour off"),
+        pytest.param(letter(BUILD, None), True, id="of any age"),
+        pytest.param(letter(CLAIM, 30 * HOUR_S), True, id="a claim, whose fence is gone"),
+        pytest.param(letter(CLAIM, HOUR_S), False, id="a claim, fenced if it was released"),
+        pytest.param(letter(REQUEST, 900 * HOUR_S), False, id="the schedulers judge requests themselves"),
+        pytest.param(letter(DELETE, 1.0, code="broker.expired"), True, id="its requester knows that it is not done"),
+        pytest.param(letter(DELETE, 900 * HOUR_S), False, id="a delete never builds anything"),
+        pytest.param(letter("", 30 * HOUR_S, body=b'{"type": "cell.build.v1"}'), True, id="named in its body only"),
+        pytest.param(letter("", 1.0, body=items(HOUR_S, 30 * HOUR_S), batch=True), True, id="one old among many"),
+        pytest.param(letter("", 90 * HOUR_S, body=items(HOUR_S, 2 * HOUR_S), batch=True), False, id="none old"),
+        pytest.param(letter("", None, body=b"[" * 100_000, batch=True), False, id="unreadable: refused where it goes"),
+        pytest.param(letter("", None, body=b'{"type": "\xff"}'), False, id="no text: refused where it goes"),
+    ],
+)
+def test_what_is_older_than_what_is_remembered(one: DeadLetter, *, expected: bool) -> None:
+    assert is_expired(one, Settings(), NOW) is expected
+
+
+@pytest.mark.parametrize(("old", "sent"), [(False, ["young"]), (True, ["ancient", "young"])])
+async def test_old_builds_are_replayed_only_on_request(old: bool, sent: list[str]) -> None:
+    transport = MemoryTransport(MemoryBroker(SystemClock()), "cell1")
+    await transport.open()
+    row = BY_QUEUE[QUEUE]
+    await transport.declare_shared()
+    await transport.declare_queue(row, QUEUE, row.bindings)
+    headers: Mapping[str, float]
+    for name, age_s in (("ancient", 48 * HOUR_S), ("young", HOUR_S)):
+        headers = {SENT_AT: (NOW - age_s) * 1000}
+        await transport.publish(
+            Outgoing(exchange=DEAD, routing_key=QUEUE, body=b"{}", type=BUILD, message_id=name, headers=headers)
+        )
+    back = await send_back(transport, QUEUE, None, Settings(), now=NOW, old=old)
+    assert (back.sent, back.too_old) == (sent, [] if old else ["ancient"])
+    assert await transport.depth(QUEUE) == len(sent)
+    await transport.close()
+
+
+# --- advice of the commands about drains, where instances are left
+
+
+DRAIN, INSTANCE = (f"{letter}0000000-0000-4000-8000-000000000000" for letter in "da")
+
+
+def test_a_drain_that_was_stopped_is_resumed() -> None:
+    seen = DrainProgress(
+        id=DRAIN, host="h", target=DrainTarget.HOST, kind=MoveKind.MIGRATE, by="ann", reason="fan",
+        state=DrainState.ENDED, code="drain.stopped", started_at=0.0, deadline_at=None, per_minute=None, at_once=4,
+        hosts=1, planned=3,
+        counts={"waiting": 1}, not_begun=(INSTANCE,),
+    )  # fmt: skip
+    with pytest.raises(Stop, match=f"1 instance not moved; see berth drains resume {DRAIN}"):
+        _ended(seen, as_json=False)
+
+
+# --- `berth quotas|rules|cells set`: what an operator names is done, or refused with a word
+
+
+class Bus:
+    """The objects on record, and the changes that are requested."""
+
+    def __init__(self) -> None:
+        self.stored: StoredObject | None = None
+        self.changes: list[ObjectsChange] = []
+
+    @property
+    def bus(self) -> Bus:
+        return self
+
+    async def request(self, message: Any, reply: Any, *, timeout_s: float) -> Any:
+        if isinstance(message, ObjectsQuery):
+            return ObjectsPage(revision=1, objects=() if self.stored is None else (self.stored,), more=False)
+        self.changes.append(message)
+        return ObjectsChanged(revision=2, changed=())
+
+    def put(self, kind: ObjectKind, name: str, body: dict[str, Any]) -> None:
+        self.stored = StoredObject(kind=kind, name=name, body=body, version=1, changed_at=0.0, changed_by="t")
+
+
+@pytest.fixture
+def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
+    made = Bus()
+
+    @contextlib.asynccontextmanager
+    async def client(settings: Any) -> AsyncIterator[Bus]:
+        yield made
+
+    monkeypatch.setattr(objects, "client", client)
+    return made
+
+
+def berth(*arguments: str) -> tuple[int, str]:
+    ran = CliRunner().invoke(app, arguments)
+    return ran.exit_code, " ".join(ran.output.replace("\u2502", " ").split())
+
+
+def test_the_last_limit_of_a_quota_is_not_removed_in_silence(bus: Bus) -> None:
+    bus.put(ObjectKind.QUOTA, "demo", {"limits": {"VCPU": 4}})
+    status, output = berth("quotas", "set", "demo", "--remove", "VCPU")
+    assert (status, bus.changes) == (2, [])
+    assert "(quota.last_limit)" in output and "berth quotas delete demo" in output
+    assert berth("quotas", "set", "demo", "MEMORY_MB=1", "--remove", "VCPU")[0] == 0
+    assert bus.changes[0].changes[0].body == {"limits": {"MEMORY_MB": 1}}
+
+
+@pytest.mark.parametrize("state", ["disable", "enable"])
+def test_a_repeated_decision_about_a_cell_does_not_put_a_removed_one_back(bus: Bus, state: str) -> None:
+    bus.put(ObjectKind.CELL, "cell2", {"state": CellState.REMOVED.value, "bus": {"prefix": "new."}})
+    status, output = berth("cells", state, "cell2", "--reason", "works")
+    assert (status, "(cell.removed)" in output, bus.changes) == (1, True, [])
+    assert berth("cells", "set", "cell2", f"{state}d")[0] == 1
+    assert berth("cells", "remove", "cell2", "--reason", "again")[0] == 0
+    assert berth("cells", "add", "cell2")[0] == 0
+    assert bus.changes[-1].changes[0].body == {"state": "enabled", "reason": "", "bus": {"prefix": "new."}}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field"),
+    [
+        ("--filter", "ram", "filters"),
+        ("--weigher", "ram", "weighers"),
+        ("--host-subset-size", "3", "host-subset-size"),
+        ("--multiplier", "ram=1", "multipliers"),
+        ("--remove-multiplier", "ram", "multipliers"),
+    ],
+)
+def test_a_rule_that_is_set_and_unset_at_once_is_refused(bus: Bus, option: str, value: str, field: str) -> None:
+    bus.put(ObjectKind.SCHEDULING, "default", {"multipliers": {"ram": 2.0}})
+    status, output = berth("rules", "set", option, value, "--unset", field)
+    assert (status, bus.changes) == (2, [])
+    assert "set and removed" in output
+
+
+# --- files for `berth apply` that cannot be used: a sentence with the file, and no traceback
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"flavors = [", "is not TOML"),
+        (b"\xff\xfe", "is not TOML"),
+        (b"a = " + b"9" * 5000, "is not TOML"),
+        (b"a = " + b"[" * 100_000, "is not TOML"),
+        (b"#" * (MAX_FILE_BYTES + 1), "is larger than"),
+        (b"[flavor.x]\nvcpus = 1\n", "a file has the sections flavors"),
+        (b"[flavors]\nx = 1\n", "[flavors] holds one table for each name"),
+        (None, "cannot read {}: No such file or directory"),
+    ],
+    ids=["open", "bytes", "digits", "deep", "large", "section", "table", "absent"],
+)
+def test_a_file_that_cannot_be_used_is_named_with_the_reason(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    file = tmp_path / "objects.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(typer.BadParameter) as mistake:
+        read_file(file)
+    assert str(file) in mistake.value.message and message.replace("{}", str(file)) in mistake.value.message
+
+
+# --- commands of operators end when the database accepts connections and does not answer
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["breaker", "list"],
+        ["quarantine", "list"],
+        ["quarantine", "release", "10000000-0000-4000-8000-000000000001", "--keep"],
+    ],
+)
+def test_a_command_ends_with_a_sentence(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`berth breaker list` waited without end, as a worker does."""
+    monkeypatch.setattr(common, "OPEN_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"postgresql://berth@127.0.0.1:{silent.getsockname()[1]}/berth"
+        (tmp_path / "berth.toml").write_text(f'state_dir = "{tmp_path}"\n[database]\nurl = "{url}"\n')
+        result = CliRunner().invoke(app, ["--config", str(tmp_path / "berth.toml"), *arguments])
+    assert result.exit_code == common.Exit.UNAVAILABLE
+    assert "no answer from the database within 0.2 s" in result.output
+
+
+# --- the output of `berth show` for a build
+
+
+UUID = "10000000-0000-4000-8000-000000000001"
+OTHER = "20000000-0000-4000-8000-000000000002"
+BUILDING = TimelineEntry(at=1.0, who="conductor cell1", what="building", detail="node1 (attempt 1)")
+WAITING = TimelineEntry(at=2.5, who="compute metal1", what="waiting", detail="waits for Ironic: ConnectError")
+
+
+def test_what_a_build_waits_for_is_shown_while_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    record = BuildRecord(
+        instance_uuid=UUID, project_id="p", flavor="bm.gold", state=BuildState.BUILDING, timeline=(BUILDING, WAITING)
+    )
+    show_record(record, history=False)
+    assert "  waiting  since 00:00:02.500: waits for Ironic: ConnectError\n" in capsys.readouterr().out
+
+
+def test_a_lost_claim_names_who_holds_what_was_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    lost = TimelineEntry(
+        at=1.0,
+        who="scheduler s",
+        what="not_claimed",
+        detail="node1: full",
+        holders=(ClaimHolder(consumer=OTHER, project_id="q"),),
+    )
+    record = BuildRecord(
+        instance_uuid=UUID, project_id="p", flavor="bm.gold", state=BuildState.BUILDING, timeline=(lost, BUILDING)
+    )
+    show_record(record, history=True)
+    assert f"node1: full; held by {OTHER}\n" in capsys.readouterr().out

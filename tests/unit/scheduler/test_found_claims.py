@@ -1,0 +1,117 @@
+"""What the instance of a request that found no host holds already: it is asked, and the build goes there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec import structs
+
+from bus.clock import new_uuid
+from bus.contracts.book import HeldAllocation
+from bus.contracts.build import BuildRequest
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.placement import ClaimOutcome, ClaimResult, LocatePage, LocateRequest
+from bus.faults import Fault
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.placement import (
+    CONSUMER_CHANGED,
+    ClaimStranded,
+    HostClaimed,
+    PlacementRefused,
+    PlacementUnavailable,
+)
+from scheduler_worker.domain.selector import NoValidHost
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_placing import CONFIG, RUN, Cluster, cluster, nowhere
+
+__all__ = ["cluster"]  # a fixture
+
+
+def hold(cluster: Cluster, *requests: BuildRequest, on: int = 4, attempt: int = 1, run: str = "another") -> None:
+    """Their instances hold something on this host."""
+    uuid = cluster.hosts.uuids[on] if on >= 0 else "gone"
+    for one in requests:
+        cluster.port.held[one.instance_uuid] = HeldAllocation(
+            consumer=one.instance_uuid,
+            project_id=one.project_id,
+            run=run,
+            attempt=attempt,
+            consumer_generation=2,
+            holding={uuid: {"VCPU": 1}},
+            hosts=(uuid,),
+        )
+
+
+@pytest.mark.parametrize("min_count", [1, 2])
+async def test_members_of_a_gang_that_no_host_can_take_are_looked_up_before_they_fail(
+    cluster: Cluster, min_count: int
+) -> None:
+    first = nowhere(cluster)
+    second = structs.replace(cluster.hosts.request(), instance_uuid=new_uuid(cluster.hosts.rng))
+    gang = Gang(uuid=first.instance_uuid, size=2, min_count=min_count)
+    hold(cluster, first, second, attempt=2)
+    placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
+    found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
+    if min_count == 2:
+        assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
+    assert found[0] and cluster.port.asked[0] == first.instance_uuid
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Cluster, *, is_announced: bool) -> None:
+    """A restore in a full cloud: what ran failed with `no_valid_host`, and its delete did not reach its cell."""
+    ruled_out = nowhere(cluster)
+    (failed,) = await cluster.place(ruled_out)
+    assert isinstance(failed, NoValidHost) and cluster.claims == []
+    assert cluster.port.asked == [ruled_out.instance_uuid]
+    hold(cluster, ruled_out, on=4 if is_announced else -1)
+    (found,) = await cluster.place(ruled_out)
+    assert isinstance(found, HostClaimed if is_announced else ClaimStranded) and cluster.claims == []
+    hold(cluster, ruled_out, attempt=0)
+    (foreign,) = await cluster.place(ruled_out)
+    assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED
+    cluster.port.unavailable = True
+    (unanswered,) = await cluster.place(ruled_out)
+    assert isinstance(unanswered, PlacementUnavailable), "no answer is not no host"
+
+
+async def test_a_boot_is_one_round_trip_and_what_found_no_host_is_looked_up_in_one_more(cluster: Cluster) -> None:
+    requests = [cluster.hosts.request() for _ in range(3)]
+    await cluster.place(*requests)
+    assert [(claim.consumer, claim.by) for claim in cluster.claims] == [(one.instance_uuid, RUN) for one in requests]
+    assert cluster.port.asked == []
+    await cluster.place(nowhere(cluster), nowhere(cluster))
+    assert len(cluster.port.asked) == 2 and len(cluster.claims) == 3
+
+
+async def test_a_redelivered_request_without_a_host_queries_whether_it_holds_one(cluster: Cluster) -> None:
+    hosts = cluster.hosts
+    for at, uuid in enumerate(hosts.uuids):
+        hosts.book.assume(f"full {at}", {uuid: {"VCPU": 16}})
+    (nothing,) = await cluster.place(hosts.request())
+    assert isinstance(nothing, NoValidHost) and cluster.claims == []
+    request = hosts.request()
+    hold(cluster, request, on=2, run=RUN)
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host_uuid == hosts.uuids[2]
+    assert cluster.claims == []
+
+
+@pytest.mark.parametrize("policy", [GroupPolicy.ANTI_AFFINITY, GroupPolicy.AFFINITY])
+async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(policy: GroupPolicy) -> None:
+    """It is counted among the others, so its own host may look full of them: its claim is asked for."""
+    hosts = Hosts([{**PLENTY, "VCPU": 1}], config=CONFIG)
+    cluster = Cluster(hosts, CONFIG)
+    request = hosts.request(flavor="m1.tiny", server_group=ServerGroup(uuid=new_uuid(hosts.rng), policy=policy))
+    hold(cluster, request, on=0, run=RUN)
+    holding = {hosts.uuids[0]: {"VCPU": 1}}
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
+
+    async def on_its_host(requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        return [LocatePage(members={hosts.uuids[0]: 1}) for _ in requests]
+
+    cluster.port.locate = on_its_host  # type: ignore[method-assign]
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
+    assert placed.selections[0].allocations == holding
