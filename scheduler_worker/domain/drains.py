@@ -244,7 +244,7 @@ def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_F
 
 def _is_there(known: MoveContext) -> bool:
     build = known.build
-    return build is not None and build.state is BuildState.ACTIVE and not build.delete_requested
+    return build is not None and build.state is BuildState.ACTIVE
 
 
 def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None) -> DrainMove | None:
