@@ -380,14 +380,17 @@ async def test_a_conflict_writes_nothing(make: Make, sent: Sent) -> None:
             unit.emit(event(BuildState.ACCEPTED))
     async with one.unit() as unit:
         kept = await unit.lock([A, B])
-        await unit.update([BuildUpdate(build=replace(kept[B], reason="changed"))], 5.0)
+        await unit.update([BuildUpdate(build=replace(kept[B], state=BuildState.DELETED))], 5.0)
     with pytest.raises(Conflict):
         async with other.unit(optimistic=True) as unit:
             await unit.write_decisions([placed(A), placed(B)], 5.0)
             unit.emit(event(BuildState.SCHEDULED))
     assert [row for row, _ in sent.rows if row is not None] == before
     found = await one.builds(BuildQuery())
-    assert {r.instance_uuid: (r.state, r.cell) for r in found} == dict.fromkeys((A, B), (BuildState.ACCEPTED, None))
+    assert {r.instance_uuid: (r.state, r.cell) for r in found} == {
+        A: (BuildState.ACCEPTED, None),
+        B: (BuildState.DELETED, None),
+    }
 
 
 @pytest.mark.postgres

@@ -73,7 +73,7 @@ MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], 
     kept_instances_are_called_deleted,
 )
 FOUND_BY: dict[str, int] = {
-    "claims_are_released_without_a_name": 1,
+    "claims_are_released_without_a_name": 18,
     "full_clouds_are_not_looked_up": 1,
     "failed_builds_are_not_looked_up": 18,
     "kept_instances_are_called_deleted": 1,
