@@ -81,4 +81,5 @@ FOUND_BY: dict[str, int] = {
     "gang_claimed_one_by_one": 27,
     "refused_gang_written_all_the_same": 27,
     "too_few_go_on": 15,
+    "members_without_a_host_are_withdrawn": 11,
 }
