@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 import structlog
@@ -129,6 +129,21 @@ class Bus:
         self.publisher.flush()
         await waiter.wait()
 
+    def post_all(
+        self,
+        messages: Sequence[tuple[Message, str]],
+        traceparents: Sequence[str],
+        waiters: Sequence[Waiter],
+        line: Callable[[Message], Hashable],
+    ) -> None:
+        """Publish many messages, each with its cause, its trace ("": none) and the waiter that is told of its confirm.
+        The caller bounds them. line: the line in which a message waits; the lines have their turns.
+        """
+        few = len(messages) <= FEW
+        for (message, cause), traceparent, waiter in zip(messages, traceparents, waiters, strict=True):
+            self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent, line=line(message))
+        self.publisher.flush()
+
     async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
         """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed."""
         waiter = Waiter()
@@ -221,6 +236,7 @@ class Bus:
         *,
         few: bool,
         traceparent: str | None = None,
+        line: Hashable = None,
     ) -> None:
         row, mode = self._row(type(message))
         meta = Meta(
@@ -239,11 +255,11 @@ class Bus:
         has_two_keys = mode.probes_first
         if has_two_keys and few and self.publisher.post_once(exchange, key, mode, row.batch_key, packed, waiter):
             return
-        self.publisher.post(exchange, key, mode, packed, waiter)
+        self.publisher.post(exchange, key, mode, packed, waiter, line=line)
         if has_two_keys:
             # A new id, because the id distinguishes the broker's answers on this connection.
             again = Packed(packed.body, structs.replace(meta, id=f"{meta.id}.b"), packed.type)
-            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter)
+            self.publisher.post(exchange, row.batch_key, BATCHED, again, waiter, line=line)
 
     def _row(self, kind: type[Message]) -> tuple[MessageRow, Mode]:
         found = self._modes.get(kind)

@@ -34,6 +34,10 @@ class InTurn(Generic[T]):
         items.append(item)
         self._count += 1
 
+    def peek(self) -> T:
+        """The item that is taken next. Raises IndexError: there is none."""
+        return self._lines[self._turns[0]][0]
+
     def take(self) -> T:
         """Take the first item of the next line; then it is another line's turn. Raises IndexError: there is none."""
         line = self._turns.popleft()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
 from bus.contracts.catalogue import EVENTS
+from bus.in_turn import InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import Packed, batch, single
 
@@ -128,7 +129,7 @@ class _BatchingPublisher:
         self.exchange = exchange
         self.key = key
         self.mode = mode
-        self.entries: deque[_Entry] = deque()
+        self.entries: InTurn[_Entry] = InTurn()
         self.flying = 0
         self.probed = 0  # the entries that wait for the broker's answer to the first of them
         self.routable = 0  # the entries for which a queue is bound, so that they may be sent
@@ -136,15 +137,15 @@ class _BatchingPublisher:
     def take(self, limits: BusLimits) -> list[_Entry]:
         """Return the entries of the next broker message."""
         if not self.mode.batches:
-            return [self.entries.popleft()]
+            return [self.entries.take()]
         taken: list[_Entry] = []
         size = 0
         most = self.mode.at_most(limits)
         while self.entries and len(taken) < most:
-            size += len(self.entries[0].packed.body)
+            size += len(self.entries.peek().packed.body)
             if taken and size > limits.batch_bytes:
                 break
-            taken.append(self.entries.popleft())
+            taken.append(self.entries.take())
         return taken
 
     @property
@@ -156,7 +157,7 @@ class _BatchingPublisher:
         """Record the broker's answer to the mandatory entry. Returns the entries that no queue would get."""
         probed, self.probed = self.probed, 0
         if isinstance(error, Unroutable):
-            return [self.entries.popleft() for _ in range(probed)]
+            return [self.entries.take() for _ in range(probed)]
         self.routable = probed
         return []
 
@@ -200,9 +201,18 @@ class Publisher:
             await future
 
     def post(  # noqa: PLR0917  (hot, so no keywords)
-        self, exchange: str, key: str, mode: Mode, packed: Packed, waiter: Waiter, expires_s: float | None = None
+        self,
+        exchange: str,
+        key: str,
+        mode: Mode,
+        packed: Packed,
+        waiter: Waiter,
+        expires_s: float | None = None,
+        line: Hashable = None,
     ) -> None:
-        """Queue one message, which is sent when `flush` is called. Await `wait_for_capacity` first."""
+        """Queue one message, which is sent when `flush` is called. Await `wait_for_capacity` first. line: the line in
+        which it waits on a link that batches; the lines have their turns.
+        """
         name = (exchange, key, mode)
         link = self._links.get(name)
         if link is None:
@@ -210,7 +220,7 @@ class Publisher:
             self._stalled[link] = None
         elif not link.flying:
             self._stalled[link] = None
-        link.entries.append(_Entry(packed, waiter, expires_s))
+        link.entries.put(None if mode.probes_first else line, _Entry(packed, waiter, expires_s))
         waiter.pending += 1
         self.waiting += 1
 
@@ -240,11 +250,11 @@ class Publisher:
         return True
 
     def flush(self) -> None:
-        """Send the messages that may be sent now."""
+        """Send the messages that may be sent now. The links have their turns."""
         while self._stalled and len(self._in_flight) < self._limits.in_flight:
             link = next(iter(self._stalled))
             del self._stalled[link]
-            self._pump_link(link)
+            self._send_next(link)
 
     async def close(self) -> None:
         """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
@@ -255,7 +265,7 @@ class Publisher:
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         for link in list(self._links.values()):
             while link.entries:
-                self._settle([link.entries.popleft()], BusUnavailable("the bus is closed"))
+                self._settle([link.entries.take()], BusUnavailable("the bus is closed"))
         self._links.clear()
         self._stalled.clear()
 
@@ -264,18 +274,17 @@ class Publisher:
         while self._in_flight and (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.wait(list(self._in_flight), timeout=left, return_when=asyncio.FIRST_COMPLETED)
 
-    def _pump_link(self, link: _BatchingPublisher) -> None:
-        while link.entries and link.flying < self._most(link) and not link.probed:
-            if len(self._in_flight) >= self._limits.in_flight:
-                self._stalled[link] = None
-                return
+    def _send_next(self, link: _BatchingPublisher) -> None:
+        if not link.entries:
+            if not link.flying:
+                self._links.pop((link.exchange, link.key, link.mode), None)
+        elif link.flying < self._most(link) and not link.probed:
             probes = link.must_probe
             entries = link.take(self._limits)
             link.probed = len(link.entries) if probes else 0
             link.routable = max(0, link.routable - 1)
             self._launch(link, entries, probes=probes)
-        if not link.entries and not link.flying:
-            self._links.pop((link.exchange, link.key, link.mode), None)
+            self._stalled[link] = None
 
     def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
         link.flying += 1
@@ -310,7 +319,7 @@ class Publisher:
         task = asyncio.current_task()
         if task is not None:
             self._in_flight.discard(task)
-        self._pump_link(link)
+        self._stalled[link] = None
         self.flush()
 
     async def _send(self, link: _BatchingPublisher, entries: Sequence[_Entry], *, probes: bool) -> None:

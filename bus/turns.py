@@ -12,6 +12,9 @@ from weakref import WeakKeyDictionary
 
 T = TypeVar("T")
 
+# The rows that are worked on in one turn with what comes before and after: 5 ms.
+ROWS_AT_ONCE = 500
+
 
 class _Turns:
     """One event loop's turns for long work: one task goes on in each, and the one that waited longest is the first.
@@ -56,6 +59,12 @@ async def next_turn() -> None:
     if turns is None:
         turns = _turns[loop] = _Turns()
     await turns.wait()
+
+
+async def turn_for(rows: int) -> None:
+    """Wait for the next turn (`next_turn`) before work on many rows: what came before was as long."""
+    if rows > ROWS_AT_ONCE:
+        await next_turn()
 
 
 class InParts(Generic[T]):

@@ -10,8 +10,8 @@ from bus.bus import API, Bus
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.faults import BrokenInvariant, Transient
+from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service

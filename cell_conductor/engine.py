@@ -103,13 +103,13 @@ class NoFences:
 
 
 class Sender(Protocol):
-    """Publishes the messages of an outbox row, once it is committed (`bus.persistence.outbox.Relay`)."""
+    """Publishes the messages of outbox rows, once they are committed (`bus.persistence.relay.Relay`)."""
 
     async def wait_for_capacity(self) -> None:
         """Wait while too much is in flight."""
 
-    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        """Publish soon; delete the row after the confirm."""
+    def send(self, rows: Sequence[int], outgoing: Sequence[OutboxMessage]) -> None:
+        """Publish soon; delete each row after its confirm."""
 
 
 class Engine:
@@ -355,7 +355,7 @@ class Engine:
 
     def _committed(self, transaction: Transaction, recorded: Transition) -> None:
         """Send, log and count the committed changes."""
-        self._relay.send(transaction.row, recorded.outgoing)
+        self._relay.send(transaction.rows, recorded.outgoing)
         if recorded.losses:
             self._fences.note_losses(recorded.losses)
         observe_steps(recorded.steps, recorded.ended, recorded.outgoing)

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from bus.contracts.placement import (
-    Change,
     ChangesPage,
     FeedChanges,
     FeedHead,
@@ -21,6 +20,7 @@ from bus.contracts.placement import (
     SnapshotPage,
 )
 from bus.faults import Transient
+from bus.turns import turn_for
 from placement_worker.domain import allocations
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
 from placement_worker.domain.allocations import (
@@ -62,12 +62,10 @@ from placement_worker.domain.trees import (
     WantedTrees,
     classes_of_trees,
     deleted_trees,
-    entries_of_tree,
     traits_of_trees,
     wanted_trees,
 )
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
-from placement_worker.offload import run_sized
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.port import (
     NO_LIMITS,
@@ -197,15 +195,13 @@ class ResourceBook:
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """Apply a group of writes of providers, in order, each with its own outcome. Raises Unstorable."""
-        size = sum(map(entries_of_tree, writes))
-        await self._know_classes(await run_sized(self.rows.offload, size, lambda: classes_of_trees(writes)))
-        await self._know_traits(await run_sized(self.rows.offload, size, lambda: traits_of_trees(writes)))
+        await self._know_classes(classes_of_trees(writes))
+        await self._know_traits(traits_of_trees(writes))
         return await self._write(lambda transaction: write_trees(transaction, writes))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """Apply a group of writes of allocations, in order, each with its own outcome. Raises Unstorable."""
-        size = sum(map(entries_of_allocations, items))
-        await self._know_classes(await run_sized(self.rows.offload, size, lambda: classes_of_allocations(items)))
+        await self._know_classes(classes_of_allocations(items))
         return await self._write(lambda transaction: write_allocations(transaction, items))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
@@ -475,37 +471,24 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
 async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
     shape, before = await transaction.lock_trees(wanted_trees(writes))
-
-    def decided() -> tuple[list[TreeOutcome], dict[str, Provider], list[Change]]:
-        trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape)
-        outcomes = [trees.apply(write) for write in writes]
-        done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
-        changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
-        return outcomes, trees.providers, changes
-
-    size = sum(map(entries_of_tree, writes)) + sum(map(_entries_of, before.values()))
-    outcomes, after, changes = await run_sized(transaction.offload, size, decided)
+    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape)
+    outcomes = [trees.apply(write) for write in writes]
+    done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
+    changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
     if changes:
-        await transaction.write_trees(before, after, changes, disowned=deleted_trees(writes, outcomes))
+        await transaction.write_trees(before, trees.providers, changes, disowned=deleted_trees(writes, outcomes))
     return outcomes
-
-
-def _entries_of(provider: Provider) -> int:
-    return 1 + len(provider.inventories) + len(provider.traits) + len(provider.aggregates)
 
 
 async def write_allocations(transaction: BookTransaction, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
-    size = sum(map(entries_of_allocations, items))
-    expected, wanted = await run_sized(transaction.offload, size, lambda: expected_rows(items))
+    expected, wanted = expected_rows(items)
     locked = await transaction.lock_claims(expected, wanted)
-
-    def decided() -> tuple[list[AllocationOutcome], Decision, list[Change]]:
-        outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.class_ids)
-        return outcomes, decision, caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
-
-    size += len(locked.found) + len(locked.providers)
-    outcomes, decision, changes = await run_sized(transaction.offload, size, decided)
+    size = sum(map(entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
+    await turn_for(size)
+    outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.class_ids)
+    await turn_for(size)
+    changes = caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
     await transaction.write_claims(decision, locked, changes)
     return outcomes
 
@@ -518,22 +501,15 @@ async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRef
     expect(item.writes, expected, wanted)
     locked = await transaction.lock_claims(expected, None)
     shape, before = await transaction.lock_trees(WantedTrees(uuids=wanted | providers_held(locked.found)))
-    outcome = await run_sized(
-        transaction.offload,
-        len(before) + len(expected),
-        lambda: reshape(item, locked.found, before, transaction.class_ids, shape=shape),
-    )
+    await turn_for(len(before) + len(expected))
+    outcome = reshape(item, locked.found, before, transaction.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):
         await transaction.write_claims(NOTHING_DECIDED, locked)
         return outcome
     old = {uuid: before[uuid] for uuid in outcome.interim}
-
-    def changes() -> list[Change]:
-        usage = [each for each in changes_of_usage(outcome.decision) if each.provider not in outcome.final]
-        return caused(changes_of(old, outcome.final) + usage, ((item.cause, ()),))
-
+    usage = [each for each in changes_of_usage(outcome.decision) if each.provider not in outcome.final]
+    changes = caused(changes_of(old, outcome.final) + usage, ((item.cause, ()),))
     await transaction.write_trees(old, outcome.interim)
     await transaction.write_claims(outcome.decision, locked)
-    numbered = await run_sized(transaction.offload, len(before), changes)
-    await transaction.write_trees(outcome.interim, outcome.final, numbered)
+    await transaction.write_trees(outcome.interim, outcome.final, changes)
     return None

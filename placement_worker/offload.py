@@ -1,8 +1,8 @@
-"""Runs work that takes too long for the event loop in a thread, one piece at a time.
+"""Runs work that takes too long for the event loop in a thread, one piece at a time: long searches of the REST API, and
+the examination of invalid bodies.
 
 Reads of the book get a copy of it, so that they see one state whatever is written meanwhile. The interpreter switches
-threads at intervals, so that other answers need not wait for this work. It does not switch within one call of a
-function written in C: what decodes or encodes many rows by one call is given them in parts.
+threads at intervals, so that other answers need not wait for this work.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ Result = TypeVar("Result")
 
 # The number of calls that may wait. A request beyond this bound is answered 503.
 MAX_WAITING = 16
-
-# The rows (of consumers, of providers, of amounts) that are worked on where the event loop runs: 5 ms.
-ROWS_AT_ONCE = 500
-# The bytes of a row as JSON text, less than the rows of the book have: to find out from a text's length what it costs.
-ROW_BYTES = 64
 
 # The interpreter's switch interval, after which the event loop gets the interpreter from a thread. An answer takes a
 # dozen turns of the loop (sockets, the database), each of which may wait this long; with the default of 5 ms that would
@@ -99,10 +94,3 @@ class OffloadThread:
         """Accept no further work. Running work ends by its own bound."""
         self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-async def run_sized(thread: OffloadThread | None, rows: int, work: Callable[[], Result]) -> Result:
-    """Run the work on the event loop when it is for few rows, as nearly all is, or when there is no thread. Otherwise
-    run it in the thread. Raises TooBusy.
-    """
-    return work() if thread is None or rows <= ROWS_AT_ONCE else await thread.run(work)

@@ -20,8 +20,8 @@ from bus.contracts.moves import MoveEvent
 from bus.contracts.objects import CellBus
 from bus.persistence.database import Database
 from bus.persistence.identity import watch_identity
+from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.service.environment import Environment
 from bus.service.presence import announce_presence
 from bus.service.service import Service
@@ -211,9 +211,8 @@ def _relay(parts: SchedulerParts) -> Relay:
         parts.store.outbox,
         parts.buses,
         clock=parts.env.clock,
-        lingering=Lingering(
-            linger_s=parts.config.progress_linger_s, lingers=is_progress, place=position_of_event, line=project_of_event
-        ),
+        lingering=Lingering(linger_s=parts.config.progress_linger_s, lingers=is_progress, place=position_of_event),
+        line=project_of_event,
     )
     parts.store.publish_through(relay)
     return relay

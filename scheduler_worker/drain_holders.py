@@ -74,16 +74,14 @@ class DrainHolders:
 
     async def _arriving(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
         """By the requests under way, along their index."""
-        named: dict[str, list[DrainedHost]] = {}
-        for host in hosts:
-            named.setdefault(host.name, []).append(host)
+        there = {host.uuid: host for host in hosts}
         moves: list[RecordedMove] = []
         after = FIRST_UUID
         while page := await self._store.open_moves(after, PAGE):
-            moves += [one for one in page if one.host in named]
+            moves += [one for one in page if one.host_uuid in there]
             after = page[-1].request_id
         known = await self._known({one.instance_uuid for one in moves})
-        found = [arriving(named, one, known[one.instance_uuid]) for one in moves]
+        found = [arriving(there[one.host_uuid or ""], one, known[one.instance_uuid]) for one in moves]
         return [one for one in found if one is not None]
 
     async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:

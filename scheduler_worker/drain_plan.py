@@ -183,24 +183,18 @@ class DrainPlanner:
         return await self._holders.held_on(hosts)
 
     async def instances_on(
-        self, hosts: Sequence[DrainedHost], limit: int, *, after: Mapping[str | None, str] | None = None
+        self, hosts: Sequence[DrainedHost], limit: int, *, after: str = FIRST_UUID
     ) -> list[InstanceToMove]:
-        """The active instances on these hosts, by cell and uuid, up to a bound. Raises Transient."""
-        by_cell: dict[str | None, dict[str, DrainedHost]] = {}
-        for host in hosts:
-            by_cell.setdefault(host.cell, {})[host.name] = host
+        """The active instances on these hosts, by uuid, up to a bound. Raises Transient."""
+        there = {host.uuid: host for host in hosts}
+        uuids = await self._store.active_on(sorted(there), limit, after=after)
+        async with self._store.operation() as unit:
+            known = await unit.known({uuid: uuid for uuid in uuids})
         found: list[InstanceToMove] = []
-        for cell, named in by_cell.items():
-            last = (after or {}).get(cell, FIRST_UUID)
-            uuids = await self._store.active_on(sorted(named), cell, limit - len(found), after=last)
-            async with self._store.operation() as unit:
-                known = await unit.known({uuid: uuid for uuid in uuids})
-            for uuid in uuids:
-                context = known[uuid]
-                if context.build is not None and context.build.host in named:
-                    found.append(InstanceToMove(named[context.build.host], replace(context, names_instance=False)))
-            if len(found) >= limit:
-                break
+        for uuid in uuids:
+            context = known[uuid]
+            if context.build is not None and (host := there.get(context.build.host_uuid or "")) is not None:
+                found.append(InstanceToMove(host, replace(context, names_instance=False)))
         return found
 
     def _order(self, one: InstanceToMove) -> tuple[bool, tuple[int, ...], str]:

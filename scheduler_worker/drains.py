@@ -42,7 +42,6 @@ from bus.contracts.operations import AdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
-from scheduler_worker.domain.cells import only_cell
 from scheduler_worker.domain.drain_holders import LookedAt, new_row, reviewed
 from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
@@ -229,18 +228,13 @@ class DrainKeeper:
             }
             known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
             hosts = self._hosts(drain)  # after all that was waited for: a host may have left the drain meanwhile
-            is_warm = self._is_warm()
-            shown = {row.source_uuid: self._cell_of(row.source_uuid) for row in found.open}
-            cells = {uuid: cell for uuid, cell in shown.items() if is_warm or cell is not None}
-            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now, cells)
+            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now)
             await unit.put_drain_moves(done.changed)
             for request in done.requests:
                 unit.emit(OutboxMessage(API, request, request.request_id))
         if done.changed or done.requests:
             return True
         code = end_of(found, now)
-        if code in (DONE, LEFT) and not is_warm and any(host.cell is None for host, _ in hosts.values()):
-            return True  # by its name alone it would hold instances of its namesakes in other cells
         if code in (DONE, LEFT):
             if await self._review(drain, hosts, set(hosts), is_last=True):
                 return True
@@ -261,7 +255,7 @@ class DrainKeeper:
         is_warm = self._is_warm()
         return {
             uuid: (
-                DrainedHost(uuid, decision.host, self._cell_of(uuid)),
+                DrainedHost(uuid, decision.host),
                 SERVICE_DOWN if table.is_down(uuid) or (is_warm and table.live_service_of(uuid) is None) else "",
             )
             for uuid, decision in table.hosts_of_drain(drain).items()
@@ -271,12 +265,6 @@ class DrainKeeper:
     def _is_warm(self) -> bool:
         """Whether all services that are up should have announced their hosts since this scheduler started."""
         return self._clock.monotonic() - self._started_s >= self._selector.config.hosts_warmup_s
-
-    def _cell_of(self, uuid: str) -> str | None:
-        """The cell of a host, by its announcement, its fence, or because there is no other; None: it is not known."""
-        fence = self._registry.fences.get(uuid)
-        shown = self._selector.table.last_cell_of(uuid) or (None if fence is None else fence.cell)
-        return shown or only_cell(self._registry.served, self._registry.cells)
 
     async def _review(
         self,
@@ -295,9 +283,7 @@ class DrainKeeper:
         there = [host for uuid, (host, _) in hosts.items() if uuid in looked_at]
         held = await self._planner.held_on(there)
         if is_last:
-            # The record has hosts by name, which shows nothing where the cell is not known. The book has them by uuid.
-            placed = [host for host in there if host.cell is not None]
-            held += [one.held for one in await self._planner.instances_on(placed, MAX_PLANNED)]
+            held += [one.held for one in await self._planner.instances_on(there, MAX_PLANNED)]
         now = self._clock.time()
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, now, 0)

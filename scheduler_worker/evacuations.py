@@ -28,7 +28,6 @@ from scheduler_worker.domain.evacuations import (
     FencedHost,
     evacuation,
     fenced_hosts,
-    host_of,
     is_restarted,
     pause_s,
 )
@@ -118,16 +117,14 @@ class EvacuationTask:
 
         Raises Transient or BusError.
         """
-        by_name: dict[str, list[FencedHost]] = {}
-        for host in sorted(self._fenced, key=lambda one: one.uuid):
-            by_name.setdefault(host.name, []).append(host)
+        hosts = {host.uuid: host for host in self._fenced}
         under_way, last = 0, FIRST_UUID
         ready: list[MoveRequest] = []
         is_busy, is_full = False, True
         while is_full:
-            page = await self._store.active_on(sorted(by_name), None, PAGE, after=last)
+            page = await self._store.active_on(sorted(hosts), PAGE, after=last)
             is_full, last = len(page) == PAGE, page[-1] if page else last
-            for one in await self._open_requests(page, by_name):
+            for one in await self._open_requests(page, hosts):
                 is_busy = True
                 if one.is_under_way:
                     self._published_s.pop(one.request_id, None)
@@ -137,13 +134,13 @@ class EvacuationTask:
         await self._publish(ready, self._selector.config.evacuations_at_once - under_way)
         return is_busy
 
-    async def _open_requests(self, uuids: Sequence[str], by_name: Mapping[str, list[FencedHost]]) -> list[OpenRequest]:
+    async def _open_requests(self, uuids: Sequence[str], hosts: Mapping[str, FencedHost]) -> list[OpenRequest]:
         """For each of these instances that is to be restarted: its first request that has not failed."""
         found: list[OpenRequest] = []
         async with self._store.operation() as unit:
             on_fenced: dict[str, FencedHost] = {}
             for uuid, known in (await unit.known({uuid: uuid for uuid in uuids})).items():
-                host = None if known.build is None else host_of(known.build, by_name)
+                host = None if known.build is None else hosts.get(known.build.host_uuid or "")
                 if host is not None and is_restarted(known, self._selector.config):
                     on_fenced[uuid] = host
             while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before

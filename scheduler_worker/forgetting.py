@@ -44,7 +44,7 @@ class HostForgetter:
 
     async def forget(self, command: ForgetHost, uuid: str, host: str) -> HostForgotten | Refusal:
         """Forget one host, unless something shows that it may not be gone. Raises Transient."""
-        kept = self._reported(uuid) or await self._kept_by_instances(uuid, host)
+        kept = self._reported(uuid) or await self._kept_by_instances(uuid)
         if kept is not None:
             return kept
         stands = kept_by_record((await self._record()).objects, uuid, self._registry.cells_in_use())
@@ -99,11 +99,8 @@ class HostForgetter:
         """Whether another host has the name of this one."""
         return any(other != uuid for other in self._selector.uuids_of(host))
 
-    async def _kept_by_instances(self, uuid: str, host: str) -> Refusal | None:
-        """Instances are on record by the name of their host: where another host has it too, the book alone decides."""
-        if self._is_shared(uuid, host):
-            return None
-        found = await self._store.active_on([host], self._selector.table.last_cell_of(uuid), MAX_NAMED + 1)
+    async def _kept_by_instances(self, uuid: str) -> Refusal | None:
+        found = await self._store.active_on([uuid], MAX_NAMED + 1)
         if not found:
             return None
         more = " and more" if len(found) > MAX_NAMED else ""

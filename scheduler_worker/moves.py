@@ -472,11 +472,13 @@ class MoveEngine:
         request = pending.request
         assert known.build is not None and known.build.cell is not None
         chosen = Chosen() if chosen is None else chosen
-        host = chosen.selections[0].host if chosen.selections else None
+        first = chosen.selections[0] if chosen.selections else None
         command = self._command(request, known, chosen)
-        move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell, host=host)
-        if (first := by_keeper(command, known.now.handed, known.build.cell)) is not None:
-            cell, question = first
+        move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
+        if first is not None:
+            move = replace(move, host=first.host, host_uuid=first.host_uuid)
+        if (asked := by_keeper(command, known.now.handed, known.build.cell)) is not None:
+            cell, question = asked
             return replace(move, cell=cell, command=question), for_former_cell(question)
         if chosen.cell in (None, known.build.cell):
             return move, command

@@ -70,7 +70,7 @@ PLANTS = (
         file="placement_worker/domain/report_group.py",
         old="self.results[number] = InventoryResult(outcome=OTHER_SERVICE, owner=has[0])",
         new="has.append(source)",
-        tests="tests/sim/test_same_hosts.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
+        tests="tests/sim/test_fences.py::test_it_builds_nothing_while_the_first_is_down_for_a_while",
     ),
     Plant(
         name="refused_report_proves_losses",
@@ -323,8 +323,8 @@ PLANTS = (
         name="outbox_row_deleted_at_the_first",
         does="an outbox row is deleted when the first of its messages is confirmed",
         file="bus/persistence/relay.py",
-        old="Ticket(row_id, len(leaving), left)",
-        new="Ticket(row_id, 1, left)",
+        old="        if not self.pending:\n            self._ended(self)",
+        new="        if self.count:\n            self._ended(self)",
         tests="tests/unit/bus tests/integration/test_outbox.py",
     ),
     Plant(

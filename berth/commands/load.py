@@ -18,11 +18,10 @@ from berth.commands.common import Exit, Stop, Timeout, client, err, out, setting
 from berth.load import LoadPlan, LoadRun, PlanError
 from berth.load.compare import compare as compare_records
 from berth.load.fleet import read_hosts, settings_like
-from berth.load.live import LiveView, render_record
+from berth.load.live import render_record
 from berth.load.plan import DEFAULT_BOOTS, MAX_BOOTS, Arrival, is_metal, parse_mix, parse_ramp, ramp_boots
 from berth.load.record import LoadRecord, RecordError, decode, encode
 from berth.load.report import render as render_html
-from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.trace import Shape, read_requests, read_trace
 from berth.settings import Settings
@@ -109,19 +108,10 @@ async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: 
     process = process_name("load")
     async with client(settings) as berth, looking_on(site, process) as transports:
         firing: list[LoadRun] = []
-        views: list[LiveView] = []
-
-        def started(run: LoadRun) -> None:
-            firing.append(run)
-            views.append(LiveView(run, err))
-
-        def show(sample: Sample) -> None:
-            views[0].show(sample)
-
         task = asyncio.ensure_future(
             recorded(
                 berth, plan, clock=berth.bus.clock, rng=rng, chance=random.SystemRandom(), transports=transports,
-                started=started, show=show, bus=hide_password(settings.bus.url), cells=site.cells, **more,
+                started=firing.append, console=err, bus=hide_password(settings.bus.url), cells=site.cells, **more,
             )
         )  # fmt: skip
 
@@ -139,8 +129,6 @@ async def _fire(settings: Settings, plan: LoadPlan, rng: random.Random, **more: 
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         finally:
-            if views:
-                views[0].close()
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.remove_signal_handler(number)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -76,34 +77,49 @@ async def up(
 
 
 async def _up_here(rest: AtUp, stop: asyncio.Event, as_json: bool) -> int:
-    async with (
-        site(rest.settings, directory=rest.settings.state / "postgres", notify=_warn) as here,
-        ironic_of(here) as ironic_url,
-    ):
-        system = LocalSystem(here)
-        stopped = asyncio.create_task(stop.wait())
-        starting = asyncio.create_task(_start_here(system, ironic_url or None))
-        try:
-            starts: set[asyncio.Future[Any]] = {starting, stopped, system.in_process.failed}
-            await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                await starting
-                async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
-                    _print_summary(
-                        {**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json
-                    )
-                    waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
-                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (starting, stopped):
-                task.cancel()
-            await asyncio.gather(starting, stopped, return_exceptions=True)
-            failed = system.in_process.failed.exception() if system.in_process.failed.done() else None
-            with contextlib.suppress(WorkerEnded):  # the first one is reported
-                await system.in_process.stop()
+    starting = asyncio.create_task(_given_up(stop, asyncio.current_task()))
+    try:
+        async with (
+            site(rest.settings, directory=rest.settings.state / "postgres", notify=_warn) as here,
+            ironic_of(here) as ironic_url,
+        ):
+            starting.cancel()
+            failed = await _run_here(here, ironic_url, rest, stop, as_json)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    finally:
+        starting.cancel()
     if failed is not None:
         raise failed
     return 0
+
+
+async def _run_here(
+    here: Site, ironic_url: str | None, rest: AtUp, stop: asyncio.Event, as_json: bool
+) -> BaseException | None:
+    """The workers in this process, until it is to stop or one has failed: then that one's fault."""
+    system = LocalSystem(here)
+    stopped = asyncio.create_task(stop.wait())
+    starting = asyncio.create_task(_start_here(system, ironic_url or None))
+    try:
+        starts: set[asyncio.Future[Any]] = {starting, stopped, system.in_process.failed}
+        await asyncio.wait(starts, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            await starting
+            async with serve(here, ironic_url), pages_of_up(here, wanted=here.settings.up.web) as pages:
+                _print_summary(
+                    {**one_process(here, system.computes, ironic_url, rest), "pages": pages or None}, as_json
+                )
+                waiting: set[asyncio.Future[Any]] = {stopped, system.in_process.failed}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (starting, stopped):
+            task.cancel()
+        await asyncio.gather(starting, stopped, return_exceptions=True)
+        failed = system.in_process.failed.exception() if system.in_process.failed.done() else None
+        with contextlib.suppress(WorkerEnded):  # the first one is reported
+            await system.in_process.stop()
+    return failed
 
 
 async def _start_here(system: LocalSystem, ironic_url: str | None) -> None:
@@ -114,10 +130,8 @@ async def _start_here(system: LocalSystem, ironic_url: str | None) -> None:
 
 def _prepare(settings: Settings) -> tuple[Settings, asyncio.Event]:
     """The common start of both ways of being up: settings, a state directory, and an event that signals set."""
-    running = read_runtime(settings.state)
-    if running is not None:
-        raise Stop(Exit.USAGE, "up.running", f"berth is up already: process {running.pid}, in {settings.state}")
     _make_state(settings)
+    _claim_state(settings.state)
     settings = msgspec.structs.replace(settings, compute=settings.kept_compute)
     if not settings.compute.state_dir:
         _warn("compute.in_memory: the simulated machines are lost when this ends (compute.state_dir is empty)")
@@ -192,6 +206,18 @@ def _make_state(settings: Settings) -> None:
         reason = f"{path} is too long for a socket's name; set state_dir (BERTH_STATE_DIR) to something shorter"
         raise Stop(Exit.USAGE, "state.too_long", reason)
     make_directory(settings.state)
+
+
+def _claim_state(state: Path) -> None:
+    """Hold the directory until this process ends, before anything is started in it. Raises Stop."""
+    lock = os.open(state / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        running = read_runtime(state)
+        who = "another process is starting it" if running is None else f"process {running.pid}"
+        raise Stop(Exit.USAGE, "up.running", f"berth is up already: {who}, in {state}") from None
 
 
 def _warn(summary: str) -> None:

@@ -59,7 +59,7 @@ class Sampler:
         *,
         clock: Clock,
         transports: Mapping[str, Transport] | None = None,
-        on_sample: Callable[[Sample], None] = lambda sample: None,
+        on_sample: Callable[[Sample], None] | None = None,
     ) -> None:
         self._on_sample = on_sample
         self.rows: list[Sample] = []
@@ -78,7 +78,9 @@ class Sampler:
         """Take samples, until cancelled or stopped."""
         while not self.stopping:
             await self._clock.sleep(self._period_s)
-            self._on_sample(await self.take_sample())
+            sample = await self.take_sample()
+            if self._on_sample is not None:
+                self._on_sample(sample)
             if self._now() >= self._next_heat:
                 await self.sample_hosts()
 

@@ -7,11 +7,14 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Mapping
 
+from rich.console import Console
+
 from berth.client import BuildClient
+from berth.load.live import LiveView
 from berth.load.plan import LoadPlan
 from berth.load.record import LoadRecord
 from berth.load.run import LoadRun
-from berth.load.sampler import Sample, Sampler
+from berth.load.sampler import Sampler
 from berth.load.totals import machine, settings_of, totals
 from berth.site import Site
 from bus.bus import API
@@ -31,13 +34,17 @@ async def recorded(
     chance: random.Random | None = None,
     transports: Mapping[str, Transport] | None = None,
     started: Callable[[LoadRun], None] = lambda run: None,
-    show: Callable[[Sample], None] = lambda sample: None,
+    console: Console | None = None,
     **settings: object,
 ) -> LoadRecord:
-    """Fire the plan and return its record. `started`: is handed the run before it begins (to interrupt it)."""
+    """Fire the plan and return its record.
+
+    started: is handed the run before it begins (to interrupt it). console: where it is shown how it goes.
+    """
     run = LoadRun(client, plan, clock=clock, rng=rng, chance=chance, keep_tracks=False)
     started(run)
-    sampler = Sampler(run, client, clock=clock, transports=transports, on_sample=show)
+    view = None if console is None else LiveView(run, console)
+    sampler = Sampler(run, client, clock=clock, transports=transports, on_sample=None if view is None else view.show)
     watching = asyncio.create_task(sampler.watch())
     try:
         await run.go()
@@ -45,6 +52,8 @@ async def recorded(
         sampler.stopping = True
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
+        if view is not None:
+            view.close()
     await sampler.take_sample()
     await sampler.sample_hosts()
     boots, deletes = run.boots.operations(), run.deletes.operations()

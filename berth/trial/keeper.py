@@ -126,7 +126,7 @@ async def kept_alive(
 
     probe: tries whether the server works (`ServerKeeper.probe_until_stopped`).
     """
-    await asyncio.to_thread(server.start)
+    await _start(server)
     keeper = ServerKeeper(name, server, notify=notify)
     tasks = [asyncio.create_task(keeper.watch(), name=f"keeper of {name}")]
     if probe is not None:
@@ -139,6 +139,17 @@ async def kept_alive(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(server.stop)
+
+
+async def _start(server: PrivateServer) -> None:
+    """Start it. Cancelled meanwhile, it is waited for, as its thread cannot be ended, and stopped."""
+    starting = asyncio.create_task(asyncio.to_thread(server.start))
+    try:
+        await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.gather(starting, return_exceptions=True)
+        await asyncio.to_thread(server.stop)
+        raise
 
 
 async def _failure(probe: Probe) -> str:

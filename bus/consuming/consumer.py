@@ -43,9 +43,9 @@ from bus.consuming.untrusted import UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
+from bus.gather import Gather
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
-from bus.under_way import UnderWay
 from bus.wire import Codec, Malformed, Read
 
 __all__ = ["Consumer", "Malformed"]
@@ -108,7 +108,6 @@ class Consumer:
         self._row = BY_QUEUE[queue]
         self._handler = handler
         self._max_batch = max_batch
-        self._concurrency = concurrency
         self._prefetch = prefetch
         self._outcome_handler = OutcomeHandler(bus, self._row, on_malformed)
         self._until_available = RetryUntilAvailable(bus, queue)
@@ -123,11 +122,17 @@ class Consumer:
         self._suspect_until = 0.0  # the monotonic time from which a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
         self._unflushed: set[asyncio.Future[None]] = set()  # flushes that handled messages wait for
-        self._arrived = asyncio.Event()
         self._draining = False
         self._broken: BrokenInvariant | None = None
-        self._under_way = UnderWay(self._arrived.set)
-        self._workers: list[asyncio.Task[None]] = []
+        self._gather: Gather[InFlightMessage] = Gather(
+            self._take,
+            self._handle,
+            waiting=lambda: self._waiting() if self._failed is not None else 0,  # nothing before it has started
+            is_full=self._is_full,
+            most=concurrency,
+            pause=self._turn,
+            on_idle=self._end_if_broken,
+        )
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
         self._outcomes: dict[str, Counter] = {}
@@ -159,29 +164,20 @@ class Consumer:
             queue = self.queue + lane.name.removeprefix(self._row.name)
             arrived = partial(self._on_delivery, lane)
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
-        loop = asyncio.get_running_loop()
-        self._failed = loop.create_future()
-        self._workers = [loop.create_task(self._work(number)) for number in range(self._concurrency)]
-        for worker in self._workers:
-            worker.add_done_callback(self._worker_ended)
+        self._failed = asyncio.get_running_loop().create_future()
+        self._gather.wake()
 
     async def run(self) -> None:
         """Run until drained. Raises the fault that ended the consumer. A cancellation stops it at once."""
         assert self._failed is not None, "start() first"
         try:
             await asyncio.shield(self._failed)
-        except GeneratorExit:  # collected after its loop has closed: no worker runs any more
+        except GeneratorExit:  # collected after its loop has closed: no batch is handled any more
             raise
-        except BaseException:
-            await self._cancel_workers()
+        except BaseException:  # unacknowledged messages return to the queue when the connection closes
+            await self._gather.close()
             raise
-        await self._cancel_workers()
-
-    async def _cancel_workers(self) -> None:
-        """Cancel the workers. Their unacknowledged messages return to the queue when the connection closes."""
-        for worker in self._workers:
-            worker.cancel()
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        await self._gather.close()
 
     async def drain(self, grace_s: float) -> None:
         """Take no further messages, finish the batches in progress within the grace time (seconds), and requeue the
@@ -191,12 +187,11 @@ class Consumer:
         await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
         while self._lanes:
             self._lanes.take().delivery.nack(requeue=True)
-        self._arrived.set()
-        if self._workers:
-            _, late = await asyncio.wait(self._workers, timeout=max(grace_s, 0.0))
-            for worker in late:
-                worker.cancel()
-            await asyncio.gather(*self._workers, return_exceptions=True)
+        self._gather.wake()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(grace_s, 0.0)):
+                await self._gather.idle()
+        await self._gather.close()
         if self._unflushed:
             await asyncio.wait(self._unflushed, timeout=min(max(grace_s, 0.0), FLUSHED_TIMEOUT_S))
         for in_flight in self._in_hand:
@@ -217,42 +212,25 @@ class Consumer:
         self._lanes.add(ArrivedDelivery(delivery, now, since, lane))
         if self._tries(delivery) >= SUSPECT_FROM:
             self._suspect_until = now + SUSPECT_WAIT_S
-        if self._may_take():
-            self._arrived.set()
+        self._gather.wake()
 
-    def _worker_ended(self, worker: asyncio.Task[None]) -> None:
-        if self._failed is None or self._failed.done() or worker.cancelled():
-            return
-        error = worker.exception()
-        if error is not None:
+    def _fail(self, error: Exception) -> None:
+        if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
             self._failed.exception()  # a caller that drains without running must not be warned about it
 
-    async def _work(self, number: int) -> None:
-        while True:
-            await self._turn()
-            items = self._take() if self._may_take() else []
-            if items:
-                with self._under_way.batch():
-                    if self._may_take():
-                        self._arrived.set()
-                    await self._settle_all(items, number)
-            elif self._broken is not None:
-                if self._under_way.count:
-                    return  # the last one has the reason
-                raise self._broken
-            elif self._draining:
-                return
-            else:
-                self._arrived.clear()
-                await self._arrived.wait()
+    async def _handle(self, items: Sequence[InFlightMessage]) -> None:
+        try:
+            await self._settle_all(items)
+        except Exception as error:  # it ends the consumer, and `run` raises it
+            self._fail(error)
 
-    def _may_take(self) -> bool:
-        """Whether a batch may be taken now. Batches are taken one at a time, so that messages that arrive meanwhile
-        gather for the next one. A further batch is started only if it could not be larger, or if those in progress are
-        slow.
-        """
-        return not self._under_way.holds_up or self._waiting() >= self._max_batch
+    def _end_if_broken(self) -> None:
+        if self._broken is not None:
+            self._fail(self._broken)
+
+    def _is_full(self) -> bool:
+        return self._waiting() >= self._max_batch
 
     async def _turn(self) -> None:
         """Wait until it is time for a batch. Messages that have arrived by then are part of it."""
@@ -402,7 +380,7 @@ class Consumer:
         self._note_untried(delivery)
         return True
 
-    async def _settle_all(self, items: list[InFlightMessage], number: int) -> None:
+    async def _settle_all(self, items: Sequence[InFlightMessage]) -> None:
         now = self._bus.clock.monotonic()
         sound: list[InFlightMessage] = []
         malformed: list[InFlightMessage] = []
@@ -415,40 +393,40 @@ class Consumer:
             else:
                 sound.append(item)
         if malformed:
-            await self._refuse_all(malformed, number)
+            await self._refuse_all(malformed)
         if sound:
-            outcomes = await self._ask(sound, number)
+            outcomes = await self._ask(sound)
             if self._batch_interval is not None:
                 done = self._bus.clock.monotonic()
-                self._batch_interval.end_batch(done - now, len(sound), done, more=self._waiting() >= self._max_batch)
-            await self._apply_outcomes(sound, outcomes, number)
+                self._batch_interval.end_batch(done - now, len(sound), done, more=self._is_full())
+            await self._apply_outcomes(sound, outcomes)
             self._close_all(sound, outcomes)
             for kind, times in Counted(map(type, outcomes)).items():
                 self._count(kind.__name__.lower(), times)
 
-    async def _refuse_all(self, malformed: Sequence[InFlightMessage], number: int) -> None:
+    async def _refuse_all(self, malformed: Sequence[InFlightMessage]) -> None:
         bad = [item.received for item in malformed if isinstance(item.received, Malformed)]
-        await self._apply_outcomes(malformed, [Refuse(one.code, one.reason) for one in bad], number)
+        await self._apply_outcomes(malformed, [Refuse(one.code, one.reason) for one in bad])
         for item, one in zip(malformed, bad, strict=True):
             self._close(item)
             self._count(one.code, 1)
 
-    async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome], number: int) -> None:
+    async def _apply_outcomes(self, items: Sequence[InFlightMessage], outcomes: Sequence[Outcome]) -> None:
         """Carry out the outcomes. When that fails for one message, only this message is parked."""
         if len(items) == 1:
-            return await self._settle_one(items[0], number, lambda: self._outcome_handler.apply(items, outcomes))
+            return await self._settle_one(items[0], lambda: self._outcome_handler.apply(items, outcomes))
         try:
-            await self._until_available.call(number, lambda: self._outcome_handler.apply(items, outcomes))
+            await self._until_available.call(lambda: self._outcome_handler.apply(items, outcomes))
         except BusForbidden:
             raise
         except Exception as error:  # an outcome that cannot be applied must not hold up the others
             log.warning("consumer.settled_apart", queue=self.queue, items=len(items), error=type(error).__name__)
             for item, outcome in zip(items, outcomes, strict=True):
-                await self._apply_outcomes([item], [outcome], number)
+                await self._apply_outcomes([item], [outcome])
 
-    async def _settle_one(self, item: InFlightMessage, number: int, call: Callable[[], Awaitable[None]]) -> None:
+    async def _settle_one(self, item: InFlightMessage, call: Callable[[], Awaitable[None]]) -> None:
         try:
-            await self._until_available.call(number, call)
+            await self._until_available.call(call)
         except BusForbidden:
             raise
         except Exception as error:  # any error: the message is parked with it as the cause
@@ -456,7 +434,7 @@ class Consumer:
         else:
             return
         try:
-            await self._until_available.call(number, lambda: self._outcome_handler.park(item, cause))
+            await self._until_available.call(lambda: self._outcome_handler.park(item, cause))
         except BusForbidden:
             raise
         except Exception:  # the dead letter cannot be written: the broker parks the message as it came
@@ -499,13 +477,13 @@ class Consumer:
             counter = self._outcomes[outcome] = metrics.OUTCOMES.labels(self._bus.name, self._row.name, outcome)
         counter.inc(times)
 
-    async def _ask(self, items: Sequence[InFlightMessage], number: int) -> Sequence[Outcome]:
+    async def _ask(self, items: Sequence[InFlightMessage]) -> Sequence[Outcome]:
         """Call the handler and return its outcomes. After a crash each item is tried alone, to find those that cause
         it.
         """
         received = [item.received for item in items if isinstance(item.received, Received)]
         try:
-            return await self._until_available.call(number, lambda: self._call(items, received))
+            return await self._until_available.call(lambda: self._call(items, received))
         except (BusForbidden, Forbidden):
             # not the message's fault: the message is requeued with the connection, and the process logs why it ends
             raise
@@ -520,17 +498,16 @@ class Consumer:
                 log.exception("consumer.crashed", queue=self.queue, cause=received[0].meta.cause)
                 return [GiveUp(CRASHED, f"{type(error).__name__}: {error}"[:MAX_REASON])]
             log.warning("consumer.split", queue=self.queue, items=len(items), error=type(error).__name__)
-        return [(await self._ask([item], number))[0] for item in items]
+        return [(await self._ask([item]))[0] for item in items]
 
     async def _end_with(self, broken: BrokenInvariant) -> None:
-        """Take no further messages, and end the workers with this fault when no delivery is left in progress.
+        """Take no further messages, and end with this fault when no delivery is left in progress.
 
         Batches in progress are settled first; if they were requeued, another message's fault would use up their
         deliveries.
         """
         if self._broken is None:
             self._broken = broken
-            self._arrived.set()
             with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
                 await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 

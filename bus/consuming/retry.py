@@ -17,33 +17,32 @@ T = TypeVar("T")
 
 
 class RetryUntilAvailable:
-    """The calls of one consumer. Each of its workers, identified by a number, may wait for a server that it
-    depends on.
-    """
+    """The calls of one consumer. Each of its batches may wait for a server that it depends on."""
 
     def __init__(self, bus: ConsumedBus, row: str) -> None:
         self.queue = row
         self._row = row
         self._bus = bus
-        self._since: dict[int, float] = {}
+        self._since: dict[object, float] = {}  # of each call that waits
 
     @property
     def waited_s(self) -> float:
-        """The time (seconds) that the longest waiting worker has waited; 0 when none waits."""
+        """The time (seconds) that the longest waiting call has waited; 0 when none waits."""
         oldest = min(self._since.values(), default=None)
         return 0.0 if oldest is None else self._bus.clock.monotonic() - oldest
 
-    async def call(self, number: int, function: Callable[[], Awaitable[T]]) -> T:
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call the function until no transient fault occurs. Other exceptions are raised."""
         retrying = Retrying(UNTIL_AVAILABLE, self._bus.clock, self._bus.rng)
+        call = object()
         try:
-            return await retrying.call(function, on_failure=lambda error, _: self._stalled(number, error))
+            return await retrying.call(function, on_failure=lambda error, _: self._stalled(call, error))
         finally:
-            self._since.pop(number, None)
+            self._since.pop(call, None)
 
-    def _stalled(self, number: int, error: BaseException) -> None:
+    def _stalled(self, call: object, error: BaseException) -> None:
         code = str(getattr(error, "code", ""))
-        if number not in self._since:
-            self._since[number] = self._bus.clock.monotonic()
+        if call not in self._since:
+            self._since[call] = self._bus.clock.monotonic()
             log.warning("consumer.waits", queue=self.queue, code=code, reason=str(error))
         metrics.STALLS.labels(self._bus.name, self._row, code).inc()

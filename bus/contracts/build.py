@@ -168,7 +168,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     could take; history lists the attempts. stamps: with the end of a build, when each of its stages ended, [requested,
     queued, decided, claimed, dispatched, built, announced] in seconds since the epoch, 0 where it never came to that;
     and then how many claims were lost to others. zone: the availability zone of its host ("": there are none, or it is
-    not known).
+    not known). host_uuid: of `host`; never on the API bus.
     """
 
     instance_uuid: Uuid
@@ -178,6 +178,7 @@ class BuildEvent(Message, frozen=True, kw_only=True, tag="build.event.v1"):
     terminal: bool = False
     cell: Word | None = None
     host: str | None = None
+    host_uuid: Uuid | None = None
     attempt: int = 0
     code: str = ""
     reason: Reason = ""

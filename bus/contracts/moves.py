@@ -213,7 +213,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     host ("": there are none, or it is not known). departure: the instance has left its cell; never on the API bus.
     kept_in: the cell that keeps its stopped machine as long as it may go back there (None: it does not). settled: the
     migration by which it has come to its cell for good: the machine that its former cell keeps is not needed any more
-    (None: that is not known). Never on the API bus.
+    (None: that is not known). host_uuid: of `host`. Neither is ever on the API bus.
     """
 
     request_id: Uuid
@@ -226,6 +226,7 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     condition: Condition = Condition.MOVING
     cell: Word | None = None
     host: str | None = None
+    host_uuid: Uuid | None = None
     flavor: str = ""
     image: str = ""
     attempt: int = 0

@@ -23,7 +23,7 @@ from msgspec import Struct, structs
 from bus.clock import Clock
 from bus.faults import DatabaseUnavailable, Transient
 from bus.persistence.group_flush import FlushingCommit, GroupFlush
-from bus.persistence.outbox import OutboxMessage, buses_of, encode_row, traced
+from bus.persistence.outbox import OutboxMessage, by_bus, encode_row, traced
 
 LOCK_TIMEOUT_S = 25.0  # as bus.persistence.database: the server gives a waiting statement up after this
 # A commit that did not wait for the disk is on disk after this at the latest: three turns of PostgreSQL's WAL
@@ -43,7 +43,7 @@ async def turn(_: str) -> None:
 class Row(Struct, frozen=True):
     """One outbox row."""
 
-    buses: tuple[str, ...]
+    bus: str
     body: bytes
     taken_at: float
 
@@ -229,17 +229,17 @@ class MemoryDatabaseTransaction:
         await self.statement()
         return (handler, message_id) in self._database.handled
 
-    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Put messages into the outbox; returns the row's id, None when it does not exist."""
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> list[int]:
+        """Put messages into the outbox; returns the rows' ids."""
         if not outgoing:
-            return None
+            return []
         await self.statement()
-        row_id, row = self._database.next_row(), self._row(outgoing)
-        self.will(lambda: self._database.outbox.update({row_id: row}))
-        return row_id
-
-    def _row(self, outgoing: Sequence[OutboxMessage]) -> Row:
-        return Row(tuple(buses_of(outgoing)), encode_row(traced(outgoing)), self._database.clock.time())
+        rows = {
+            self._database.next_row(): Row(bus, encode_row(messages), self._database.clock.time())
+            for bus, messages in by_bus(traced(outgoing)).items()
+        }
+        self.will(lambda: self._database.outbox.update(rows))
+        return list(rows)
 
     async def commit(self) -> None:
         """All writes at once. Raises DatabaseUnavailable when the connection is lost before or after it."""
@@ -328,37 +328,36 @@ class MemoryRows:
             if commit.wanted:
                 commit.done()
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
-        """Keep only these messages of a row: the others are confirmed."""
-        async with self._session.transaction() as transaction:
-            await transaction.lock([("outbox", row_id)])
-            transaction.will(partial(_replace, self._session.database.outbox, row_id, outgoing))
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
+        """Rows older than this, by id, at most `limit` for each bus, and these; taking one makes it young again."""
         with self._session.flush_by_commit() as commit:
-            found = await self._claim_stale(age_s, limit, closed, frozenset(confirmed))
+            found = await self._claim_stale(age_s, limit, closed, frozenset(confirmed), frozenset(back))
             if confirmed:
                 commit.done()
         return found
 
     async def _claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: frozenset[int]
+        self, age_s: float, limit: int, closed: Sequence[str], confirmed: frozenset[int], back: frozenset[int]
     ) -> list[tuple[int, bytes]]:
         database = self._session.database
         async with self._session.transaction() as transaction:
             if confirmed:
                 transaction.will(lambda: _drop(database.outbox, sorted(confirmed)))
             now = database.clock.time()
-            taken: Counter[tuple[str, ...]] = Counter()
+            taken: Counter[str] = Counter()
             old: list[int] = []
             for one, row in sorted(database.outbox.items(), key=lambda item: (item[1].taken_at, item[0])):
-                if row.taken_at >= now - age_s:
-                    break
-                if one not in confirmed and taken[row.buses] < limit and not set(row.buses) <= set(closed):
-                    taken[row.buses] += 1
+                if row.taken_at >= now - age_s and one not in back:
+                    continue
+                if one not in confirmed and taken[row.bus] < limit and row.bus not in closed:
+                    taken[row.bus] += 1
                     old.append(one)
             old = sorted(one for one in old if transaction.is_free(("outbox", one)))
             await transaction.lock([("outbox", one) for one in old])
@@ -385,12 +384,6 @@ def _renew(outbox: dict[int, Row], row_id: int, now: float) -> None:
     row = outbox.get(row_id)
     if row is not None:
         outbox[row_id] = structs.replace(row, taken_at=now)
-
-
-def _replace(outbox: dict[int, Row], row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
-    row = outbox.get(row_id)
-    if row is not None:
-        outbox[row_id] = structs.replace(row, buses=tuple(buses_of(outgoing)), body=encode_row(outgoing))
 
 
 def _copy(rows: Any) -> Any:

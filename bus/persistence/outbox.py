@@ -1,9 +1,9 @@
 """The outbox: messages commit with the state that caused them, and leave afterwards, at least once.
 
-`add` writes all messages of a transaction as one row. After the commit the process hands the same messages to its relay
-(`bus.persistence.relay`), which publishes them and deletes the row once the broker has confirmed. A process that dies
-in between leaves its rows behind; the relay of any process of that role finds them when they are old enough. Consumers
-are idempotent, so a message that is sent twice does no harm, and no message is lost.
+`add` writes the messages of a transaction, as one row for each bus. After the commit the process hands the same
+messages to its relay (`bus.persistence.relay`), which publishes them and deletes a row once the broker has confirmed
+it. A process that dies in between leaves its rows behind; the relay of any process of that role finds them when they
+are old enough. Consumers are idempotent, so a message that is sent twice does no harm, and no message is lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what `
 # wait for the disk. A relay still holds the old row under its number, and would forget the new one with it. Time does
 # not come again.
 NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (nextval('outbox_id_seq') & 1023)"
-INSERT = f"INSERT INTO outbox (id, buses, body) OVERRIDING SYSTEM VALUE VALUES ({NEW_ID}, {{}}, {{}}) RETURNING id"
+INSERT = f"""
+INSERT INTO outbox (id, bus, body) OVERRIDING SYSTEM VALUE
+SELECT {NEW_ID}, bus, body FROM unnest({{}}::text[], {{}}::bytea[]) AS messages (bus, body) RETURNING id, bus
+"""
+IDS = '(SELECT array_agg(id ORDER BY bus COLLATE "C") FROM outgoing)'  # as `by_bus` has them
 
 
 def decode_row(body: bytes) -> list[OutboxMessage]:
@@ -59,9 +63,12 @@ def decode_row(body: bytes) -> list[OutboxMessage]:
     return [OutboxMessage(item.bus, item.message, item.cause, item.traceparent) for item in _decode(body)]
 
 
-def buses_of(outgoing: Sequence[OutboxMessage]) -> list[str]:
-    """The buses that these messages are for, each once, in order."""
-    return sorted({item.bus for item in outgoing})
+def by_bus(outgoing: Sequence[OutboxMessage]) -> dict[str, list[OutboxMessage]]:
+    """The messages of each bus, in order; the buses by name."""
+    found: dict[str, list[OutboxMessage]] = {bus: [] for bus in sorted({item.bus for item in outgoing})}
+    for item in outgoing:
+        found[item.bus].append(item)
+    return found
 
 
 def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
@@ -75,21 +82,27 @@ def traced(outgoing: Sequence[OutboxMessage]) -> Sequence[OutboxMessage]:
     ]
 
 
-async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> int | None:
-    """Record this transaction's messages as one row. Returns the row's id for `Relay.send`, None without messages."""
+def _rows(outgoing: Sequence[OutboxMessage]) -> tuple[list[str], list[bytes]]:
+    rows = by_bus(traced(outgoing))
+    return list(rows), [encode_row(messages) for messages in rows.values()]
+
+
+async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> list[int]:
+    """Record this transaction's messages, as one row for each bus. Returns the rows' ids for `Relay.send`."""
     if not outgoing:
-        return None
-    row_id: int = await conn.fetchval(INSERT.format("$1", "$2"), buses_of(outgoing), encode_row(traced(outgoing)))
-    return row_id
+        return []
+    query = f"WITH outgoing AS ({INSERT.format('$1', '$2')}) SELECT {IDS}"
+    row_ids: list[int] = await conn.fetchval(query, *_rows(outgoing))
+    return row_ids
 
 
 def add_to(statement: GuardedStatement, outgoing: Sequence[OutboxMessage]) -> None:
-    """The same as a part of a guarded statement; the row's id is its column `outbox_row`."""
+    """The same as a part of a guarded statement; the rows' ids are its column `outbox_rows`."""
     if not outgoing:
-        statement.column("NULL::bigint AS outbox_row")
+        statement.column("'{}'::bigint[] AS outbox_rows")
         return
-    statement.add("outgoing", INSERT, buses_of(outgoing), encode_row(traced(outgoing)))
-    statement.column("(SELECT id FROM outgoing) AS outbox_row")
+    statement.add("outgoing", INSERT, *_rows(outgoing))
+    statement.column(f"{IDS} AS outbox_rows")
 
 
 async def first_time(conn: asyncpg.Connection, handler: str, message_ids: Sequence[str]) -> set[str]:
@@ -114,16 +127,19 @@ class Rows(Protocol):
     async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed."""
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
-        """Keep only these messages of a row: the others are confirmed."""
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id, at most `limit` for each set of buses.
+        """Rows older than this, by id, at most `limit` for each bus.
 
         Taking one makes it young again, so that two relays do not take it at once. closed: buses that take nothing now;
-        rows for these alone are left untouched. confirmed: rows to delete in the same statement.
+        rows for these are left untouched. confirmed: rows to delete in the same statement. back: rows to take however
+        young they are.
         """
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bus.persistence.database import Database
-from bus.persistence.outbox import OutboxMessage, buses_of, encode_row
 
 # Each is a transaction of its own. Losing a deletion in a crash of the database means that a sweep repeats the row: not
 # worth a disk flush, unless something else waits for one ($2).
@@ -13,23 +12,23 @@ DELETE_CONFIRMED = """
 WITH gone AS (DELETE FROM outbox WHERE id = ANY($1::bigint[]) RETURNING 1)
 SELECT count(*), CASE WHEN NOT $2 THEN set_config('synchronous_commit', 'off', true) END FROM gone
 """
-# Of rows for the same buses the longest untaken go first, so that those which fail again and again go round; and each
-# set of buses has the limit to itself, so that one with many rows does not hold up the others.
+# Of the rows for a bus the longest untaken go first, so that those which fail again and again go round; and each bus
+# has the limit to itself, so that one with many rows does not hold up the others.
 TAKE_OLD = """
 WITH gone AS (DELETE FROM outbox WHERE id = ANY($4::bigint[]) RETURNING 1),
 taken AS (
     UPDATE outbox SET taken_at = now() WHERE id IN (SELECT id FROM outbox WHERE id IN (
         SELECT id FROM (
-            SELECT id, row_number() OVER (PARTITION BY buses ORDER BY taken_at, id) AS place FROM outbox
-            WHERE taken_at < now() - make_interval(secs => $1) AND NOT buses <@ $3::text[]
-                AND NOT id = ANY($4::bigint[])
+            SELECT id, row_number() OVER (PARTITION BY bus ORDER BY taken_at, id) AS place FROM outbox
+            WHERE (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
+                AND NOT bus = ANY($3::text[]) AND NOT id = ANY($4::bigint[])
         ) AS ranked WHERE place <= $2
-    ) AND taken_at < now() - make_interval(secs => $1) ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
+    ) AND (taken_at < now() - make_interval(secs => $1) OR id = ANY($5::bigint[]))
+    ORDER BY id FOR UPDATE SKIP LOCKED) RETURNING id, body
 )
 SELECT deleted.rows, taken.id, taken.body
 FROM (SELECT count(*) AS rows FROM gone) AS deleted LEFT JOIN taken ON true
 """
-REPLACE = "UPDATE outbox SET buses = $2, body = $3 WHERE id = $1"
 
 
 class PostgresRows:
@@ -46,18 +45,18 @@ class PostgresRows:
             if commit.wanted and deleted:
                 commit.done()
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None:
-        """Keep only these messages of a row: the others are confirmed."""
-        async with self._database.single() as connection:
-            await connection.execute(REPLACE, row_id, buses_of(outgoing), encode_row(outgoing))
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        """Rows older than this, by id, at most `limit` for each set of buses; taking one makes it young again."""
+        """Rows older than this, by id, at most `limit` for each bus, and these; taking one makes it young again."""
         with self._database.flush_by_commit() as commit:
             async with self._database.single() as connection:
-                rows = await connection.fetch(TAKE_OLD, age_s, limit, closed, confirmed)
+                rows = await connection.fetch(TAKE_OLD, age_s, limit, closed, confirmed, back)
             if rows[0]["rows"]:
                 commit.done()
         return sorted((row["id"], row["body"]) for row in rows if row["id"] is not None)

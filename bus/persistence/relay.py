@@ -1,14 +1,14 @@
 """The relay of an outbox: it publishes messages after the commit, deletes a row after the broker's confirms, and
 sweeps.
 
-One row is one `Ticket` while its messages are under way; each bus has a `Lane`; rows that are confirmed gather in
-`ConfirmedRows` until one statement deletes them.
+A row has the messages of one transaction for one bus. They go straight to that bus's publisher, with one confirmation
+for the row. While a bus is unavailable its rows stay in the table, and a sweep publishes them when it is back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,11 +16,15 @@ import structlog
 from prometheus_client import Counter, Gauge
 
 from bus.clock import Clock, shared_delay_s
+from bus.contracts.base import Message
 from bus.faults import Transient
+from bus.log_interval import LogInterval
 from bus.persistence.confirmed_rows import ConfirmedRows
 from bus.persistence.group_flush import GATHER_S
-from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, buses_of, decode_row, traced
-from bus.persistence.relay_lane import LANE_PUBLISHES, NO_LINGERING, Lane, Lingering, QueuedMessage, Ticket
+from bus.persistence.lingering import Lingering, LingeringItems
+from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, by_bus, decode_row, traced
+from bus.port import BusUnavailable
+from bus.publishing import Waiter
 from bus.retrying import RELAY, Backoff
 
 if TYPE_CHECKING:
@@ -29,28 +33,85 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MAX_ROWS = 10_000  # the bound of rows in a relay's memory; further rows stay in the table for the sweep
+# Messages under way on a bus above which its workers make no further ones by choice, and above which no further unit
+# of work begins: the publisher has room for as many of others.
+MAX_BEHIND = 2_000
+MAX_UNDER_WAY = 20_000
 # Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
 DELETE_PAUSE_S = GATHER_S
 SWEEP_EVERY_S = 2.0
 AFTER_SWEEP_S = 0.005  # a sweep at the same moment runs first, and also deletes the confirmed rows
-# A row of this age belongs to a process that died, or to one whose broker is unavailable, and is published again.
+# A row of this age belongs to a process that died, or has a message that the broker refused, and is published again.
 SWEEP_AGE_S = 5.0
 SWEEP_BATCH = 200
 HANDLED_KEEP_S = 3600.0  # longer than any redelivery: retries end after half a minute, an outage is not a duplicate
 HANDLED_BATCH = 5_000
 HANDLED_EVERY_S = 30.0
+UNAVAILABLE_LOG_INTERVAL_S = 30.0  # the interval at which an unavailable bus is logged, whatever waits for it
 
 _swept = Counter("berth_outbox_recovered_rows", "Outbox rows that a sweep found left behind")
 _left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", ["reason"])
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
+_published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
+_overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
+
+
+class _Ticket(Waiter):
+    """One row whose messages are under way. count: how many of them were given to the publisher."""
+
+    __slots__ = ("_ended", "count", "lane", "row_id")
+
+    def __init__(self, row_id: int, lane: _Lane, ended: Callable[[_Ticket], None]) -> None:
+        super().__init__()
+        self.row_id = row_id
+        self.lane = lane
+        self.count = 0
+        self._ended = ended
+
+    def settle(self, error: BaseException | None) -> None:
+        """Record that a message is confirmed, dropped or has failed, or that it was given to the publisher."""
+        super().settle(error)
+        if not self.pending:
+            self._ended(self)
+
+
+_Item = tuple[_Ticket, OutboxMessage]
+
+
+class _Lane:
+    """What a relay knows of one bus. under_way: the messages that its broker has not confirmed."""
+
+    def __init__(self, bus: Bus, clock: Clock, lingering: Lingering) -> None:
+        self.bus = bus
+        self.under_way = 0
+        self.lingering: LingeringItems[_Item] = LingeringItems(lingering, self._drop)
+        self._clock = clock
+        self._outage: LogInterval | None = None  # None: it is available, as far as is known
+
+    def _drop(self, item: _Item) -> None:
+        _overtaken.labels(self.bus.name).inc()
+        item[0].settle(None)
+
+    def note_available(self) -> None:
+        """Its broker has confirmed something."""
+        if self._outage is not None:
+            self._outage = None
+            log.info("outbox.bus_back", bus=self.bus.name)
+
+    def note_unavailable(self, reason: str) -> None:
+        """A row stays in the table. Logged once at first, and then at intervals."""
+        if self._outage is None:
+            self._outage = LogInterval(self._clock, UNAVAILABLE_LOG_INTERVAL_S)
+        if rows := self._outage.count():
+            log.warning("outbox.bus_unavailable", bus=self.bus.name, rows=rows, reason=reason)
 
 
 class Relay:
-    """Publishes after the commit, deletes the row after the confirm, and sweeps rows that a dead process left.
+    """Publishes after the commit, deletes the row after the confirm, and sweeps rows that were left behind.
 
-    Each bus has its own lane: a cell that is unavailable does not hold up the others.
+    line: the line in which a message waits to leave; the lines have their turns, and a line keeps its order.
     """
 
     def __init__(
@@ -62,26 +123,29 @@ class Relay:
         max_rows: int = MAX_ROWS,
         sweep_interval_s: float = SWEEP_EVERY_S,
         sweep_age_s: float = SWEEP_AGE_S,
-        lingering: Lingering = NO_LINGERING,
+        lingering: Lingering = Lingering(),  # noqa: B008  (frozen)
+        line: Callable[[Message], Hashable] = lambda _: None,
     ) -> None:
         self._rows = rows
-        self._lanes = {name: Lane(bus, clock, self._settle, lingering) for name, bus in buses.items()}
-        self._lane_share = _lane_share(max_rows, len(self._lanes))
-        self._lane_tasks: dict[str, list[asyncio.Task[None]]] = {}
-        self._group: asyncio.TaskGroup | None = None
-        self._lingering = lingering
         self._clock = clock
+        self._lingering = lingering
+        self._line = line
         self._max_rows = max_rows
         self._sweep_every_s = sweep_interval_s
         self._sweep_age_s = sweep_age_s
         self._unknown: set[str] = set()
-        self._tickets: dict[int, Ticket] = {}
-        self._to_shorten: asyncio.Queue[Ticket] = asyncio.Queue()  # bounded by the tickets
+        self._tickets: dict[int, _Ticket] = {}
+        self._left: dict[int, str] = {}  # {row: bus} of rows that go when their bus is back
         self._confirmed = ConfirmedRows()
-        self._gathering: asyncio.Task[None] | None = None
+        self._pause: asyncio.Task[None] | None = None  # while confirmed rows gather
         self._at_once = False  # a drain waits until all rows have ended
         self._changed = asyncio.Event()  # pulsed when a ticket ends
+        self._sweep_now = asyncio.Event()
+        self._some_linger = asyncio.Event()
         self._running = False
+        self._lanes: dict[str, _Lane] = {}
+        for bus in buses.values():
+            self.add_bus(bus)
 
     @property
     def held(self) -> int:
@@ -91,87 +155,123 @@ class Relay:
     def add_bus(self, bus: Bus) -> None:
         """Publish on a further bus from now on. A sweep publishes the rows that wait for it in the table."""
         assert bus.name not in self._lanes, bus.name
-        self._lanes[bus.name] = Lane(bus, self._clock, self._settle, self._lingering)
-        self._lane_share = _lane_share(self._max_rows, len(self._lanes))
+        self._lanes[bus.name] = _Lane(bus, self._clock, self._lingering)
         self._unknown.discard(bus.name)
-        self._run_lane(bus.name)
+        bus.transport.on_reconnect(self._sweep_now.set)
+        self._sweep_now.set()
 
     def remove_bus(self, name: str) -> None:
         """Stop publishing on this bus. Rows that wait for it stay in the table."""
-        for task in self._lane_tasks.pop(name, ()):
-            task.cancel()
-        self._lanes.pop(name).close()
-        self._lane_share = _lane_share(self._max_rows, len(self._lanes))
+        lane = self._lanes.pop(name)
+        for ticket in [one for one in self._tickets.values() if one.lane is lane]:
+            self._forget(ticket)
+            _left.labels("failed").inc()
 
-    def _run_lane(self, name: str) -> None:
-        if self._group is None:
-            return
-        lane = self._lanes[name]
-        bodies = [lane.run() for _ in range(LANE_PUBLISHES)]
-        if lane.lingers is not None:
-            bodies.append(lane.end_lingering())
-        self._lane_tasks[name] = [self._group.create_task(body) for body in bodies]
-
-    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
-        """Publish the messages of a committed row soon. It never blocks: above the bound the row is left to the
-        sweep.
+    def send(self, rows: Sequence[int], outgoing: Sequence[OutboxMessage]) -> None:
+        """Publish the messages of committed rows soon, one row for each bus as `outbox.add` returned them. It never
+        blocks: what cannot be published now is left to the sweep.
         """
-        if row_id is None or row_id in self._tickets:
-            assert row_id is not None or not outgoing, "messages without their outbox row would not survive a crash"
-            return
-        if len(self._tickets) >= self._max_rows:
-            _left.labels("full").inc()
-            return
-        closed = {bus for bus in buses_of(outgoing) if self._is_closed(bus, row_id)}
-        leaving, left = outgoing, []
-        if closed:
-            leaving = [item for item in outgoing if item.bus not in closed]
-            left = [item for item in outgoing if item.bus in closed]
-            _left.labels("unknown_bus" if closed & self._unknown else "bus_unavailable").inc()
-        if not leaving:
-            return
-        ticket = self._tickets[row_id] = Ticket(row_id, len(leaving), left)
-        _held.inc()
-        for item in traced(leaving):
-            self._lanes[item.bus].put((ticket, item))
+        messages = by_bus(outgoing)
+        assert len(rows) == len(messages), "messages without their outbox row would not survive a crash"
+        for row_id, (bus, of_bus) in zip(rows, messages.items(), strict=True):
+            self._send(row_id, bus, of_bus)
 
-    def _is_closed(self, bus: str, row_id: int) -> bool:
-        """Whether messages for this bus are to be left in the table."""
+    def _send(self, row_id: int, bus: str, messages: Sequence[OutboxMessage]) -> None:
+        if row_id in self._tickets:
+            return
         lane = self._lanes.get(bus)
-        if lane is not None:
-            return lane.is_behind(self._lane_share)
-        if bus not in self._unknown:  # once is enough, until the bus is added
-            self._unknown.add(bus)
-            log.error("outbox.unknown_bus", row=row_id, bus=bus)
-        return True
+        if lane is None:
+            _left.labels("unknown_bus").inc()
+            if bus not in self._unknown:  # once is enough, until the bus is added
+                self._unknown.add(bus)
+                log.error("outbox.unknown_bus", row=row_id, bus=bus)
+        elif len(self._tickets) >= self._max_rows:
+            self._leave(row_id, bus, "full")
+        elif reason := lane.bus.unavailable_reason:
+            lane.note_unavailable(reason)
+            self._leave(row_id, bus, "bus_unavailable")
+        else:
+            ticket = self._tickets[row_id] = _Ticket(row_id, lane, self._end)
+            _held.inc()
+            ticket.pending = len(messages)  # each until it is dropped, or given to the publisher
+            leaving = [one for item in traced(messages) for one in lane.lingering.put(item.message, (ticket, item))]
+            self._post(lane, leaving)
+            if lane.lingering:
+                self._some_linger.set()
+
+    def _post(self, lane: _Lane, items: Sequence[_Item]) -> None:
+        if not items:
+            return
+        for ticket, _ in items:
+            ticket.count += 1
+        lane.under_way += len(items)
+        lane.bus.post_all(
+            [(item.message, item.cause) for _, item in items],
+            [item.traceparent for _, item in items],
+            [ticket for ticket, _ in items],
+            self._line,
+        )
+        for ticket, _ in items:
+            ticket.settle(None)
+
+    def _leave(self, row_id: int, bus: str, reason: str) -> None:
+        _left.labels(reason).inc()
+        if len(self._left) < self._max_rows:  # of further ones the age decides
+            self._left[row_id] = bus
+
+    def _end(self, ticket: _Ticket) -> None:
+        """All messages of a row are confirmed, or one of them has failed."""
+        if self._tickets.get(ticket.row_id) is not ticket:  # its bus was removed
+            return
+        self._forget(ticket)
+        lane, error = ticket.lane, ticket.error
+        if error is None:
+            lane.note_available()
+            _published.labels(lane.bus.name).inc(ticket.count)
+            self._confirmed.add(ticket.row_id)
+            if self._is_due():
+                self._end_pause()
+        elif isinstance(error, BusUnavailable):
+            lane.note_unavailable(str(error))
+            self._leave(ticket.row_id, lane.bus.name, "bus_unavailable")
+        else:  # a message has no queue, or a full one: a later sweep tries again
+            _left.labels("failed").inc()
+            code = getattr(error, "code", "bus.error")
+            log.warning("outbox.refused_by_broker", bus=lane.bus.name, row=ticket.row_id, code=code, reason=str(error))
+
+    def _forget(self, ticket: _Ticket) -> None:
+        del self._tickets[ticket.row_id]
+        ticket.lane.under_way -= ticket.count
+        _held.dec()
+        self._changed.set()
 
     async def wait_for_capacity(self) -> None:
         """Wait until `send` would keep a row in memory."""
-        while len(self._tickets) >= self._max_rows:
+        while (
+            len(self._tickets) >= self._max_rows
+            or sum(lane.under_way for lane in self._lanes.values()) >= MAX_UNDER_WAY
+        ):
             await self._change()
 
     async def keep_up(self, bus: str) -> None:
-        """Wait while a bus's lane is full. A worker calls it before it takes a batch whose messages go there: what it
-        is faster than its broker would gather in its memory, and the reports of all would wait behind those of one.
+        """Wait while much is under way on a bus. A worker calls it before it takes a batch whose messages go there:
+        what it is faster than its broker would gather in its memory, and the reports of all would wait behind those of
+        one.
         """
-        while self._running and self._lanes[bus].is_full:
+        while self._running and self._lanes[bus].under_way >= MAX_BEHIND:
             await self._change()
 
     async def run(self) -> None:
-        """Publish, delete and sweep until cancelled."""
+        """Delete, sweep and end what lingers until cancelled."""
         self._running = True
         try:
             async with asyncio.TaskGroup() as group:
-                self._group = group
-                for name in self._lanes:
-                    self._run_lane(name)
                 group.create_task(self._delete_confirmed())
-                group.create_task(self._shorten())
                 group.create_task(self._sweep())
                 group.create_task(self._purge_handled())
+                group.create_task(self._end_lingering())
         finally:
             self._running = False
-            self._group = None
             self._changed.set()
 
     async def drain(self, grace_s: float) -> None:
@@ -179,15 +279,17 @@ class Relay:
         sweep.
         """
         self._at_once = True
-        self._end_gathering()
+        self._end_pause()
         for lane in self._lanes.values():
-            lane.publish_at_once()
+            lane.lingering.at_once = True
+            self._post(lane, lane.lingering.end_all())
+        self._sweep_now.set()
         try:
             async with asyncio.timeout(grace_s):
-                while self._running and self.held:
+                while self._running and (self.held or self._left):
                     await self._change()
         except TimeoutError:
-            log.warning("outbox.left_behind", rows=self.held)
+            log.warning("outbox.left_behind", rows=self.held + len(self._left))
         finally:
             self._at_once = False
 
@@ -195,61 +297,38 @@ class Relay:
         self._changed.clear()
         await self._changed.wait()
 
-    def _settle(self, items: Iterable[QueuedMessage], *, failed: bool = False) -> None:
-        for ticket, _message in items:
-            ticket.waiting -= 1
-            ticket.failed |= failed
-            if ticket.waiting:
-                continue
-            if ticket.left and not ticket.failed:
-                self._to_shorten.put_nowait(ticket)
-                continue
-            self._end(ticket)
-            if ticket.failed:  # a later sweep tries again: the row stays
-                _left.labels("failed").inc()
-                continue
-            self._confirmed.add(ticket.row_id)
-            if self._is_due():
-                self._end_gathering()
-
-    def _end(self, ticket: Ticket) -> None:
-        del self._tickets[ticket.row_id]
-        _held.dec()
-        self._changed.set()
-
-    async def _shorten(self) -> None:
-        """Remove confirmed messages from rows that stay, so that sweeps do not publish them again."""
+    async def _end_lingering(self) -> None:
         while True:
-            ticket = await self._to_shorten.get()
-            try:
-                await self._rows.replace(ticket.row_id, ticket.left)
-            except Transient as fault:  # the row stays as it is; a sweep repeats it
-                log.warning("outbox.database_unavailable", code=fault.code)
-            self._end(ticket)
+            await self._some_linger.wait()
+            await self._clock.sleep(self._lingering.linger_s / 2)
+            for lane in self._lanes.values():
+                self._post(lane, lane.lingering.end_half())
+            if not any(lane.lingering for lane in self._lanes.values()):
+                self._some_linger.clear()
 
     def _is_due(self) -> bool:
-        """Whether confirmed rows are to be deleted without gathering."""
+        """Whether the confirmed rows are deleted now, instead of waiting for more."""
         return self._at_once or self._confirmed.fill_a_batch
 
-    def _end_gathering(self) -> None:
-        if self._gathering is not None:
-            self._gathering.cancel()
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
 
-    async def _gather(self) -> None:
-        pause_s = shared_delay_s(self._clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S
-        self._gathering = asyncio.create_task(self._clock.sleep(pause_s))
+    async def _pause_s(self, seconds: float) -> None:
+        """Wait, or less when `_end_pause` is called."""
+        self._pause = asyncio.create_task(self._clock.sleep(seconds))
         try:
-            await asyncio.wait([self._gathering])
+            await asyncio.wait([self._pause])
         finally:
-            self._gathering.cancel()
-            self._gathering = None
+            self._pause.cancel()
+            self._pause = None
 
     async def _delete_confirmed(self) -> None:
         backoff = Backoff(RELAY, self._clock)
         while True:
             await self._confirmed.wait()
             if not self._is_due():
-                await self._gather()
+                await self._pause_s(shared_delay_s(self._clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S)
             if not self._confirmed.to_delete:  # a sweep has taken them along
                 continue
             try:
@@ -271,19 +350,36 @@ class Relay:
             self._changed.set()
 
     async def _sweep(self) -> None:
+        """Publish the rows that were left behind: at intervals, and when a bus is back."""
         while True:
-            closed = sorted({*self._unknown, *(name for name, lane in self._lanes.items() if lane.is_unavailable)})
+            self._sweep_now.clear()
+            closed = {*self._unknown, *(name for name, lane in self._lanes.items() if lane.bus.unavailable_reason)}
+            back = [row for row, bus in self._left.items() if bus not in closed]
             try:
                 with self._deleting() as confirmed:
-                    found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, closed, confirmed)
+                    found = await self._rows.claim_stale(
+                        self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back
+                    )
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
-                found = []
-            for row_id, body in found:
-                if row_id not in self._tickets and row_id not in self._confirmed:
-                    await self._send_again(row_id, body)
-            if len(found) < SWEEP_BATCH:
-                await self._clock.sleep(shared_delay_s(self._clock.monotonic(), self._sweep_every_s))
+                back, found = [], []
+            is_all = len(found) < SWEEP_BATCH
+            for row in back if is_all else (row for row, _ in found):  # what is not found is gone
+                self._left.pop(row, None)
+            for row, body in found:
+                if row not in self._tickets and row not in self._confirmed:
+                    await self._send_again(row, body)
+            if is_all:
+                delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
+                await self._wait_to_sweep(delay_s)
+
+    async def _wait_to_sweep(self, delay_s: float) -> None:
+        waits = [asyncio.create_task(self._clock.sleep(delay_s)), asyncio.create_task(self._sweep_now.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
 
     async def _send_again(self, row_id: int, body: bytes) -> None:
         """Publish a row that was left behind. A row that another version of berth has written is left to that
@@ -296,7 +392,7 @@ class Relay:
             return
         _swept.inc()
         await self.wait_for_capacity()
-        self.send(row_id, outgoing)
+        self._send(row_id, outgoing[0].bus, outgoing)
 
     async def _purge_handled(self) -> None:
         while True:
@@ -305,8 +401,3 @@ class Relay:
                 await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
-
-
-def _lane_share(max_rows: int, lanes: int) -> int:
-    """So much waits in memory for a bus that is unavailable: it must not take the room of all the others."""
-    return max_rows // (2 * max(1, lanes))

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import (
-    ARRAY,
     TIMESTAMP,
     BigInteger,
     Boolean,
@@ -89,7 +88,7 @@ def outbox_tables(metadata: MetaData) -> None:
         Column("id", BigInteger, Identity(always=True), primary_key=True),
         needed("created_at", MOMENT, default=func.now()),
         needed("taken_at", MOMENT, default=func.now()),
-        needed("buses", ARRAY(Text)),
+        needed("bus", Text),
         needed("body", LargeBinary),
         # A short-lived heap: it is vacuumed by count and not by share.
         postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},

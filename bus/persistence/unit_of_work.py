@@ -46,10 +46,10 @@ class WriteSet(Struct, kw_only=True):
 
 
 class Committed(Struct, frozen=True):
-    """A committed write set: the version of the written rows, and the id of the outbox row, if there is one."""
+    """A committed write set: the version of the written rows, and the outbox rows as `outbox.add` returns them."""
 
     version: int
-    outbox_row: int | None
+    outbox_rows: Sequence[int]
 
 
 class RowStore(Protocol[Row_co, Writes_contra]):
@@ -63,11 +63,11 @@ class RowStore(Protocol[Row_co, Writes_contra]):
 
 
 class EmittingUnit(Protocol):
-    """A unit of work that emits messages. row: the outbox row that holds them, once it has committed."""
+    """A unit of work that emits messages. rows: the outbox rows that hold them, once it has committed."""
 
     @property
-    def row(self) -> int | None:
-        """The id of the outbox row; None when there are no messages."""
+    def rows(self) -> Sequence[int]:
+        """The ids of the outbox rows, as `outbox.add` returns them."""
 
     @property
     def outbox(self) -> Sequence[OutboxMessage]:
@@ -87,7 +87,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
         self._cache = cache
         self._after: dict[str, Row] = {}
         self.writes = writes
-        self.row: int | None = None  # the outbox row, once committed
+        self.rows: Sequence[int] = ()  # of the outbox, once committed
 
     async def __aenter__(self) -> Self:
         return self
@@ -129,7 +129,7 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
             return
         self.invalidate()  # before the write, which may be cancelled or lose its connection
         committed = await self._rows.write(self.writes)
-        self.row = committed.outbox_row
+        self.rows = committed.outbox_rows
         self._cache.put(committed.version, self._after)
 
 
@@ -142,7 +142,7 @@ async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitt
     await relay.wait_for_capacity()
     async with unit as begun:
         yield begun
-    relay.send(begun.row, begun.outbox)
+    relay.send(begun.rows, begun.outbox)
 
 
 async def run_optimistic(

@@ -257,6 +257,7 @@ def _event(
         condition=condition,
         cell=context.cell,
         host=instance.here.host if has_host else None,
+        host_uuid=instance.host_uuid if has_host else None,
         flavor=instance.spec.flavor,
         image=instance.spec.image,
         attempt=instance.attempt,

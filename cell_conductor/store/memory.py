@@ -81,7 +81,7 @@ class MemoryTransaction:
         self._table = table
         self._transaction = transaction
         self._seen = seen
-        self.row: int | None = None
+        self.rows: Sequence[int] = ()
         self.durable = True
 
     async def recognise(self) -> DatabaseChange | None:
@@ -147,10 +147,10 @@ class MemoryTransaction:
         """Hold the fences of these hosts until the end, and record their losses."""
         return await memory_fences.lose(self._table, self._transaction, hosts, losses, proofs)
 
-    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Put messages into the outbox; the row for the relay."""
-        self.row = await self._transaction.send_later(outgoing)
-        return self.row
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
+        """Put messages into the outbox; the rows for the relay."""
+        self.rows = await self._transaction.send_later(outgoing)
+        return self.rows
 
     def _write(self, instances: Sequence[Instance]) -> None:
         _keep(self._table, self._transaction, instances)
@@ -196,8 +196,8 @@ class MemoryInstanceRows:
             if any(uuid in table.instances for uuid in new):
                 raise PreconditionFailed
             _keep(table, transaction, [*writes.inserts, *writes.updates])
-            row = await transaction.send_later(writes.outbox)
-        return Committed(transaction.number, row)
+            rows = await transaction.send_later(writes.outbox)
+        return Committed(transaction.number, rows)
 
 
 def _is_known(table: MemoryInstanceTable, deployment: str, set_back_at: float) -> bool:

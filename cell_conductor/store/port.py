@@ -75,8 +75,8 @@ class Transaction(Protocol):
     """
 
     @property
-    def row(self) -> int | None:
-        """The outbox row of the messages that were sent later, once the transaction has ended."""
+    def rows(self) -> Sequence[int]:
+        """The outbox rows of the messages that were sent later, once the transaction has ended."""
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
         """Record handled messages; those not seen before."""
@@ -104,8 +104,8 @@ class Transaction(Protocol):
         An optimistic transaction cannot, and raises Conflict.
         """
 
-    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Put messages into the outbox; the row for the relay (None while it is not known: see `row`)."""
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
+        """Put messages into the outbox; the rows for the relay (none while they are not known: see `rows`)."""
 
 
 class LockingTransaction(Transaction, Protocol):

@@ -156,7 +156,7 @@ class PostgresInstanceRows:
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
         written = await statement.execute(self._connection, durable=writes.durable)
-        return Committed(written["version"], written["outbox_row"])
+        return Committed(written["version"], written["outbox_rows"])
 
 
 class PostgresTransaction:
@@ -166,7 +166,7 @@ class PostgresTransaction:
         self._connection = connection
         self._cache = cache
         self._seen = seen
-        self.row: int | None = None
+        self.rows: Sequence[int] = ()
         self.durable = True
 
     async def recognise(self) -> DatabaseChange | None:
@@ -216,10 +216,10 @@ class PostgresTransaction:
             await self._connection.execute(LOSE, *loss_columns(losses))
         return True
 
-    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Put messages into the outbox; the row for the relay."""
-        self.row = await outbox.add(self._connection, outgoing)
-        return self.row
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
+        """Put messages into the outbox; the rows for the relay."""
+        self.rows = await outbox.add(self._connection, outgoing)
+        return self.rows
 
 
 class PostgresInstances:

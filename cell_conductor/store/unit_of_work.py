@@ -74,10 +74,10 @@ class OptimisticTransaction(OptimisticUnitOfWork[Instance, InstanceWrites]):
         """Not possible without a lock on the fence. Raises Conflict."""
         raise Conflict
 
-    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> int | None:
-        """Keep them for the commit, which sets `row` to their outbox row."""
+    async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
+        """Keep them for the commit, which sets `rows` to their outbox rows."""
         self.writes.outbox = list(outgoing)
-        return None
+        return ()
 
     async def commit(self) -> None:
         """Write the whole set. Raises Conflict."""

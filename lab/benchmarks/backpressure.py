@@ -31,10 +31,8 @@ from berth.audit.gather import gather, rest
 from berth.audit.invariants import check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadRun, draw_requests, run_load
-from berth.load.live import LiveView
 from berth.load.plan import phase_boots
 from berth.load.record import LoadRecord, Operations
-from berth.load.sampler import Sample
 from berth.load.session import looking_on, recorded
 from berth.load.summary import percentiles
 from berth.site import Site
@@ -222,20 +220,11 @@ async def offered(
         timeout_s=TIMEOUT_S,
     )
     runs: list[LoadRun] = []
-    views: list[LiveView] = []
-
-    def started(run: LoadRun) -> None:
-        runs.append(run)
-        views.append(LiveView(run, Console(stderr=True, highlight=False)))
-
-    def show(sample: Sample) -> None:
-        views[0].show(sample)
-
+    console = Console(stderr=True, highlight=False)
     async with looking_on(here, "bench-looks") as transports:
         record = await recorded(
-            client, plan, clock=here.clock, rng=rng, transports=transports, started=started, show=show
+            client, plan, clock=here.clock, rng=rng, transports=transports, started=runs.append, console=console
         )
-    views[0].close()
     return record, runs[0].started
 
 

@@ -33,12 +33,10 @@ from bus.retrying import Retrying, RetryPolicy
 from bus.turns import next_turn
 from placement_worker.replica import metrics
 from placement_worker.replica.book import Book
-from placement_worker.replica.loading import AT_ONCE, Loading, apply
+from placement_worker.replica.catch_up import AT_ONCE, MAX_PAGES, PAGE, CatchUp, SnapshotOutrun
 
 if TYPE_CHECKING:
     from bus.bus import Bus
-
-__all__ = ["Follower", "FollowerLimits", "SnapshotEndless"]
 
 log = structlog.get_logger("replica.follower")
 
@@ -54,7 +52,7 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
     of one snapshot.
     """
 
-    page: int = 1000
+    page: int = PAGE
     buffered: int = 100_000
     request_timeout_s: float = 5.0
     head_lag_s: float = 2.0
@@ -62,15 +60,25 @@ class FollowerLimits(Struct, frozen=True, kw_only=True):
     watch_s: float = 0.5
     first_wait_s: float = 0.05
     longest_wait_s: float = 5.0
-    pages: int = 5000
+    pages: int = MAX_PAGES
 
 
-class SnapshotEndless(Exception):
-    """A snapshot did not end within the bound of pages, or a page did not continue the one before: the sender is
-    broken.
-    """
+class PlacementFeed:
+    """The feed, as placement answers requests for it over the bus."""
 
-    code = "replica.snapshot_endless"
+    def __init__(self, bus: Bus, timeout_s: float) -> None:
+        self._bus = bus
+        self._timeout_s = timeout_s
+
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        """Request a page of changes."""
+        requested = ChangesRequest(after=after, limit=limit, history=history)
+        return await self._bus.request(requested, ChangesPage, timeout_s=self._timeout_s, cause="replica.changes")
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """Request a page of the snapshot."""
+        requested = SnapshotRequest(after=after, limit=limit)
+        return await self._bus.request(requested, SnapshotPage, timeout_s=self._timeout_s, cause="replica.snapshot")
 
 
 class Follower:
@@ -98,7 +106,10 @@ class Follower:
         self._limits = limits
         # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)
-        self._stale = True  # a snapshot is due; changes are only buffered until it is loaded
+        source = PlacementFeed(bus, limits.request_timeout_s)
+        self._catch_up = CatchUp(book, source, page=limits.page, pages=limits.pages)
+        self._catch_up.on_stale = self._drop_buffered
+        self._catch_up.on_page = self._caught_up
         self._kept: list[Change] = []
         self._kept_history = ""
         self._wanted = asyncio.Event()
@@ -153,14 +164,14 @@ class Follower:
 
     def is_fresh(self) -> bool:
         """For /readyz: whether the book has been complete, and has not been different from the head for long."""
-        if not self.ready.is_set() or self._stale:
+        if not self.ready.is_set() or self._catch_up.stale:
             return False
         off = self._off_since
         return off is None or self._clock.monotonic() - off < 2 * self._limits.head_lag_s
 
     async def wait_until(self, sequence: int, *, timeout_s: float) -> bool:
         """Wait until the book contains the change of this number. Returns False after the time-out (seconds)."""
-        return await self._wait_for(lambda: not self._stale and self.book.sequence >= sequence, timeout_s)
+        return await self._wait_for(lambda: not self._catch_up.stale and self.book.sequence >= sequence, timeout_s)
 
     async def refresh(self, *, timeout_s: float) -> bool:
         """Request the newest changes from placement now. Concurrent callers share one request. Returns False when there
@@ -197,7 +208,7 @@ class Follower:
     def _take(self, changes: Sequence[Change], history: str) -> None:
         """Apply the changes that come next, buffer the others, and request those in between."""
         self._head = max(self._head, changes[-1].sequence)
-        if self._stale or self._kept:
+        if self._catch_up.stale or self._kept:
             if history != self._kept_history:
                 self._kept.clear()
                 self._kept_history = history
@@ -299,80 +310,34 @@ class Follower:
         policy = RetryPolicy(first_s=self._limits.first_wait_s, longest_s=self._limits.longest_wait_s)
 
         def may_pass(error: BaseException) -> bool:
-            return isinstance(error, RequestTimeout | RequestRefused | BusError) and not isinstance(error, BusForbidden)
+            waits = isinstance(error, RequestTimeout | RequestRefused | BusError | SnapshotOutrun)
+            return waits and not isinstance(error, BusForbidden)
 
         def log_failure(error: BaseException, _failures: int) -> None:
             code = getattr(error, "code", "")
             log.warning("replica.waits", code=code, reason=str(error), sequence=self.book.sequence)
 
         # Until there is an answer, the replica is not ready, or reports that it is out of date.
-        await Retrying(policy, self._clock, self._rng).call(self._catch_up_once, may_pass, on_failure=log_failure)
+        await Retrying(policy, self._clock, self._rng).call(self._catch_up.run, may_pass, on_failure=log_failure)
 
-    async def _catch_up_once(self) -> None:
-        """Request changes up to the feed's head, after a snapshot when one is due."""
-        if self._stale:
-            await self._load_snapshot()
-        while True:  # ends: each page advances the book, or ends the round
-            after = self.book.sequence
-            page = await self._request_changes(after)
-            if page.too_old or page.head < after or self._is_of_another(page.history):
-                log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
-                self._stale = True
-                self._kept.clear()  # the book was set back, or the snapshot will contain these changes
-                raise RequestRefused("the feed does not reach back to this replica", code="replica.stale")
-            gap = await apply(self.book, page.changes)
-            if gap is not None and self.book.sequence == after:
-                self._stale = True
-                raise RequestRefused("the answer has a hole", code="replica.answer_gap")
-            self._head = max(self._head, page.head)
-            await self._apply_buffered()
-            metrics.APPLIED.inc(self.book.sequence - after)
-            self._log_catch_up()
-            if self.book.sequence >= page.head:
-                # Buffered changes above this head were committed after the answer. They are requested when the next
-                # head arrives.
+    def _drop_buffered(self) -> None:
+        self._kept.clear()  # the book was set back, or the snapshot will contain these changes
+
+    async def _caught_up(self, head: int, is_loaded: bool) -> None:
+        """Apply what is buffered, after an answer of placement or a load."""
+        before = self.book.sequence
+        if is_loaded:
+            if self._is_of_another(self._kept_history):
                 self._kept.clear()
-                return
-            if self.book.sequence == after:
-                raise RequestRefused("the answer is empty below the head", code="replica.answer_empty")
-
-    async def _request_changes(self, after: int) -> ChangesPage:
-        request = ChangesRequest(after=after, limit=self._limits.page, history=self.book.history)
-        return await self._bus.request(
-            request, ChangesPage, timeout_s=self._limits.request_timeout_s, cause="replica.changes"
-        )
-
-    async def _load_snapshot(self) -> None:
-        loading = Loading()
-        first: SnapshotPage | None = None
-        after: str | None = None
-        for _ in range(self._limits.pages):
-            page = await self._bus.request(
-                SnapshotRequest(after=after, limit=self._limits.page),
-                SnapshotPage,
-                timeout_s=self._limits.request_timeout_s,
-                cause="replica.snapshot",
-            )
-            if first is not None and page.history != first.history:  # this page begins where the former one ended
-                first, after, loading = None, None, Loading()
-                continue
-            first = first or page
-            await loading.add(page.providers)
-            if not page.more:
-                self._finish(loading, first)
-                return
-            if not page.providers or (after is not None and page.providers[-1].uuid <= after):
-                break
-            after = page.providers[-1].uuid
-        raise SnapshotEndless(f"after {len(loading)} providers")
-
-    def _finish(self, loading: Loading, first: SnapshotPage) -> None:
-        sequence = first.sequence
-        loading.finish(self.book, sequence, first.history)
-        if self._is_of_another(self._kept_history):
+            self._head = head
+            self._off_since = None
+            metrics.SNAPSHOTS.inc()
+            log.info("replica.loaded", providers=len(self.book), sequence=head)
+        self._head = max(self._head, head)
+        await self._apply_buffered()
+        metrics.APPLIED.inc(self.book.sequence - before)
+        self._log_catch_up()
+        if self.book.sequence >= head:
+            # Buffered changes above this head were committed after the answer. They are requested when the next head
+            # arrives.
             self._kept.clear()
-        self._head = sequence
-        self._off_since = None
-        self._stale = False
-        metrics.SNAPSHOTS.inc()
-        log.info("replica.loaded", providers=len(self.book), sequence=sequence)

@@ -70,7 +70,7 @@ async def put(api: Api, request: HttpRequest) -> Response:
         raise HttpFault(400, f"Malformed consumer_uuid: {consumer}")
     consumer = canonical(consumer)
     kind, unowned = at(bodies.PUT_ALLOCATIONS, request.version), _unowned(api)
-    write = await api.parse_as(kind, request.body, lambda body: consumer_write(consumer, body, unowned))
+    write = consumer_write(consumer, await api.parse(kind, request.body), unowned)
     outcome = await api.write_allocations(Replace((write,)))
     if outcome is not None:
         raise _refused(outcome, f"Unable to allocate inventory for consumer {consumer}: {{}}")
@@ -80,7 +80,7 @@ async def put(api: Api, request: HttpRequest) -> Response:
 async def post(api: Api, request: HttpRequest) -> Response:
     """POST the allocations of several consumers, all or none."""
     kind, unowned = at(bodies.POST_ALLOCATIONS, request.version), _unowned(api)
-    writes = await api.parse_as(kind, request.body, lambda body: _writes(body, unowned))
+    writes = _writes(await api.parse(kind, request.body), unowned)
     outcome = await api.write_allocations(Replace(writes))
     if outcome is not None:
         raise _refused(outcome, "Unable to allocate inventory {}")
@@ -101,7 +101,7 @@ async def delete(api: Api, request: HttpRequest) -> Response:
 async def reshape(api: Api, request: HttpRequest) -> Response:
     """POST /reshaper: inventories and the allocations that follow them, all or none."""
     kind, unowned = at(bodies.RESHAPE, request.version), _unowned(api)
-    item = await api.parse_as(kind, request.body, lambda body: _reshape(body, unowned))
+    item = _reshape(await api.parse(kind, request.body), unowned)
     outcome = await api.reshape(item)
     if outcome is not None:
         if outcome.why is Why.NO_PROVIDER and outcome.about in item.inventories:

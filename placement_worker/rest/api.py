@@ -5,13 +5,14 @@ refusals.
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from typing import TypeVar
 
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.turns import InParts
 from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, entries_of_allocations
 from placement_worker.domain.refusal import WriteRefusal
@@ -28,12 +29,10 @@ from placement_worker.rest.query import is_canonical
 from placement_worker.store.port import Listing, ProviderRow
 
 T = TypeVar("T")
-Converted = TypeVar("Converted")
 Row = TypeVar("Row")
 
-# The bytes of a body that is decoded on the event loop, those of an invalid one that is examined there, and the rows of
-# an answer that is rendered there: 2 to 5 ms each.
-DECODED_AT_ONCE = 64 * 2**10
+# The bytes of an invalid body that is examined on the event loop, and the rows of an answer that are rendered in one
+# turn: 2 to 5 ms each.
 EXPLAINED_AT_ONCE = 8 * 2**10
 LISTED_AT_ONCE = 500
 
@@ -62,8 +61,7 @@ class Api:
         self.store = store
         self.replica = replica
         self.searches = OffloadThread("search")
-        self.texts = OffloadThread("text")  # examines invalid bodies, renders long answers
-        self.bodies = OffloadThread("body", max_waiting=config.max_waiting)
+        self.texts = OffloadThread("text")  # examines invalid bodies
         self.classes_seen = (0, 0)  # the replica's classes when the names were last read because of them
         self.config = config
         self.clock = clock
@@ -94,35 +92,21 @@ class Api:
         await self._allocations.drain()
         self.searches.close()
         self.texts.close()
-        self.bodies.close()
 
     async def parse(self, kind: Body[T], body: bytes) -> T:
-        """Decode a body as its type. Raises HttpFault 400, TooBusy."""
-        return await self.parse_as(kind, body, lambda parsed: parsed)
-
-    async def parse_as(self, kind: Body[T], body: bytes, convert: Callable[[T], Converted]) -> Converted:
-        """Decode a body as its type and convert it. A long body is decoded and converted in a thread, and so is a long
-        invalid one examined. Raises HttpFault 400, TooBusy.
+        """Decode a body as its type. A long invalid one is examined in a thread. Raises HttpFault 400 and 413,
+        TooBusy.
         """
-
-        def decoded() -> tuple[Converted] | None:
-            parsed = kind.decode(body)
-            return None if parsed is None else (convert(parsed),)
-
-        taken = decoded() if len(body) <= DECODED_AT_ONCE else await self.bodies.run(decoded)
-        if taken is not None:
-            return taken[0]
+        parsed = kind.decode(body)
+        if parsed is not None:
+            return parsed
         if len(body) <= EXPLAINED_AT_ONCE:
-            return convert(kind.explain(body))
-        return await self.texts.run(lambda: convert(kind.explain(body)))
+            return kind.explain(body)
+        return await self.texts.run(lambda: kind.explain(body))
 
-    async def listed(self, rows: Sequence[Row], text: Callable[[Row], bytes]) -> bytes:
-        """Return the rows as text, separated by commas. Many rows are rendered in a thread. Raises TooBusy."""
-
-        def joined() -> bytes:
-            return b",".join(map(text, rows))
-
-        return joined() if len(rows) <= LISTED_AT_ONCE else await self.texts.run(joined)
+    async def listed(self, rows: Iterable[Row], text: Callable[[Row], bytes]) -> bytes:
+        """Return the rows as text, separated by commas. Other requests are answered while many rows are rendered."""
+        return b",".join([b",".join(map(text, part)) async for part in InParts(rows, LISTED_AT_ONCE)])
 
     async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
         """Write one provider, in one transaction with concurrent writes."""

@@ -21,6 +21,7 @@ from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
 from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.groups import MAX_ENTRIES
 from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.schemas import Schema
 
@@ -266,7 +267,8 @@ _Validator = extend(Draft202012Validator, {"uniqueItems": _unique_items})
 
 class Body(Generic[T]):
     """One kind of body: its type, and the schema that words its errors. holds: checks the rules that the schema can
-    express and the type cannot. amounts: the body's mappings whose keys are names of classes.
+    express and the type cannot. amounts: the body's mappings whose keys are names of classes. entries: the consumers,
+    providers, classes, traits and aggregates of the body, at most MAX_ENTRIES.
     """
 
     def __init__(
@@ -276,26 +278,29 @@ class Body(Generic[T]):
         *,
         holds: Callable[[T], bool] = lambda _: True,
         amounts: Callable[[T], Iterable[Mapping[str, int]]] = lambda _: (),
+        entries: Callable[[T], int] = lambda _: 1,
     ) -> None:
         self._kind = kind
         self._holds = holds
         self._amounts = amounts
+        self._entries = entries
         self._decode = msgspec.json.Decoder(kind).decode
         self._validator = _Validator(schema, format_checker=_LENIENT)
 
     def parse(self, body: bytes) -> T:
-        """Decode a body, by `decode` or else by `explain`. Raises HttpFault 400."""
+        """Decode a body, by `decode` or else by `explain`. Raises HttpFault 400 and 413."""
         parsed = self.decode(body)
         return self.explain(body) if parsed is None else parsed
 
     def decode(self, body: bytes) -> T | None:
         """Return the body as its type, in a few milliseconds for each megabyte; None when `explain` must examine the
-        body.
+        body. Raises HttpFault 413.
         """
         try:
             parsed: T = self._decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return None
+        self._check_entries(parsed)
         return parsed if self._holds(parsed) and _are_classes(self._amounts(parsed)) else None
 
     def explain(self, body: bytes) -> T:
@@ -316,9 +321,17 @@ class Body(Generic[T]):
             parsed: T = msgspec.convert(_canonical(data), self._kind, strict=False)
         except (msgspec.ValidationError, UnicodeEncodeError) as error:
             raise HttpFault(400, f"JSON does not validate: {error}") from error
+        self._check_entries(parsed)
         if not _are_classes(self._amounts(parsed)):  # the schema's pattern accepts a line end after a name
             raise HttpFault(400, f"JSON does not validate: a resource class does not match {schemas.NAME!r}")
         return parsed
+
+    def _check_entries(self, parsed: T) -> None:
+        """Check the bound by which what is done with a body takes a few milliseconds of the event loop at a time."""
+        if self._entries(parsed) > MAX_ENTRIES:
+            raise HttpFault(
+                413, f"At most {MAX_ENTRIES} consumers, providers, classes, traits and aggregates are taken."
+            )
 
 
 def _are_classes(amounts: Iterable[Mapping[str, int]]) -> bool:
@@ -333,6 +346,18 @@ def _amounts(body: AllocationBody) -> Iterable[Mapping[str, int]]:
 
 def _amounts_of_all(body: Mapping[str, AllocationBody]) -> Iterable[Mapping[str, int]]:
     return (resources for each in body.values() for resources in _amounts(each))
+
+
+def _entries(body: AllocationBody) -> int:
+    return 1 + sum(1 + len(resources) for resources in _amounts(body))
+
+
+def _entries_of_all(body: Mapping[str, AllocationBody]) -> int:
+    return sum(map(_entries, body.values()))
+
+
+def _entries_of_reshape(body: ReshapeBody | ReshapeBody34 | ReshapeBody38) -> int:
+    return _entries_of_all(body.allocations) + sum(1 + len(each.inventories) for each in body.inventories.values())
 
 
 def _words(wrong: ValidationError, body: bytes) -> str:
@@ -388,28 +413,40 @@ PUT_PROVIDER: Body[PutProvider] = Body(PutProvider, schemas.PUT_PROVIDER)
 PUT_PROVIDER_14: Body[PutProvider] = Body(PutProvider14, schemas.PUT_PROVIDER_14)
 PUT_INVENTORY: Body[PutInventory] = Body(PutInventory, schemas.PUT_INVENTORY)
 POST_INVENTORY: Body[PostInventory] = Body(PostInventory, schemas.POST_INVENTORY)
-PUT_INVENTORIES: Body[PutInventories] = Body(PutInventories, schemas.PUT_INVENTORIES)
+PUT_INVENTORIES: Body[PutInventories] = Body(
+    PutInventories, schemas.PUT_INVENTORIES, entries=lambda body: len(body.inventories)
+)
 AGGREGATES: Body[list[str]] = Body(
-    list[CanonicalUuid], schemas.AGGREGATES, holds=lambda listed: len(set(listed)) == len(listed)
+    list[CanonicalUuid], schemas.AGGREGATES, holds=lambda listed: len(set(listed)) == len(listed), entries=len
 )
 AGGREGATES_19: Body[Aggregates] = Body(
-    Aggregates, schemas.AGGREGATES_19, holds=lambda body: len(set(body.aggregates)) == len(body.aggregates)
+    Aggregates,
+    schemas.AGGREGATES_19,
+    holds=lambda body: len(set(body.aggregates)) == len(body.aggregates),
+    entries=lambda body: len(body.aggregates),
 )
-PROVIDER_TRAITS: Body[ProviderTraits] = Body(ProviderTraits, schemas.PROVIDER_TRAITS)
+PROVIDER_TRAITS: Body[ProviderTraits] = Body(
+    ProviderTraits, schemas.PROVIDER_TRAITS, entries=lambda body: len(body.traits)
+)
 RESOURCE_CLASS: Body[ClassBody] = Body(ClassBody, schemas.RESOURCE_CLASS)
 
 
 def _of_one(kind: Any, schema: Schema) -> Body[Any]:
-    return Body(kind, schema, amounts=_amounts)
+    return Body(kind, schema, amounts=_amounts, entries=_entries)
 
 
 def _of_many(kind: Any, schema: Schema) -> Body[Any]:
     of_all: Any = Annotated[dict[UuidKey, kind], Bound(min_length=1)]
-    return Body(of_all, schemas.many(schema), amounts=_amounts_of_all)
+    return Body(of_all, schemas.many(schema), amounts=_amounts_of_all, entries=_entries_of_all)
 
 
 def _of_reshape(kind: Any, schema: Schema) -> Body[Any]:
-    return Body(kind, schemas.reshape(schema), amounts=lambda body: _amounts_of_all(body.allocations))
+    return Body(
+        kind,
+        schemas.reshape(schema),
+        amounts=lambda body: _amounts_of_all(body.allocations),
+        entries=_entries_of_reshape,
+    )
 
 
 PUT_ALLOCATIONS: tuple[tuple[int, Body[AllocationBody]], ...] = (
@@ -420,7 +457,7 @@ PUT_ALLOCATIONS: tuple[tuple[int, Body[AllocationBody]], ...] = (
     (8, _of_one(Allocations8, schemas.ALLOCATIONS_8)),
     (0, _of_one(Allocations0, schemas.ALLOCATIONS_0)),
 )
-POST_ALLOCATIONS: tuple[tuple[int, Body[dict[str, AllocationBody]]], ...] = (
+POST_ALLOCATIONS: tuple[tuple[int, Body[Mapping[str, AllocationBody]]], ...] = (
     (38, _of_many(Allocations38, schemas.ALLOCATIONS_38)),
     (34, _of_many(Allocations34, schemas.ALLOCATIONS_34)),
     (28, _of_many(Allocations28, schemas.ALLOCATIONS_28)),

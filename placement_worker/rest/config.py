@@ -106,8 +106,8 @@ class RestConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_waiting: Annotated[int, Bound(ge=1)] = 4096
     """The most writes that wait for a transaction; a further one is answered 503."""
     max_body_bytes: Annotated[int, Bound(ge=1024, le=2**20)] = 2**20
-    """The most bytes of one request's body; a larger one is answered 413. Not more than 1 MiB (17,000 providers of
-    an allocation, 11,000 of a reshape): while the decoder reads it, for up to 12 ms, nothing else runs.
+    """The most bytes of one request's body; a larger one is answered 413, as is one with more than 4,096 entries.
+    Not more than 1 MiB: while the decoder reads it, for up to 12 ms, nothing else runs.
     """
     max_bodies_bytes: Annotated[int, Bound(ge=1024)] = 256 * 2**20
     """The most bytes of all bodies that are being received; what exceeds it is answered 503."""

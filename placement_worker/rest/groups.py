@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from bus.faults import DatabaseUnavailable, Transient
-from bus.under_way import UnderWay
+from bus.gather import Gather
 from placement_worker.rest import metrics
 
 Item = TypeVar("Item")
@@ -62,16 +62,19 @@ class Groups(Generic[Item, Result]):
         self._apply = apply
         self._group_max = max_group
         self._waiting_max = max_waiting
-        self._at_once = under_way
-        self._under_way = UnderWay(self._start)
         self._committed = committed
         self._entries = entries
         self._gather_s = gather_s
         self._waiting: deque[tuple[Item, asyncio.Future[Result]]] = deque()
-        self._running: set[asyncio.Task[None]] = set()
-        # This is not the size of the set, because a task leaves the set one turn of the loop after it has looked for
-        # further writes; a write that came in that turn would wait for ever.
-        self._working = 0
+        self._awaited = 0, 0.0  # the number of writes that a group waits for, and until when
+        self._groups: Gather[tuple[Item, asyncio.Future[Result]]] = Gather(
+            self._next_group,
+            self._handle,
+            waiting=self._waiting.__len__,
+            at_once=under_way,
+            most=under_way + MAX_SLOW,
+            pause=self._gather if under_way == 1 else None,
+        )
         self._gathering: tuple[int, asyncio.Future[None]] | None = (
             None  # (the number of writes that are awaited, a future that is done when they are there)
         )
@@ -85,39 +88,18 @@ class Groups(Generic[Item, Result]):
         self._waiting.append((item, future))
         if self._gathering is not None and len(self._waiting) >= self._gathering[0]:
             _done(self._gathering[1])
-        self._start()
+        self._groups.wake()
         return await future
 
     async def drain(self) -> None:
         """Wait until no item is waiting or being applied."""
-        while self._running:
-            await asyncio.wait(self._running)
+        await self._groups.idle()
 
-    @property
-    def _quick(self) -> int:
-        """The tasks that will soon look for further writes, because their groups are not slow."""
-        return self._working - self._under_way.slow
-
-    def _start(self) -> None:
-        """Have the waiting writes taken, unless a task will soon look for them."""
-        if self._waiting and self._quick < self._at_once and self._working < self._at_once + MAX_SLOW:
-            self._working += 1
-            task = asyncio.create_task(self._work(), name=f"rest {self._name}")
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-
-    async def _work(self) -> None:
-        try:
-            while self._waiting:  # ends: each round takes some items
-                group = self._next_group()
-                metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
-                with self._under_way.batch():
-                    await self._run(group)
-                if self._quick > self._at_once:
-                    return  # its group was slow: another task has taken its place
-                await self._gather(min(len(group) + len(self._waiting), self._group_max))
-        finally:
-            self._working -= 1
+    async def _handle(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
+        metrics.GROUP_ITEMS.labels(self._name).observe(len(group))
+        await self._run(group)
+        wanted = min(len(group) + len(self._waiting), self._group_max)
+        self._awaited = wanted, asyncio.get_running_loop().time() + self._gather_s
 
     def _next_group(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         """Take the writes that have waited longest, within the bounds of a group."""
@@ -130,16 +112,17 @@ class Groups(Generic[Item, Result]):
             group.append(self._waiting.popleft())
         return group
 
-    async def _gather(self, wanted: int) -> None:
-        """Wait for this many items for at most GATHER_S, unless recent waits were in vain."""
-        if self._at_once > 1 or len(self._waiting) >= wanted or wanted < 2:
+    async def _gather(self) -> None:
+        """Wait for as many items as the last group had, for at most GATHER_S, unless recent waits were in vain."""
+        loop = asyncio.get_running_loop()
+        wanted, until = self._awaited
+        if len(self._waiting) >= wanted or loop.time() >= until:
             return
         if self._skipped < self._skip:
             self._skipped += 1
             return
-        loop = asyncio.get_running_loop()
         here: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(self._gather_s, _done, here)
+        timer = loop.call_at(until, _done, here)
         self._gathering = (wanted, here)
         try:
             await here
@@ -149,7 +132,7 @@ class Groups(Generic[Item, Result]):
         self._skipped = 0
         self._skip = 0 if len(self._waiting) >= wanted else min(2 * self._skip + 1, MAX_SKIPPED)
 
-    async def _run(self, group: list[tuple[Item, asyncio.Future[Result]]]) -> None:
+    async def _run(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
             results = await self._tried([item for item, _ in group])
         except Exception as error:  # the fault is raised to the item's own caller

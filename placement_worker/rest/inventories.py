@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.trees import AddInventory, DeleteInventory, ReplaceInventory, SetInventories
 from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
-from placement_worker.rest.api import Api, Converted, written
-from placement_worker.rest.bodies import Body, InventoryBody, PutInventories, T
+from placement_worker.rest.api import Api, written
+from placement_worker.rest.bodies import Body, InventoryBody, T
 from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.store.port import InventoryRecord
@@ -45,12 +44,8 @@ def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
 
 async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
     """Decode the body. An unknown provider is reported before an invalid body."""
-    return await _converted(api, uuid, kind, body, lambda parsed: parsed)
-
-
-async def _converted(api: Api, uuid: str, kind: Body[T], body: bytes, convert: Callable[[T], Converted]) -> Converted:
     try:
-        return await api.parse_as(kind, body, convert)
+        return await api.parse(kind, body)
     except HttpFault:
         await api.provider(uuid)
         raise
@@ -84,13 +79,11 @@ async def show(api: Api, request: HttpRequest) -> Response:
 async def set_all(api: Api, request: HttpRequest) -> Response:
     """PUT all inventories of a provider."""
     uuid = request.parts[1]
-
-    def wanted(body: PutInventories) -> SetInventories:
-        flaws = (flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items())
-        stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
-        return SetInventories(uuid, stored, body.resource_provider_generation, next(filter(None, flaws), ""))
-
-    write = await _converted(api, uuid, bodies.PUT_INVENTORIES, request.body, wanted)
+    body = await _parsed(api, uuid, bodies.PUT_INVENTORIES, request.body)
+    flaws = (flaw_of(name, inventory, uuid, request.version) for name, inventory in body.inventories.items())
+    stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
+    flaw = next(filter(None, flaws), "")
+    write = SetInventories(uuid, stored, body.resource_provider_generation, flaw)
     outcome = await api.write_tree(write)
     if isinstance(outcome, WriteRefusal):
         if outcome.why is Why.NO_SUCH:

@@ -7,7 +7,7 @@ from typing import Any
 from placement_worker.domain.trees import SetAggregates, SetTraits
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api, written
-from placement_worker.rest.bodies import ProviderTraits, text_of
+from placement_worker.rest.bodies import text_of
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response, json_response
 
@@ -56,11 +56,9 @@ async def show_traits(api: Api, request: HttpRequest) -> Response:
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:
     """PUT the traits of a provider."""
-
-    def wanted(body: ProviderTraits) -> SetTraits:
-        return SetTraits(request.parts[1], [*map(text_of, body.traits)], body.resource_provider_generation)
-
-    provider = written(await api.write_tree(await api.parse_as(bodies.PROVIDER_TRAITS, request.body, wanted)))
+    body = await api.parse(bodies.PROVIDER_TRAITS, request.body)
+    write = SetTraits(request.parts[1], [*map(text_of, body.traits)], body.resource_provider_generation)
+    provider = written(await api.write_tree(write))
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())
 

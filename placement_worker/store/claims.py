@@ -5,19 +5,16 @@ Every writer takes locks in one order (`store.port`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, chain
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import asyncpg
 import msgspec
 
 from bus.contracts.placement import Change
 from bus.faults import BrokenInvariant
+from bus.turns import turn_for
 from placement_worker.domain.claim_verdict import Decision
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
-from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
 from placement_worker.store import feed, limits
 from placement_worker.store.port import Locked, PassedMeanwhile
 from placement_worker.store.rows import transposed
@@ -36,14 +33,6 @@ SELECT write_claims($1::uuid[],
     $23::text[], $24::int[], $25::bigint[], $26::bigint[])
 """
 
-# The rows of one statement's arguments: asyncpg encodes them in one turn of the event loop, a thousand in 1 ms. Only
-# requests of the REST API have more.
-MAX_ROWS = 2048
-MAX_CONSUMERS = 1024
-# The columns of each kind of WRITE's rows: consumers to delete, consumers to change, consumers whose allocations are
-# deleted, allocations, usage, generations.
-WRITTEN = (1, 8, 1, 4, 3, 2)
-
 _ConsumerRow = tuple[str, int, int, str, str, str, str]
 _HoldingRow = tuple[str, str, int, int]
 _RoomRow = tuple[int, int, int, int, int, int]
@@ -60,30 +49,12 @@ async def lock(
     *,
     limited: Sequence[str] = (),
     alone: bool = False,
-    offload: OffloadThread | None = None,
 ) -> Rows:
-    """Lock and read consumers by uuid, then providers by id; see `BookTransaction.lock_claims`. offload: where many
-    rows are decoded.
-    """
-    named = sorted(expected.items())
+    """Lock and read consumers by uuid, then providers by id; see `BookTransaction.lock_claims`."""
     uuids = None if wanted is None else list(wanted)
-    read: list[Rows] = []
-    while named and len(expected) > MAX_CONSUMERS:  # ends: each round takes some
-        answer = await connection.fetchval(LOCK, *columns(named[:MAX_CONSUMERS]), None, (), False)
-        named = named[MAX_CONSUMERS:]
-        read.append(await run_sized(offload, len(answer) // ROW_BYTES, partial(_rows, answer)))
-    if read and uuids is not None:
-        uuids = list({*uuids, *(provider for rows in read for _, provider, _, _ in rows[1])})
-    answer = await connection.fetchval(LOCK, *columns(named), uuids, limited, alone)
-    size = len(answer) // ROW_BYTES + len(expected)
-    return await run_sized(offload, size, lambda: _joined([*read, _rows(answer)]))
-
-
-def _joined(read: Sequence[Rows]) -> Rows:
-    if len(read) == 1:
-        return read[0]
-    consumers, held, providers, usage = zip(*read, strict=True)
-    return [*chain(*consumers)], [*chain(*held)], [*chain(*providers)], [*chain(*usage)]
+    answer: str = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
+    rows: Rows = _rows(answer)
+    return rows
 
 
 def classes_used(rows: Rows) -> set[int]:
@@ -128,31 +99,25 @@ async def write(
     *,
     ids: Mapping[str, int],
     class_ids: Mapping[str, int],
-    offload: OffloadThread | None = None,
 ) -> int:
     """Write a decision and append the changes; see `BookTransaction.write_claims`. ids: the row ids of its providers.
-    offload: where many rows are encoded. Raises PassedMeanwhile and BrokenInvariant.
+    Raises PassedMeanwhile and BrokenInvariant.
     """
     size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
-    columns = await run_sized(offload, size, lambda: _columns(decision, locked, ids, class_ids))
+    await turn_for(size)
+    columns = _columns(decision, locked, ids, class_ids)
     if not any(columns) and not changes:
         return 0
     usage = transposed(limits.rows_of(locked.found, decision.consumers, class_ids, most), 4)
-    answer = await run_sized(offload, size, lambda: feed.rows(changes)) if changes else ([], [], [])
-    rest: tuple[Any, ...] = (*answer, *usage)
-    nothing: tuple[list[object], ...] = tuple([] for _ in rest)
-    *first, last = _in_parts(columns)
-    written = 0
-    for part in first:
-        _, more = await connection.fetchval(WRITE, *part, *nothing)
-        written += more
+    answer = feed.rows(changes) if changes else ([], [], [])
+    await turn_for(size)
     try:
-        sequence, more = await connection.fetchval(WRITE, *last, *rest)
+        sequence, written = await connection.fetchval(WRITE, *columns, *answer, *usage)
     except asyncpg.RaiseError as error:
         raise PassedMeanwhile from error
     wanted = sum(map(len, decision.used.values()))
-    if written + more != wanted:
-        raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written + more} of {wanted}")
+    if written != wanted:
+        raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
     number: int = sequence
     return number
 
@@ -160,7 +125,9 @@ async def write(
 def _columns(
     decision: Decision, locked: Locked, ids: Mapping[str, int], class_ids: Mapping[str, int]
 ) -> tuple[list[object], ...]:
-    """Return the columns of WRITTEN."""
+    """Return the columns of WRITE's rows: consumers to delete, consumers to change, consumers whose allocations are
+    deleted, allocations, usage, generations.
+    """
     used = [
         (ids[provider], class_ids[name], amount)
         for provider, resources in decision.used.items()
@@ -173,24 +140,6 @@ def _columns(
         *transposed(used, 3),
         *transposed(generations, 2),
     )
-
-
-def _in_parts(columns: Sequence[list[object]]) -> Iterator[list[list[object]]]:
-    """Cut the columns of WRITTEN into those of statements, each of at most MAX_ROWS rows, in this order of rows: a
-    consumer's old allocations are deleted before new ones are inserted.
-    """
-    ends = list(accumulate(WRITTEN))
-    groups = [columns[end - width : end] for end, width in zip(ends, WRITTEN, strict=True)]
-    starts = list(accumulate((len(group[0]) for group in groups), initial=0))
-    for begin in range(0, max(starts[-1], 1), MAX_ROWS):
-        part = [
-            [column[max(0, begin - start) : max(0, begin + MAX_ROWS - start)] for column in group]
-            for start, group in zip(starts, groups, strict=False)
-        ]
-        *_, used, generations = part
-        if used[0] and not generations[0]:  # WRITE changes usage only beside a generation
-            part[-1] = [column[:1] for column in groups[-1]]
-        yield [column for group in part for column in group]
 
 
 def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:

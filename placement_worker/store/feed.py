@@ -16,7 +16,6 @@ import msgspec
 from bus.contracts.base import encode
 from bus.contracts.placement import Change, FeedHead
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
-from placement_worker.offload import OffloadThread, run_sized
 from placement_worker.store.port import NewestHead
 
 # The bounds of a row and of one read, in changes and in bytes: well below the size of one bus message.
@@ -84,16 +83,14 @@ SELECT {ASYNCHRONOUS_COMMIT}
 _decode = msgspec.json.Decoder(list[Change]).decode
 
 
-async def append(
-    connection: asyncpg.Connection, changes: Sequence[Change], offload: OffloadThread | None = None
-) -> int:
+async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> int:
     """Number the changes and write them, as the last statement of a transaction. Returns the last number, 0 when there
-    are no changes. offload: where many changes are encoded.
+    are no changes.
     """
     if not changes:
         return 0
     # The rows are encoded before the counter is locked, because all writers contend for this lock.
-    encoded = await run_sized(offload, len(changes), lambda: rows(changes))
+    encoded = rows(changes)
     last: int = await connection.fetchval(APPEND, *encoded)
     return last
 

@@ -31,7 +31,6 @@ from placement_worker.domain.values import (
     Provider,
     claimed_provider,
 )
-from placement_worker.offload import OffloadThread
 from placement_worker.store.memory_reads import MemoryReads, check_storable
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
 from placement_worker.store.names import NameTable, StaleNames
@@ -56,8 +55,6 @@ HEAD, POSITION = ("feed head",), ("feed position",)
 
 class MemoryBookRows:
     """`BookRows` over a MemoryBookTable: one process's view of it."""
-
-    offload: OffloadThread | None = None
 
     def __init__(self, session: MemorySession) -> None:
         assert isinstance(session.database, MemoryBookTable)
@@ -156,8 +153,6 @@ class MemoryBookRows:
 
 class MemoryBookTransaction:
     """`BookTransaction` over the table. Rows that it writes are in the table from the commit on."""
-
-    offload: OffloadThread | None = None
 
     def __init__(self, table: MemoryBookTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
         self._table = table

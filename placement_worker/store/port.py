@@ -29,7 +29,6 @@ from placement_worker.domain.claim_verdict import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
-from placement_worker.offload import OffloadThread
 from placement_worker.store.names import NameRows, NameTable
 
 Leaving = tuple[str, str]  # (provider, class) whose allocations move to another provider
@@ -187,10 +186,6 @@ class BookTransaction(NameRows, Protocol):
     @property
     def trait_ids(self) -> Named:
         """The traits that this process knows."""
-
-    @property
-    def offload(self) -> OffloadThread | None:
-        """Where decisions about many rows are made."""
 
     # --- claims
 
@@ -392,10 +387,6 @@ class BookRows(Protocol):
     @property
     def clock(self) -> Clock:
         """The process's clock."""
-
-    @property
-    def offload(self) -> OffloadThread | None:
-        """Where work on many rows is done."""
 
     @property
     def reads(self) -> BookReads:

@@ -12,7 +12,6 @@ from bus.clock import SystemClock
 from bus.contracts.placement import FeedHead
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
-from placement_worker.offload import OffloadThread
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.port import NewestHead, Taken, Unstorable
@@ -22,8 +21,6 @@ from placement_worker.store.rows import count_of
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-# More than the transactions at once: a group of each kind, and a reshape on each other connection.
-MAX_WRITERS = 1000
 
 PURGE_FENCES = """
 DELETE FROM consumers WHERE uuid IN (
@@ -48,7 +45,6 @@ class PostgresBookRows:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.clock = SystemClock()
-        self.offload: OffloadThread | None = OffloadThread("write", max_waiting=MAX_WRITERS)
         self.names = NameTable(self.transaction, self.clock)
         self.reads = PostgresReads(self.transaction, self.snapshot, self.names)
         self.deployment = ""
@@ -69,7 +65,7 @@ class PostgresBookRows:
 
     def on(self, connection: asyncpg.Connection) -> PostgresBookTransaction:
         """The operations within a transaction that the caller has opened."""
-        return PostgresBookTransaction(connection, self.names, self.offload)
+        return PostgresBookTransaction(connection, self.names)
 
     def transaction(self) -> AbstractAsyncContextManager[PostgresBookTransaction]:
         """A transaction that commits at the end and rolls back on an exception."""

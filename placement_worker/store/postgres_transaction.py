@@ -11,12 +11,12 @@ import asyncpg
 import msgspec
 
 from bus.contracts.placement import Change, ClaimHolder, FeedHead
+from bus.turns import turn_for
 from placement_worker.domain.claim_items import WantedMembers
 from placement_worker.domain.claim_verdict import Decision, Lacking
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
-from placement_worker.offload import ROW_BYTES, OffloadThread, run_sized
 from placement_worker.store import claims, feed, holders, members, trees
 from placement_worker.store.names import NameTable
 from placement_worker.store.port import (
@@ -59,9 +59,8 @@ WHERE c.name = $1 ORDER BY p.id FOR NO KEY UPDATE OF p
 class PostgresBookTransaction:
     """`BookTransaction` on one connection."""
 
-    def __init__(self, connection: asyncpg.Connection, names: NameTable, offload: OffloadThread | None = None) -> None:
+    def __init__(self, connection: asyncpg.Connection, names: NameTable) -> None:
         self.connection = connection
-        self.offload = offload
         self._names = names
         self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
         self._new_ids: list[int] = []
@@ -91,12 +90,11 @@ class PostgresBookTransaction:
         alone: bool = False,
     ) -> Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
-        rows = await claims.lock(self.connection, expected, wanted, limited=limited, alone=alone, offload=self.offload)
-        size = len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected)
-        used = await run_sized(self.offload, size, lambda: claims.classes_used(rows))
-        class_names = await self._names.names_of(self, used)
+        rows = await claims.lock(self.connection, expected, wanted, limited=limited, alone=alone)
+        await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
+        class_names = await self._names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
-        return await run_sized(self.offload, size, lambda: claims.as_locked(rows, expected, class_names))
+        return claims.as_locked(rows, expected, class_names)
 
     async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
         """The members that a decision needs."""
@@ -128,7 +126,6 @@ class PostgresBookTransaction:
             most,
             ids=self._ids,
             class_ids=self.class_ids,
-            offload=self.offload,
         )
 
     async def ids_of(self, uuids: Collection[str]) -> Mapping[str, int]:
@@ -169,9 +166,7 @@ class PostgresBookTransaction:
         answer: str = await self.connection.fetchval(
             trees.LOCK, list(wanted.uuids), list(wanted.names), list(wanted.whole), list(wanted.creating)
         )
-        shape, new_ids, ids, before = await run_sized(
-            self.offload, len(answer) // ROW_BYTES, lambda: trees.loaded(answer)
-        )
+        shape, new_ids, ids, before = trees.loaded(answer)
         self._ids.update(ids)
         self._new_ids += new_ids
         return shape, before
@@ -190,23 +185,19 @@ class PostgresBookTransaction:
         self._ids.update(zip(new, self._new_ids, strict=False))
         del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
-        numbers = (self.class_ids, self.trait_ids)
-
-        def encoded() -> list[object]:
-            rows = trees.rows_of(self._ids, before, after, numbers)
-            rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
-            rows |= {"disowned": list(disowned)} if disowned else {}
-            numbered = feed.rows(changes) if changes else ([], [], [])
-            return [msgspec.json.encode(rows).decode(), *numbered] if rows else []
-
-        size = len(before) + len(after) + len(changes)
-        arguments = await run_sized(self.offload, size, encoded)
-        number: int = await self.connection.fetchval(trees.WRITE, *arguments) if arguments else 0
+        await turn_for(len(before) + len(after))
+        rows = trees.rows_of(self._ids, before, after, (self.class_ids, self.trait_ids))
+        rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
+        rows |= {"disowned": list(disowned)} if disowned else {}
+        if not rows:
+            return 0
+        numbered = feed.rows(changes) if changes else ([], [], [])
+        number: int = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *numbered)
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
         """Number the changes, as the last step of the transaction."""
-        return await feed.append(self.connection, changes, self.offload)
+        return await feed.append(self.connection, changes)
 
     # --- names
 

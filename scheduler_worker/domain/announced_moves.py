@@ -104,11 +104,11 @@ class AnnouncedMoves:
             return "unknown"
         if move.cell != self._cell:
             return "foreign"
-        applied = apply_announcement(event, move, self.instances[uuid], host=build.host, cell=self._cell, now=self._now)
+        applied = apply_announcement(event, move, self.instances[uuid], build, cell=self._cell, now=self._now)
         if applied.event is None:
             return "late"
         self.moves[event.request_id], self.instances[uuid] = applied.move, applied.instance
-        self.builds[uuid] = replace(build, host=applied.host)
+        self.builds[uuid] = applied.build
         self.timelines.setdefault(uuid, []).extend(applied.timeline)
         self.changed[event.request_id] = None
         self.messages.append(OutboxMessage(API, applied.event, event.request_id))

@@ -61,6 +61,7 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     terminal: bool = False
     cell: str | None = None
     host: str | None = None
+    host_uuid: str | None = None
     code: str = ""
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
@@ -144,12 +145,13 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
         sequence=event.sequence,
         terminal=build.terminal or terminal,
         host=event.host or build.host,
+        host_uuid=event.host_uuid or build.host_uuid,
         code=event.code,
         reason=event.reason,
         history=event.history or build.history,
         attempt=event.attempt or build.attempt,
     )
-    return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id)
+    return after, replace(event, terminal=terminal, cell=cell, project_id=build.project_id, host_uuid=None)
 
 
 def is_known(before: RecordedBuild, after: RecordedBuild) -> bool:

@@ -232,6 +232,7 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             attempt=claimed.attempt,
             cell=claimed.cell,
             host=main.host,
+            host_uuid=main.host_uuid,
         ),
         timeline=(
             replace(author.entry("chosen", chosen), scores=claimed.scores),

@@ -102,13 +102,11 @@ def held_by_migration(
     return _held(host, known, UNRELEASED, f"the source of {move.kind} {move.request_id} is not released yet")
 
 
-def arriving(hosts: Mapping[str, Sequence[DrainedHost]], move: RecordedMove, known: MoveContext) -> HeldInstance | None:
-    """The instance that a request under way brings to one of these hosts ({name: hosts}); None: it brings none."""
-    cell = move.cell if move.command is None or move.command.to_cell is None else move.command.to_cell
-    for host in hosts.get(move.host or "", ()):
-        if host.cell in (None, cell) and known.build is not None and not _is_on(host, known):
-            return _held(host, known, ARRIVING, f"{move.kind} {move.request_id} to {host.name} is {move.state}")
-    return None
+def arriving(host: DrainedHost, move: RecordedMove, known: MoveContext) -> HeldInstance | None:
+    """The instance that a request under way brings to this host; None: it is there already."""
+    if known.build is None or _is_on(host, known):
+        return None
+    return _held(host, known, ARRIVING, f"{move.kind} {move.request_id} to {host.name} is {move.state}")
 
 
 def _leaving(build: RecordedBuild) -> str:
@@ -117,8 +115,7 @@ def _leaving(build: RecordedBuild) -> str:
 
 
 def _is_on(host: DrainedHost, known: MoveContext) -> bool:
-    build = known.build
-    return build is not None and build.host == host.name and host.cell in (None, build.cell)
+    return known.build is not None and known.build.host_uuid == host.uuid
 
 
 def _held(host: DrainedHost, known: MoveContext, code: str = "", reason: str = "") -> HeldInstance:
@@ -204,7 +201,7 @@ def _placed(look: LookedAt, one: HeldInstance, row: DrainMove | None, position: 
         state=DrainMoveState.WAITING,
         source_uuid=one.source.uuid,
         source=one.source.name,
-        host=row.host if is_same else None,
+        host_uuid=row.host_uuid if is_same else None,
         failures=row.failures if is_held(row) else 0,
     )
 

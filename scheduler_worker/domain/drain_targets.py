@@ -11,11 +11,10 @@ from scheduler_worker.domain.selector import Selector
 
 
 class DrainedHost(Struct, frozen=True):
-    """A host that is drained, or is to be. cell: None: no service has announced it."""
+    """A host that is drained, or is to be."""
 
     uuid: str
     name: str
-    cell: str | None
 
 
 def hosts_of(
@@ -25,6 +24,7 @@ def hosts_of(
 
     target: None: the one kind that has an object of this name.
     """
+    cell_of = selector.table.last_cell_of
     tried = tuple(DrainTarget) if target is None else (target,)
     found: dict[DrainTarget, tuple[DrainedHost, ...]] = {}
     for kind in tried:
@@ -32,7 +32,7 @@ def hosts_of(
         if uuids is None:
             continue
         named = sorted((_host(selector, uuid) for uuid in uuids), key=lambda one: (one.name, one.uuid))
-        found[kind] = tuple(one for one in named if cell in (None, one.cell) or kind is DrainTarget.CELL)
+        found[kind] = tuple(one for one in named if cell in (None, cell_of(one.uuid)) or kind is DrainTarget.CELL)
     found = {kind: hosts for kind, hosts in found.items() if hosts or kind is DrainTarget.AGGREGATE}
     if not found:
         code = "host.unknown" if target is None else f"{target}.unknown"
@@ -46,7 +46,7 @@ def hosts_of(
         places = ", ".join(one.uuid for one in hosts)
         reason = f"{len(hosts)} hosts are called {name}: name one of {places}"
         return Refusal(code="host.ambiguous", reason=reason[:MAX_REASON])
-    if kind is DrainTarget.SERVICE and len({one.cell for one in hosts}) > 1:
+    if kind is DrainTarget.SERVICE and len({cell_of(one.uuid) for one in hosts}) > 1:
         return Refusal(code="service.ambiguous", reason=f"services of several cells are called {name}: name the cell")
     if len(hosts) > MAX_DRAINED:
         return Refusal(code="drain.too_large", reason=f"{name} has {len(hosts)} hosts; a drain takes {MAX_DRAINED}")
@@ -56,7 +56,7 @@ def hosts_of(
 def _host(selector: Selector, uuid: str) -> DrainedHost:
     index = selector.table.index_of(uuid)
     name = selector.name_of(uuid) if index is None else selector.table.names[index]
-    return DrainedHost(uuid, name, selector.table.last_cell_of(uuid))
+    return DrainedHost(uuid, name)
 
 
 def _of_name(selector: Selector, name: str) -> list[str] | None:

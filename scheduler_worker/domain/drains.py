@@ -21,14 +21,13 @@ from bus.contracts.drains import DrainAction, DrainCommand, DrainMoveState, Drai
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
-from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
 from scheduler_worker.domain.recorded_moves import MoveContext
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
 MAX_FAILURES = 4  # tries of one instance; then it has failed
-MAX_LOOKS = 14  # looks at what should be released, or announced, by now: some nine minutes; then it has failed
+MAX_LOOKS = 14  # looks at what should be released by now: some nine minutes; then it has failed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before an instance is tried again; doubled with each failure
 # Codes of instances that wait because a host of the drain holds something of them while they are not active there.
 BUILDING = "instance.building"  # a build on the host is in progress
@@ -42,15 +41,14 @@ BURST_S = 1.0  # with a rate, no more begin at once than in this time, however l
 AGAIN_S = 60.0  # a request that is not on record this long after it was sent is sent again
 _NAMESPACE = UUID("0f1f2b0e-7d0c-5c57-8f5e-0b8a1c2f9d63")
 
-Cells = Mapping[str, str | None]  # {uuid of a host: its cell, None: nothing shows it}; without those that may be soon
 State = DrainMoveState
 DONE, LEFT, DEADLINE, STOPPED = "drain.done", "drain.left", "drain.deadline", "drain.stopped"
 
 
 class DrainMove(Struct, frozen=True, kw_only=True):
-    """One instance of a drain. position: in the order of the plan. source: the host that is drained; host: where it was
-    moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be
-    tried next, and when it was tried last (seconds since the epoch).
+    """One instance of a drain. position: in the order of the plan. source: the host that is drained; host_uuid: where
+    it was moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be tried next,
+    and when it was tried last (seconds since the epoch).
     """
 
     drain: str
@@ -61,7 +59,7 @@ class DrainMove(Struct, frozen=True, kw_only=True):
     source: str
     kind: MoveKind
     state: DrainMoveState = DrainMoveState.WAITING
-    host: str | None = None
+    host_uuid: str | None = None
     tries: int = 0
     failures: int = 0
     request_id: str | None = None
@@ -95,12 +93,9 @@ class DrainStep(Struct, frozen=True):
     requests: tuple[MoveRequest, ...] = ()
 
 
-def step(
-    drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float, cells: Cells
-) -> DrainStep:
+def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float) -> DrainStep:
     """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
-    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}. cells: of the
-    hosts that the rows have left or are to leave; a row whose host is missing there is held.
+    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}.
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -119,13 +114,11 @@ def step(
     for row in drain.open if drain.record.state is DrainState.RUNNING else ():
         if row.state is not State.WAITING or row.due_at > now or is_held(row):
             continue
-        context, cell = known[row.instance_uuid], cells.get(row.source_uuid)
-        after = _misfit(row, context, hosts, cell)
-        if after is None and row.source_uuid in cells:
-            after = _unready(row, context, hosts, cell, now)
+        context = known[row.instance_uuid]
+        after = _misfit(row, context, hosts) or _unready(row, context, hosts[row.source_uuid], now)
         if after is not None:
             changed.append(after)
-        elif cell is not None and free_slots > 0:  # else its host's announcement is still to come
+        elif free_slots > 0:
             free_slots -= 1
             after = _begun(row, now)
             changed.append(after)
@@ -220,7 +213,7 @@ def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | Non
     if not move.terminal:
         return row
     if move.state is MoveState.DONE:
-        return replace(row, state=State.MOVED, host=move.host, failures=0, due_at=0.0, code="", reason="")
+        return replace(row, state=State.MOVED, host_uuid=move.host_uuid, failures=0, due_at=0.0, code="", reason="")
     if not _is_there(known):
         return replace(row, state=State.LEFT, code="instance.deleted")
     if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
@@ -247,32 +240,21 @@ def _is_there(known: MoveContext) -> bool:
     return build is not None and build.state is BuildState.ACTIVE
 
 
-def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None) -> DrainMove | None:
-    """Why an instance that waits needs no move of this drain any more. cell: of its host, which a drain never leaves:
-    a host of another cell may have the same name, so where it is not known (None) the names prove nothing.
-    """
+def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> DrainMove | None:
+    """Why an instance that waits needs no move of this drain any more; None: it needs one."""
     if not _is_there(known):
         return replace(row, state=State.LEFT, code="instance.deleted")
     assert known.build is not None
-    if cell is None:
-        return replace(row, state=State.LEFT, code="host.left_drain") if row.source_uuid not in hosts else None
-    if cell != known.build.cell:
-        return replace(row, state=State.LEFT, code="instance.elsewhere")
-    if row.host is not None and known.build.host == row.host:
+    where = known.build.host_uuid
+    if row.host_uuid is not None and where == row.host_uuid:
         return replace(row, state=State.MOVED, code="", reason="")
     if row.source_uuid not in hosts:
         return replace(row, state=State.LEFT, code="host.left_drain")
-    return None if known.build.host == row.source else replace(row, state=State.LEFT, code="instance.elsewhere")
+    return None if where == row.source_uuid else replace(row, state=State.LEFT, code="instance.elsewhere")
 
 
-def _unready(
-    row: DrainMove, known: MoveContext, hosts: Mapping[str, str], cell: str | None, now: float
-) -> DrainMove | None:
-    """The row after a try that cannot be made now; None: it can. cell: of its host; None: nothing shows it."""
-    down = hosts[row.source_uuid]
-    if cell is None and not down:
-        reason = f"no service has announced {row.source} since this scheduler started: resume when one has"
-        return failed(row, CELL_UNKNOWN, reason, now, MAX_LOOKS)  # another scheduler may know it
+def _unready(row: DrainMove, known: MoveContext, down: str, now: float) -> DrainMove | None:
+    """The row after a try that cannot be made now; None: it can. down: why nothing can leave its host; "": it can."""
     if known.now.under_way is not None:
         return failed(row, BUSY, "another request about it is under way", now)
     return failed(row, down, f"of host {row.source}", now) if down else None

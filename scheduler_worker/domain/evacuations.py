@@ -34,7 +34,6 @@ class FencedHost(Struct, frozen=True):
 
     uuid: str
     name: str
-    cell: str | None
     version: int
 
     def request_id(self, instance_uuid: str, tried: int) -> str:
@@ -47,20 +46,10 @@ def fenced_hosts(fences: Mapping[str, FenceRecord]) -> frozenset[FencedHost]:
     used again.
     """
     return frozenset(
-        FencedHost(uuid, fence.host, fence.cell, fence.version)
+        FencedHost(uuid, fence.host, fence.version)
         for uuid, fence in fences.items()
         if fence.acknowledged >= fence.version and not fence.lifting
     )
-
-
-def host_of(build: RecordedBuild, fenced: Mapping[str, list[FencedHost]]) -> FencedHost | None:
-    """The fenced host ({name: hosts}) that a build is on. An instance whose cell is not known is selected by
-
-    the host's name alone: the request for an instance that is on another host is refused.
-    """
-    if build.host is None:
-        return None
-    return next((one for one in fenced.get(build.host, ()) if one.cell in (None, build.cell)), None)
 
 
 def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:

@@ -13,7 +13,7 @@ from bus.contracts.build import AttemptRecord, TimelineEntry
 from bus.contracts.catalogue import project_of
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from bus.wire import Malformed
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, PendingMove, RecordedMove, flavor_of
 
 # The scheduler's own sequence numbers of a request's events; a conductor's numbers are above them.
@@ -86,22 +86,23 @@ class Announced(Struct, frozen=True, kw_only=True):
 
     move: RecordedMove
     instance: InstanceRecord
-    host: str | None
+    build: RecordedBuild
     event: MoveEvent | None = None
     timeline: tuple[TimelineEntry, ...] = ()
 
 
 def apply_announcement(
-    event: MoveEvent, move: RecordedMove, instance: InstanceRecord, *, host: str | None, cell: str, now: float
+    event: MoveEvent, move: RecordedMove, instance: InstanceRecord, build: RecordedBuild, *, cell: str, now: float
 ) -> Announced:
-    """Apply a cell's event of a request. host: on record of the instance."""
+    """Apply a cell's event of a request to the records of the request, its instance and the instance's build."""
     ends = event.terminal and not move.terminal
     # An event after the end (source gone, confirmed by itself) may overtake the end on the way here; the end is still
     # applied.
     if (event.sequence <= move.sequence and not ends) or (event.terminal and move.terminal):
-        return Announced(move=move, instance=instance, host=host)
+        return Announced(move=move, instance=instance, build=build)
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
-    event = replace(event, departure=None, settled=None)
+    host_uuid = event.host_uuid
+    event = replace(event, departure=None, settled=None, host_uuid=None)
     number = event.sequence
     if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)
@@ -113,6 +114,7 @@ def apply_announcement(
             sequence=max(event.sequence, move.sequence),
             terminal=event.terminal,
             host=event.host or move.host,
+            host_uuid=host_uuid or move.host_uuid,
             code=event.code,
             reason=event.reason,
             history=event.history or move.history,
@@ -128,12 +130,15 @@ def apply_announcement(
     # the reason itself.
     names_what_it_is = event.terminal or (move.terminal and event.condition is not Condition.MOVING)
     if names_what_it_is and (is_newest or (event.terminal and is_awaited)):
-        host = None if event.condition is Condition.OFFLOADED else event.host or host
+        if event.condition is Condition.OFFLOADED:
+            build = replace(build, host=None, host_uuid=None)
+        elif event.host:
+            build = replace(build, host=event.host, host_uuid=host_uuid)
         instance = replace(instance, flavor=event.flavor or instance.flavor, image=event.image or instance.image)
     if event.terminal and is_awaited:
         instance = replace(instance, under_way=None)
     timeline = timeline_of(event, len(move.history), now)
-    return Announced(move=after, instance=instance, host=host, event=event, timeline=timeline)
+    return Announced(move=after, instance=instance, build=build, event=event, timeline=timeline)
 
 
 def timeline_of(event: MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:

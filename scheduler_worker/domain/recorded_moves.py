@@ -29,6 +29,7 @@ class RecordedMove(Struct, frozen=True, kw_only=True):
     terminal: bool = False
     cell: str | None = None
     host: str | None = None
+    host_uuid: str | None = None
     code: str = ""
     reason: str = ""
     funnel: tuple[FunnelStep, ...] = ()

@@ -77,8 +77,9 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     command = None if move is None or move.terminal else _commanded(move, arrival)
     if move is not None and command is not None:
         # The host that is tried first there: a drain of it waits, also while that cell has not answered.
-        host = command.selections[0].host if command.selections else None
-        move = replace(move, cell=cell, host=host, command=command)
+        first = command.selections[0] if command.selections else None
+        place = (None, None) if first is None else (first.host, first.host_uuid)
+        move = replace(move, cell=cell, host=place[0], host_uuid=place[1], command=command)
         commands.append(command)
     else:
         commands.append(_query(event, build, arrival))
@@ -87,7 +88,8 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     if build.state is BuildState.DELETING:
         commands.append(CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id))
     is_handed = departure.kept is not None or departure.given_back is not None
-    return Transfer(replace(build, cell=cell, host=None), move, cell, tuple(commands), arrival if is_handed else None)
+    build = replace(build, cell=cell, host=None, host_uuid=None)
+    return Transfer(build, move, cell, tuple(commands), arrival if is_handed else None)
 
 
 def _commanded(move: RecordedMove, arrival: Departure) -> CellMove | None:

@@ -16,11 +16,11 @@ from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.store.rows import clean
 
 COLUMNS = (
-    "drain", "instance_uuid", "position", "project_id", "source_uuid", "source", "kind", "state", "host", "tries",
+    "drain", "instance_uuid", "position", "project_id", "source_uuid", "source", "kind", "state", "host_uuid", "tries",
     "failures", "request_id", "code", "reason", "due_at", "begun_at",
 )  # fmt: skip
 _TYPES = (
-    "uuid", "uuid", "integer", "text", "uuid", "text", "text", "text", "text", "integer", "integer", "uuid", "text",
+    "uuid", "uuid", "integer", "text", "uuid", "text", "text", "text", "uuid", "integer", "integer", "uuid", "text",
     "text", "float8", "float8",
 )  # fmt: skip
 WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
@@ -105,7 +105,7 @@ def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
 def _row(one: DrainMove) -> tuple[Any, ...]:
     return (
         one.drain, one.instance_uuid, one.position, one.project_id, one.source_uuid, clean(one.source), one.kind.value,
-        one.state.value, one.host and clean(one.host), one.tries, one.failures, one.request_id, clean(one.code),
+        one.state.value, one.host_uuid, one.tries, one.failures, one.request_id, clean(one.code),
         clean(one.reason), one.due_at, one.begun_at,
     )  # fmt: skip
 

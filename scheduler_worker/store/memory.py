@@ -72,7 +72,7 @@ class MemoryBuilds:
             transaction.durable = durable
             unit = MemoryBuildUnit(self._table, transaction)
             yield unit
-            unit.row = await transaction.send_later(unit.outbox)
+            unit.rows = await transaction.send_later(unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A transaction; the messages that it emits are published once it has committed."""
@@ -83,7 +83,7 @@ class MemoryBuilds:
         async with self._session.transaction() as transaction:
             unit = MemoryOperationUnit(self._table, transaction)
             yield unit
-            unit.row = await transaction.send_later(unit.outbox)
+            unit.rows = await transaction.send_later(unit.outbox)
 
     async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """Without a lock."""
@@ -185,18 +185,13 @@ class MemoryBuilds:
         waits = build.state is BuildState.DELETING and instance is not None and instance.under_way is not None
         return build.state in IN_CELL and build.cell is not None and not waits
 
-    async def active_on(
-        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
-    ) -> list[str]:
+    async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan."""
         async with self._session.transaction():
             return sorted(
                 uuid
                 for uuid, build in self._table.recorded.items()
-                if build.host in hosts
-                and build.state is BuildState.ACTIVE
-                and cell in (None, build.cell)
-                and uuid > after
+                if build.host_uuid in hosts and build.state is BuildState.ACTIVE and uuid > after
             )[:limit]
 
     async def purge_moves(self, before: float, limit: int) -> int:

@@ -42,7 +42,7 @@ class MemoryBuildUnit:
         self._table = table
         self._transaction = transaction
         self.outbox: list[OutboxMessage] = []
-        self.row: int | None = None
+        self.rows: Sequence[int] = ()
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """In uuid order; an insert of a row that another transaction is inserting waits for its end."""
@@ -243,5 +243,5 @@ class MemoryBuildRows:
             if any(versions[key_of(uuid)] != version for uuid, version in writes.versions.items()):
                 raise PreconditionFailed
             await unit.update(writes.updates, writes.at)
-            row = await transaction.send_later(writes.outbox)
-        return Committed(transaction.number, row)
+            rows = await transaction.send_later(writes.outbox)
+        return Committed(transaction.number, rows)

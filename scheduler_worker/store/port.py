@@ -186,10 +186,8 @@ class SchedulerStore(Protocol):
         """
         ...
 
-    async def active_on(
-        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
-    ) -> list[str]:
-        """The active instances on hosts, by their names, in order of their uuids, up to a bound. Reads all builds."""
+    async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
+        """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""
 
     async def purge_moves(self, before: float, limit: int) -> int:
         """Delete requests that ended and last changed before this time, up to a bound; returns how

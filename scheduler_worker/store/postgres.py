@@ -106,8 +106,8 @@ ORDER BY created_at DESC LIMIT $5
 """
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
-WHERE host = ANY($1::text[]) AND state = 'active' AND ($2::text IS NULL OR cell = $2) AND instance_uuid > $4
-ORDER BY instance_uuid LIMIT $3
+WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
+ORDER BY instance_uuid LIMIT $2
 """
 MOVES_OF = f"SELECT {rows.MOVE} FROM moves WHERE request_id = ANY($1::uuid[])"
 OPEN_MOVES = f"""
@@ -133,12 +133,12 @@ IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
 INSERT_MOVE = f"""
-INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 18))})
+INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 19))})
 ON CONFLICT (request_id) DO NOTHING RETURNING request_id
 """
 UPDATE_MOVE = """
-UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, code = $7, reason = $8, history = $9,
-    command = $10, updated_at = $11
+UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, host_uuid = $7, code = $8, reason = $9,
+    history = $10, command = $11, updated_at = $12
 WHERE request_id = $1
 """
 PUT_INSTANCE = f"""
@@ -186,7 +186,7 @@ class PostgresBuildRows:
             written = await statement.execute(self._connection, durable=writes.durable)
             if writes.durable:
                 commit.done()
-        return Committed(written["version"], written["outbox_row"])
+        return Committed(written["version"], written["outbox_rows"])
 
 
 class PostgresBuildUnit:
@@ -196,7 +196,7 @@ class PostgresBuildUnit:
         self._connection = connection
         self._cache = cache
         self.outbox: list[OutboxMessage] = []
-        self.row: int | None = None
+        self.rows: Sequence[int] = ()
 
     async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
         """In uuid order, so that two schedulers with the same requests never deadlock."""
@@ -287,7 +287,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
         """The columns of an instance that a cell can change."""
         for one in moves:
             row = rows.move_row(one, now)
-            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:12], row[13], row[15], now)
+            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:13], row[14], row[16], now)
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""
@@ -371,7 +371,7 @@ class PostgresBuilds:
                 await connection.execute("SET LOCAL synchronous_commit = off")
             unit = PostgresBuildUnit(connection, self._cache)
             yield unit
-            unit.row = await outbox.add(connection, unit.outbox)
+            unit.rows = await outbox.add(connection, unit.outbox)
 
     def operation(self) -> AbstractAsyncContextManager[OperationUnit]:
         """A durable transaction; the messages that it emits are published once it has committed."""
@@ -382,7 +382,7 @@ class PostgresBuilds:
         async with self._database.raw() as connection:
             unit = PostgresOperationUnit(connection, self._cache)
             yield unit
-            unit.row = await outbox.add(connection, unit.outbox)
+            unit.rows = await outbox.add(connection, unit.outbox)
 
     async def objects(self, unless: int = -1) -> RecordedObjects | None:
         """One row when the revision is `unless`."""
@@ -444,12 +444,10 @@ class PostgresBuilds:
         last = (page[0], page[1]) if page is not None and page[2] == limit else None
         return OpenBuilds([rows.recorded(one) for one in found], last)
 
-    async def active_on(
-        self, hosts: Sequence[str], cell: str | None, limit: int, *, after: str = FIRST_UUID
-    ) -> list[str]:
+    async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
-            return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, cell, limit, after)]
+            return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, limit, after)]
 
     async def purge_moves(self, before: float, limit: int) -> int:
         """One bounded statement."""

@@ -39,11 +39,11 @@ RETURNING instance_uuid
 DECIDE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal, cell = n.cell, host = n.host,
-    code = n.code, reason = n.reason, funnel = n.funnel,
+    host_uuid = n.host_uuid, code = n.code, reason = n.reason, funnel = n.funnel,
     timeline = build_requests.timeline || n.timeline, updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[], {}::text[], {}::text[],
-            {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, run, funnel, timeline),
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[], {}::text[], {}::uuid[],
+            {}::text[], {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, run, funnel, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid AND build_requests.run = n.run
   AND build_requests.state = 'accepted'
@@ -56,18 +56,18 @@ MAX_SEARCHED = 100_000
 RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor) AS flavor, name, state, cell, host,
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
-BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, code, reason, history,
-       run"""
+BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason,
+       history, run"""
 
 UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal,
     cell = n.cell, host = n.host,
-    code = n.code, reason = n.reason, history = n.history, timeline = build_requests.timeline || n.timeline,
-    updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[],
-            {}::text[], {}::text[], {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, cell, host, code, reason, history, timeline),
+    host_uuid = n.host_uuid, code = n.code, reason = n.reason, history = n.history,
+    timeline = build_requests.timeline || n.timeline, updated_at = t.now
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[],
+            {}::text[], {}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, history, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
@@ -138,6 +138,7 @@ def _decide_row(decision: BuildDecision) -> tuple[Any, ...]:
         build.terminal,
         build.cell,
         build.host and clean(build.host),
+        build.host_uuid,
         clean(build.code),
         clean(build.reason),
         build.run,
@@ -156,6 +157,7 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.terminal,
         build.cell,
         build.host and clean(build.host),
+        build.host_uuid,
         clean(build.code),
         clean(build.reason),
         _encode(build.history).decode(),
@@ -179,6 +181,7 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         terminal=row["terminal"],
         cell=row["cell"],
         host=row["host"],
+        host_uuid=row["host_uuid"],
         code=row["code"],
         reason=row["reason"],
         history=_histories.decode(row["history"]),
@@ -211,8 +214,8 @@ def record(row: asyncpg.Record) -> BuildRecord:
 
 
 _commands = msgspec.json.Decoder(CellMove)
-MOVE = """request_id, instance_uuid, project_id, kind, digest, state, sequence, terminal, cell, host, code, reason,
-       funnel, history, created_at, command"""
+MOVE = """request_id, instance_uuid, project_id, kind, digest, state, sequence, terminal, cell, host, host_uuid, code,
+       reason, funnel, history, created_at, command"""
 
 
 def move(row: asyncpg.Record) -> RecordedMove:
@@ -228,6 +231,7 @@ def move(row: asyncpg.Record) -> RecordedMove:
         terminal=row["terminal"],
         cell=row["cell"],
         host=row["host"],
+        host_uuid=row["host_uuid"],
         code=row["code"],
         reason=row["reason"],
         funnel=_funnels.decode(row["funnel"]),
@@ -255,6 +259,7 @@ def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
         one.terminal,
         one.cell,
         one.host and clean(one.host),
+        one.host_uuid,
         clean(one.code),
         clean(one.reason),
         _encode(one.funnel).decode(),

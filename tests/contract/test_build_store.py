@@ -30,7 +30,7 @@ T = TypeVar("T")
 Make = Callable[[], SchedulerStore]
 
 FOURTH = "d0000000-0000-4000-8000-000000000000"
-A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+A, B, C, HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc12")
 
 
 @pytest.fixture
@@ -82,6 +82,7 @@ def placed(uuid: str, cell: str = "c1") -> BuildDecision:
         sequence=2,
         cell=cell,
         host="h",
+        host_uuid=HOST,
         reason="r",
     )
     return BuildDecision(build=build)
@@ -150,7 +151,7 @@ async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store:
     async with store.unit() as unit:
         assert await unit.insert([new(A)], 1.0) == {A}
         unit.emit(OutboxMessage("api", event))
-    ((row, emitted),) = sent.rows
+    (((row,), emitted),) = sent.rows
     assert [one.message for one in emitted] == [event]
     assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == [row]
 
@@ -345,9 +346,9 @@ async def test_an_optimistic_unit_writes_what_is_as_expected(store: SchedulerSto
     assert await dispatch(store, A, B) == {A, B}
     assert await announce(store, A) == {A: 2}
     assert await announce(store, A, B) == {A: 12, B: 2}
-    rows = [row for row, _ in sent.rows]
-    assert None not in rows and len(set(rows)) == 4
-    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)  # type: ignore[type-var]
+    rows = [row for ids, _ in sent.rows for row in ids]
+    assert len(sent.rows) == len(set(rows)) == 4
+    assert [found for found, _ in await store.outbox.claim_stale(-1.0, 10, [])] == sorted(rows)
     assert {r.instance_uuid: r.cell for r in await store.builds(BuildQuery())} == {A: "c1", B: "c1"}
 
 
@@ -464,7 +465,14 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
     assert (record.flavor, record.condition, record.under_way) == ("f", "stopped", B)
     history = (AttemptRecord(attempt=2, host="h", outcome="failed"),)
     ended = moved(
-        state=MoveState.FAILED, sequence=20, terminal=True, host="h\x00", code="x", reason="y", history=history
+        state=MoveState.FAILED,
+        sequence=20,
+        terminal=True,
+        host="h\x00",
+        host_uuid=HOST,
+        code="x",
+        reason="y",
+        history=history,
     )
     async with other.operation() as unit:
         await unit.known({B: A}, lock=True)
@@ -527,3 +535,17 @@ async def test_requests_about_one_instance_wait_for_each_other(make: Make, store
             return True
 
     assert sorted(await asyncio.gather(begin(store, B), begin(other, C))) == [False, True]
+
+
+async def test_the_active_instances_on_hosts_are_those_that_the_record_has_there(store: SchedulerStore) -> None:
+    """By the host's uuid: hosts of two cells may have one name."""
+    await insert(store, *(new(uuid) for uuid in (A, B, C)))
+    async with store.unit() as unit:
+        decisions = [placed(A), placed(B), replace(placed(C), build=replace(placed(C).build, host_uuid=OTHER))]
+        await unit.write_decisions(decisions, 2.0)
+    assert await store.active_on([HOST], 10) == []
+    async with store.unit() as unit:
+        builds = await unit.lock([A, B, C])
+        await unit.update([BuildUpdate(build=replace(one, state=BuildState.ACTIVE)) for one in builds.values()], 3.0)
+    assert await store.active_on([HOST], 10) == [A, B]
+    assert await store.active_on([HOST, OTHER], 2, after=A) == [B, C]

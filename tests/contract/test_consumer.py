@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from bus import metrics, topology, under_way
+from bus import gather, metrics, topology
 from bus.clock import SystemClock
 from bus.consuming import consumer as consuming
 from bus.consuming import dead_letters
@@ -500,7 +500,7 @@ class HeldUp(Answering):
 async def test_what_comes_while_a_batch_is_in_hand_is_the_next_batch(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(under_way, "SLOW_S", PATIENCE_S)
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
     bus = await house.bus()
     handler = HeldUp()
     await house.consume(bus, REQUESTS, handler, concurrency=2)
@@ -516,7 +516,7 @@ async def test_what_comes_while_a_batch_is_in_hand_is_the_next_batch(
 
 
 async def test_a_full_batch_goes_beside_the_one_in_hand(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "SLOW_S", PATIENCE_S)
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
     bus = await house.bus()
     handler = HeldUp()
     await house.consume(bus, REQUESTS, handler, concurrency=2, max_batch=2)
@@ -616,7 +616,7 @@ async def test_deliveries_of_many_bytes_are_opened_in_several_batches(
     for number in range(6):
         await bus.publish(boot(number))
     monkeypatch.setattr(consuming, "MAX_OPENED_BYTES", 1)
-    monkeypatch.setattr(under_way, "SLOW_S", PATIENCE_S)
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
     await house.consume(bus, REQUESTS, handle, concurrency=1, max_batch=64, prefetch=64)
     await settled(bus)
     assert sizes == [1] * 6

@@ -9,7 +9,7 @@ import pytest
 
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.faults import DatabaseUnavailable
-from bus.under_way import SLOW_S
+from bus.gather import SLOW_S
 from tests.contract.house import KINDS, REQUESTS, House, boot
 from tests.contract.rig import until
 

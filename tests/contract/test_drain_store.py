@@ -59,8 +59,10 @@ async def put(store: SchedulerStore, *rows: DrainMove) -> None:
 async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(store: SchedulerStore) -> None:
     late = row(1, due_at=9.0)
     going = row(5, State.UNDER_WAY, request_id=MOVE, tries=1, begun_at=3.0, due_at=99.0)
-    waits = [row(2), row(3), row(4, host="x")]
-    await put(store, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host="y"), row(7, drain=OTHER))
+    waits = [row(2), row(3), row(4, host_uuid=MOVE)]
+    await put(
+        store, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=MOVE), row(7, drain=OTHER)
+    )
     async with store.operation() as unit:
         found = await unit.lock_drain(DRAIN, 5.0, 2)
         assert found is not None and found.record == RECORD

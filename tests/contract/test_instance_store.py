@@ -248,9 +248,8 @@ async def test_messages_are_handled_once_by_whichever_consumer_gets_them(make: M
 
 async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceStore) -> None:
     async with store.transaction() as transaction:
-        assert await transaction.send_later([]) is None
-        row = await transaction.send_later(MESSAGES)
-    assert row is not None
+        assert await transaction.send_later([]) == []
+        (row,) = await transaction.send_later(MESSAGES)
     assert await store.outbox.claim_stale(60.0, 10, []) == []
     ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
     assert found == row
@@ -358,7 +357,7 @@ async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: 
         except Conflict:
             continue
         await store.flush()
-        assert (transaction.row is not None) is bool(fresh)
+        assert bool(transaction.rows) is bool(fresh)
         return fresh
     raise AssertionError
 
@@ -377,7 +376,7 @@ async def test_an_optimistic_transaction_that_finds_nothing_writes_nothing(store
     """A host's report of an instance that was purged meanwhile: it sent a statement without parts, which is none."""
     async with store.optimistic(set()) as transaction:
         assert await transaction.lock([C]) == {}
-    assert transaction.row is None
+    assert not transaction.rows
 
 
 async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: InstanceStore) -> None:

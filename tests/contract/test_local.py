@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
-from bus.local import LocalServer
-from bus.local.frames import MAX_CALL
+from bus.local import MAX_CALL, LocalServer
 from bus.memory import MemoryTransport
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused
 from tests.contract.rig import PATIENCE_S, Collector, LocalRig, until

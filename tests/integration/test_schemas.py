@@ -1,21 +1,42 @@
-"""Each worker's `store/tables.py` against PostgreSQL: a migrated database has these tables, and any other is refused.
-
-How schemas go from one revision to the next, and who may run on them: test_migrations.py.
-"""
+"""Schemas and databases as commands and pages see them."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import UUID
+
+import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
+from berth.in_process import WorkerEnded
+from berth.settings import Settings
+from berth.trial import up
+from berth.trial.embedded.postgres import Postgres
+from bus.faults import DatabaseForbidden as DirDatabaseForbidden
+from bus.faults import DatabaseUnavailable
+from bus.persistence import database as module
+from bus.persistence import known_types
+from bus.persistence.address import parse_database_url
 from bus.persistence.database import Database, DatabaseForbidden
 from bus.persistence.migrations import config
 from bus.persistence.revision import APPLIED, is_migrated, known_revisions, tables_of
 from bus.persistence.tables import create_tables
 from tests.kit.catalog import described
+from tests.kit.clusters import database_pair
+from tests.kit.documents import blocks_of_all_pages
 
 pytestmark = pytest.mark.postgres
+
+
+# --- each worker's `store/tables.py` against PostgreSQL: a migrated database has these tables, and any other is refused
+
 
 WORKERS = ("placement_worker", "scheduler_worker", "cell_conductor", "ironic_sync")
 
@@ -159,3 +180,167 @@ async def test_a_schema_that_berth_did_not_make_is_refused_and_left_as_it_was(em
     assert await description(database) == before
     await again.close()
     await database.close()
+
+
+# --- which of several PostgreSQL servers a worker uses: the first that answers in time and takes writes
+
+
+PATIENCE_S = 60.0
+
+
+async def test_a_primary_that_was_made_read_only_is_left_for_the_promoted_stand_by() -> None:
+    manager = database_pair()
+    pair = await asyncio.to_thread(manager.__enter__)
+    database = Database(pair.url, "fenced")
+    try:
+        await database.open()
+        assert await _port(database) == pair.primary.port
+        admin = await asyncpg.connect(pair.primary.url())
+        await admin.execute("ALTER SYSTEM SET default_transaction_read_only = on")
+        await admin.execute("SELECT pg_reload_conf()")
+        await admin.close()
+        await asyncio.to_thread(pair.stand_by.promote)
+        async with asyncio.timeout(PATIENCE_S):
+            while await _written_at(database) != pair.stand_by.port:  # noqa: ASYNC110  (nothing announces it)
+                await asyncio.sleep(0.05)
+    finally:
+        await database.close()
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def test_a_server_that_never_answers_does_not_hide_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as deaf, Postgres(tcp=True) as server:
+        url = server.tcp_url().replace("127.0.0.1", f"127.0.0.1:{deaf.getsockname()[1]},127.0.0.1")
+        database = Database(url, "deaf")
+        async with asyncio.timeout(PATIENCE_S):
+            await database.open()
+        try:
+            assert await _port(database) == server.port
+        finally:
+            await database.close()
+
+
+async def _port(database: Database) -> int:
+    async with database.transaction() as connection:
+        return int(await connection.scalar(text("SELECT inet_server_port()")))
+
+
+async def _written_at(database: Database) -> int:
+    """The port of the server that took a write; 0: none did."""
+    try:
+        async with database.transaction() as connection:
+            await connection.execute(text("CREATE TABLE IF NOT EXISTS written (n int)"))
+            return int(await connection.scalar(text("SELECT inet_server_port()")))
+    except DatabaseUnavailable:
+        return 0
+
+
+# --- a connection's look-ups of types in the catalogue
+
+
+ARRAYS = "SELECT $1::bigint[], $2::text[], $3::uuid[], $4::bytea[], $5::timestamptz[]"
+GIVEN = ([1, 2], ["a", None], [UUID(int=7)], [b"\x00\xff"], [])
+
+
+@asynccontextmanager
+async def connected(url: str, queries: list[str]) -> AsyncIterator[asyncpg.Connection]:
+    """A connection as workers have it; the queries that it makes are appended."""
+    connection = await parse_database_url(url).connect(timeout_s=60, command_timeout_s=60, settings={})
+    connection.add_query_logger(lambda record: queries.append(record.query))
+    try:
+        yield connection
+    finally:
+        await connection.close()
+
+
+async def test_arrays_are_looked_up_once_in_a_process(postgres_url: str) -> None:
+    for first in (True, False):
+        queries: list[str] = []
+        async with connected(postgres_url, queries) as connection:
+            assert tuple(await connection.fetchrow(ARRAYS, *GIVEN)) == GIVEN
+            assert tuple(await connection.fetchrow(ARRAYS + ", 1", *GIVEN)) == (*GIVEN, 1)
+        assert first or queries == [ARRAYS, ARRAYS + ", 1"]
+
+
+async def test_an_array_is_of_what_the_connection_makes_of_its_elements(postgres_url: str) -> None:
+    for decoder in (str, len):
+        async with connected(postgres_url, []) as connection:
+            await connection.set_type_codec("uuid", schema="pg_catalog", encoder=UUID, decoder=decoder, format="text")
+            value = str(UUID(int=7))
+            assert await connection.fetchval("SELECT $1::text[]::uuid[]", [value]) == [decoder(value)]
+
+
+async def test_a_type_of_the_database_itself_is_looked_up_by_each_connection(empty_database: str) -> None:
+    """Another database, or the same one after a restore, has another type under its number."""
+    for values in (("small", "large"), ("red", "green")):
+        async with connected(empty_database, []) as connection:
+            await connection.execute(f"DROP TYPE IF EXISTS kind; CREATE TYPE kind AS ENUM {values}")
+            assert await connection.fetchval("SELECT enum_range(NULL::kind)") == list(values)
+    assert [number for number in known_types._known if number >= known_types.FIRST_ASSIGNED] == []
+
+
+# --- postgreSQL takes the statements that the documents show
+
+
+ROLE = """
+DO $$ BEGIN
+    IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = 'berth') THEN CREATE ROLE berth; END IF;
+END $$
+"""
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=where) for where, text in blocks_of_all_pages("sql")])
+async def test_a_statement_of_the_documents_is_carried_out(text: str, postgres_url: str) -> None:
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        undone = connection.transaction()
+        await undone.start()
+        await connection.execute(ROLE)
+        status = await connection.execute(text)
+        assert status.split() == text.strip().splitlines()[-1].split()[:2], "the status names the last statement"
+        await undone.rollback()
+    finally:
+        await connection.close()
+
+
+# --- a state directory whose embedded database an earlier berth made: the sentence names the directory
+
+
+MIGRATIONS = "placement_worker.store.migrations"
+
+
+@pytest.fixture
+def state() -> Iterator[Path]:
+    """A directory that the user of root's embedded PostgreSQL may enter."""
+    with tempfile.TemporaryDirectory(prefix="berth-state-", dir="/tmp") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+async def test_a_schema_of_yesterday_names_the_state_directory(state: Path) -> None:
+    """`berth up` ended with "name an empty database or schema", and its user had named neither."""
+    directory = state / "postgres"
+    with pytest.raises(DirDatabaseForbidden, match="set state_dir") as caught:
+        async with up.database(Settings(), durable=True, directory=directory) as url:
+            made = Database(url, "placement")
+            await made.open(MIGRATIONS)
+            async with made.raw() as connection:
+                await connection.execute("ALTER TABLE identity ADD COLUMN of_yesterday text")
+            await made.close()
+            again = Database(url, "placement")
+            try:
+                await again.open(MIGRATIONS)
+            except DirDatabaseForbidden as error:
+                raise WorkerEnded("placement1") from error
+            finally:
+                await again.close()
+    assert str(state) in str(caught.value) and caught.value.code == "database.other_schema"
+
+
+async def test_another_fault_of_a_worker_stays_what_it_is(state: Path) -> None:
+    fault = WorkerEnded("placement1")
+    with pytest.raises(WorkerEnded) as caught:
+        async with up.database(Settings(), durable=True, directory=state / "postgres"):
+            raise fault
+    assert caught.value is fault

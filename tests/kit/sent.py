@@ -11,11 +11,11 @@ class Sent:
     """Stands where the relay is: what it is given has committed."""
 
     def __init__(self) -> None:
-        self.rows: list[tuple[int | None, list[OutboxMessage]]] = []
+        self.rows: list[tuple[Sequence[int], list[OutboxMessage]]] = []
 
     async def wait_for_capacity(self) -> None:
         return None
 
-    def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
+    def send(self, rows: Sequence[int], outgoing: Sequence[OutboxMessage]) -> None:
         if outgoing:
-            self.rows.append((row_id, list(outgoing)))
+            self.rows.append((rows, list(outgoing)))

@@ -17,6 +17,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, InventoryResult, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
+from bus.persistence.outbox import by_bus
 from bus.persistence.relay import Relay
 from cell_conductor.domain import rules, steps, table
 from cell_conductor.domain.instance import State
@@ -54,8 +55,8 @@ def ack_before_commit() -> AbstractContextManager[Any]:
 def outbox_skipped() -> AbstractContextManager[Any]:
     """Messages leave without having been committed: the row is never written."""
 
-    async def send_later(self: MemoryDatabaseTransaction, outgoing: Sequence[Any]) -> int | None:
-        return self._database.next_row() if outgoing else None
+    async def send_later(self: MemoryDatabaseTransaction, outgoing: Sequence[Any]) -> list[int]:
+        return [self._database.next_row() for _ in by_bus(outgoing)]
 
     return patch.object(MemoryDatabaseTransaction, "send_later", send_later)
 
@@ -63,8 +64,13 @@ def outbox_skipped() -> AbstractContextManager[Any]:
 def outbox_never_swept() -> AbstractContextManager[Any]:
     """A dead process's messages in its outbox stay there."""
 
-    async def claim_stale(
-        self: MemoryRows, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+    async def claim_stale(  # noqa: PLR0917  (the port's)
+        self: MemoryRows,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
         await self.delete(confirmed)
         return []
@@ -76,10 +82,10 @@ def forgotten_before_confirmed() -> AbstractContextManager[Any]:
     """An outbox row is deleted when its messages are handed over, not when they are confirmed."""
     sent = Relay.send
 
-    def send(self: Relay, row_id: int | None, outgoing: Sequence[Any]) -> None:
-        if row_id is not None:
+    def send(self: Relay, rows: Sequence[int], outgoing: Sequence[Any]) -> None:
+        for row_id in rows:
             self._rows._session.database.outbox.pop(row_id, None)  # type: ignore[attr-defined]
-        sent(self, row_id, outgoing)
+        sent(self, rows, outgoing)
 
     return patch.object(Relay, "send", send)
 

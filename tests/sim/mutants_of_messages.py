@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -16,8 +16,8 @@ from bus.consuming.outcome_handling import OutcomeHandler
 from bus.contracts.build import BuildState
 from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
 from bus.faults import Transient
-from bus.persistence import relay_lane
-from bus.port import BusError
+from bus.persistence.relay import Relay
+from bus.port import BusUnavailable
 from bus.publishing import Waiter
 from cell_conductor import engine
 from cell_conductor.domain.report import Newest
@@ -58,13 +58,14 @@ def parcel_acked_at_its_first() -> AbstractContextManager[Any]:
 def full_queue_forgets() -> AbstractContextManager[Any]:
     """Messages that a full queue has refused are dropped like those that it has taken."""
 
-    async def one_by_one(self: Any, items: list[Any]) -> None:
-        for item in items:
-            with suppress(BusError):
-                await self._bus.publish(item[1], cause=item[2])
-            self._settle([item])
+    ended = Relay._end
 
-    return patch.object(relay_lane.Lane, "_one_by_one", one_by_one)
+    def end(self: Relay, ticket: Any) -> None:
+        if not isinstance(ticket.error, BusUnavailable):
+            ticket.error = None
+        ended(self, ticket)
+
+    return patch.object(Relay, "_end", end)
 
 
 def progress_lingers_for_ever() -> AbstractContextManager[Any]:
@@ -73,7 +74,7 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
     async def end_lingering(self: Any) -> None:
         await asyncio.get_running_loop().create_future()
 
-    return patch.object(relay_lane.Lane, "end_lingering", end_lingering)
+    return patch.object(Relay, "_end_lingering", end_lingering)
 
 
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:

@@ -1,22 +1,40 @@
-"""A service's hosts die, an operator fences them, and they come back: it holds.
-
-Its defects: `test_mutants_of_fences.py`.
-"""
+"""Hosts that die, are fenced, drained or doubled, gangs on full hosts, and cells of all kinds."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
 
-from bus.clock import new_uuid
+from bus.clock import SystemClock, new_uuid
+from bus.contracts.build import BuildEvent, BuildRecord, BuildState
+from bus.contracts.drains import DrainMoveState, DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
+from cell_conductor.domain.leases import Lease, LeaseTable
+from lab.simulation import loop as virtual
+from lab.simulation import rest
 from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.gang_watch import GangWatch
 from lab.simulation.moves import DRAIN, FENCE
-from lab.simulation.plan import Action, Order, Plan
-from lab.simulation.run import run
+from lab.simulation.plan import Action, Cell, FaultEvent, FaultType, Order, Plan
+from lab.simulation.run import Result, run, simulate
+from lab.simulation.watch import Listener
 from lab.simulation.widening import Widening
+from lab.simulation.wiring import BUILD_TIMEOUT_S
+from lab.simulation.world import World
+from placement_worker.domain.report_group import ReportGroup
+from placement_worker.domain.values import ConsumerState
+from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable
+from scheduler_worker.domain.drains import DrainMove
+from tests.sim.mutants_of_cells import FOUND_BY
+from tests.sim.plans import plan_of_case
+
+# --- a service's hosts die, an operator fences them, and they come back: it holds
+
 
 VERBS = tuple(kind.value for kind in MoveKind)
 DIED_AGAIN = (7, 15)
@@ -84,3 +102,227 @@ def hosts_die_again(seed: int) -> Plan:
 def test_it_holds_when_hosts_are_back_at_once_and_die_again(seed: int) -> None:
     held = run(hosts_die_again(seed))
     assert held.breach == "", held.detail
+
+
+# --- schedulers empty hosts in the simulation: it holds. Its defects: `test_mutants_of_drains.py`
+
+
+DRAINS = frozenset({Widening.DRAINS})
+SEED = 25
+
+
+def test_the_plan_has_schedulers_empty_hosts() -> None:
+    assert plan_of(SEED, DRAINS).drains_by_schedulers
+    held = simulate(SEED, DRAINS)
+    assert held.breach == "", held.detail
+
+
+@pytest.mark.parametrize(
+    ("state", "burnt", "breaks"),
+    [
+        pytest.param(DrainMoveState.UNDER_WAY, True, False, id="its move waits for a fence"),  # seed 1795407114
+        pytest.param(DrainMoveState.UNDER_WAY, False, True, id="its move goes on"),
+        pytest.param(DrainMoveState.WAITING, True, True, id="its move has not begun"),
+    ],
+)
+def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
+    state: DrainMoveState, monkeypatch: pytest.MonkeyPatch, *, burnt: bool, breaks: bool
+) -> None:
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
+        record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
+        monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
+        row = {"project_id": "p", "source_uuid": "u", "source": "h", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
+        move = DrainMove(drain="d", instance_uuid="i", state=state, **row)
+        world.builds.drain_moves[("d", "i")] = move
+        assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks
+
+    virtual.run(main, on_unseen=pytest.fail)
+
+
+# --- the rules of gangs as the simulation judges them: a part of a gang, and members that were deleted
+
+
+HOST = "00000000-0000-4000-8000-000000000000"
+MEMBERS = [f"00000000-0000-4000-9000-00000000000{n}" for n in range(5)]
+STARTED = BuildRecord(
+    instance_uuid=MEMBERS[1], project_id="red", flavor="m1.tiny", state=BuildState.ACTIVE, cell="cell0"
+)
+
+
+@pytest.mark.parametrize(("deletes", "breaks"), [((), True), (MEMBERS[:1], False), (MEMBERS[3:4], True)])
+def test_a_member_that_was_deleted_after_its_claim_was_started(deletes: list[str], *, breaks: bool) -> None:
+    """Two of five were claimed, and the client deleted one of them before it was sent to a cell (seed 1795404029)."""
+    book = MemoryBookTable(SystemClock())
+    watch = GangWatch(book, ())
+    watch.requested(MEMBERS, 2)
+    for uuid in MEMBERS[:2]:
+        consumer = ConsumerState(1, 1, "red", "u", "INSTANCE", {HOST: {"VCPU": 1}})
+        book.consumers[uuid] = ConsumerRow(consumer, None, 0.0, 0.0)
+    watch()
+    for uuid in deletes:
+        watch.deleted(uuid)
+    assert any(watch.unsettled({MEMBERS[1]: STARTED})) is breaks
+
+
+# --- two compute services with hosts of the same uuids: the second one builds nothing; a host is re-homed all the same
+
+
+BUILDS = tuple(
+    Order(
+        at=2.0 + number,
+        action=Action.BUILD,
+        uuid=f"a0000000-0000-4000-8000-{number:012d}",
+        flavor="m1.tiny",
+        project="red",
+    )
+    for number in range(24)
+)
+LATE = tuple(replace(one, at=one.at + 26.0, uuid=one.uuid.replace("a", "b", 1)) for one in BUILDS)
+SECOND = Order(at=4.0, action=Action.SECOND_SERVICE, service="s00", seconds=40.0)
+
+
+def plan(*orders: Order, faults: tuple[FaultEvent, ...] = ()) -> Plan:
+    """Two services of two hosts each; a build a second."""
+    return plan_of_case(
+        7,
+        (Cell(name="cell0", conductors=2, services=(("s00", 2), ("s01", 2))),),
+        tuple(sorted((*BUILDS, *orders), key=lambda order: order.at)),
+        faults,
+        builds_s=1.0,
+    )
+
+
+def held(planned: Plan) -> Result:
+    result = run(planned)
+    assert result.breach == "", result.detail
+    return result
+
+
+def test_a_second_service_builds_nothing_and_changes_no_inventory() -> None:
+    held(plan(SECOND))
+
+
+def test_it_builds_nothing_when_the_schedulers_and_conductors_start_again_beside_it() -> None:
+    names = ("scheduler0", "conductor-cell0-0", "conductor-cell0-1", "compute-s00")
+    crashes = tuple(
+        FaultEvent(at=12.0 + at, kind=FaultType.CRASH, target=name, seconds=2.0) for at, name in enumerate(names)
+    )
+    held(plan(SECOND, faults=crashes))
+
+
+DOWN = (FaultEvent(at=8.0, kind=FaultType.CRASH, target="compute-s00", seconds=36.0),)
+LATER = replace(SECOND, seconds=50.0)
+
+
+def test_it_builds_nothing_while_the_first_is_down_for_a_while() -> None:
+    held(plan(LATER, *LATE, faults=DOWN))
+
+
+def test_without_the_books_refusal_it_is_built_on() -> None:
+    with patch.object(ReportGroup, "refuse_owned", lambda _self: None):
+        result = run(plan(LATER, *LATE, faults=DOWN))
+    assert result.breach in {"lost_was_lost", "host_has_one_service"}, result.detail
+
+
+@pytest.mark.parametrize("at", [3.0, 20.0])
+def test_a_host_is_given_to_another_service_which_is_up(at: float) -> None:
+    """Its former service is up, and does not list it any more: the book lets the next one take it over."""
+    held(plan(Order(at=at, action=Action.REHOME, service="s00", host=0)))
+
+
+# --- a compute service that falls silent while it builds: its builds end elsewhere within a bound, and none is doubled
+
+
+SILENT_AT = 10.0
+LEASE_S = 5 * 2.0  # missed_heartbeats, of a heartbeat every two seconds
+BUILDS_S = 2.0  # a build takes so long at most
+
+
+def services_plan(seed: int, kind: FaultType, seconds: float, *, target: str = "compute-s00") -> Plan:
+    """Two services; twelve builds around the moment when one of them falls silent."""
+    builds = tuple(
+        Order(
+            at=SILENT_AT - 2.0 + number / 4,
+            action=Action.BUILD,
+            uuid=f"{seed:08x}-0000-4000-8000-{number:012d}",
+            flavor="m1.tiny",
+            project="red",
+        )
+        for number in range(12)
+    )
+    return plan_of_case(
+        seed,
+        (Cell(name="cell0", conductors=2, services=(("s00", 3), ("s01", 3))),),
+        builds,
+        (FaultEvent(at=SILENT_AT, kind=kind, target=target, seconds=seconds),),
+        builds_s=BUILDS_S,
+    )
+
+
+def ends_of(planned: Plan) -> tuple[Result, dict[str, float]]:
+    """The run, and how long each build took to its end: active, or failed because its other hosts are full."""
+    requested = {order.uuid: order.at for order in planned.orders}
+    took: dict[str, float] = {}
+    listen = Listener.event
+
+    def event(self: Listener, announced: BuildEvent) -> None:
+        if announced.terminal and announced.state is not BuildState.DELETED and announced.instance_uuid in requested:
+            took.setdefault(
+                announced.instance_uuid, asyncio.get_running_loop().time() - requested[announced.instance_uuid]
+            )
+        listen(self, announced)
+
+    with patch.object(Listener, "event", event):
+        return run(planned), took
+
+
+CASES = [
+    (FaultType.PAUSE, 60.0),  # it stands still, and comes back with the same epoch
+    (FaultType.CRASH, 60.0),  # it is killed, and starts again with what it remembers
+    (FaultType.MUTE, 25.0),  # it works on, and its heartbeats do not arrive
+]
+# The time of a lease, a claim and a build elsewhere, and looks in between; far below an attempt's own deadline.
+BOUND_S = LEASE_S + BUILDS_S + 5.0
+
+
+@pytest.mark.parametrize(("kind", "seconds"), CASES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_builds_of_a_silent_service_end_elsewhere_within_a_bound(seed: int, kind: FaultType, seconds: float) -> None:
+    result, took = ends_of(services_plan(seed, kind, seconds))
+    assert result.breach == "", result.detail
+    assert len(took) == 12 and max(took.values()) < BOUND_S < BUILD_TIMEOUT_S, took
+
+
+def test_without_failing_over_they_wait_for_the_deadline() -> None:
+    """So the bound above is not met by chance."""
+
+    def none_down(_: LeaseTable) -> dict[str, Lease]:
+        return {}
+
+    with (
+        patch.object(LeaseTable, "abandoned", property(none_down)),
+        patch.object(LeaseTable, "down", property(none_down)),
+    ):
+        result, took = ends_of(services_plan(1, FaultType.PAUSE, 60.0))
+    assert result.breach == "", result.detail
+    assert len(took) == 12 and max(took.values()) > BUILD_TIMEOUT_S, took
+
+
+@pytest.mark.parametrize("target", ["conductor-cell0-0", "conductor-cell0-1"])
+def test_a_conductor_that_stands_still_suspects_no_service(target: str) -> None:
+    result, took = ends_of(services_plan(3, FaultType.PAUSE, 30.0, target=target))
+    assert result.breach == "", result.detail
+    assert len(took) == 12
+
+
+# --- cells are added and removed at run time: it holds. Its defects, and their other seeds: `test_mutants_of_cells.py`
+
+
+KINDS = frozenset({Widening.DECIDED_CELLS})
+
+
+def test_it_holds_with_cells() -> None:
+    result = simulate(min(FOUND_BY.values()), KINDS)
+    assert result.breach == "", result.detail

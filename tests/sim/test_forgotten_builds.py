@@ -1,18 +1,23 @@
-"""A cell's database is set back to before all its builds, which are judged as all others are.
-
-Its defects, and the seeds that find them: `test_mutants_of_forgotten_builds.py`.
-"""
+"""Databases that forget, transfers they forget in the middle, and clients that wait for an answer."""
 
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
+import pytest
 from msgspec.structs import replace
 
+from bus.contracts.moves import MoveKind
+from cell_conductor import engine
+from compute_sim.domain.faults import Faults
 from lab.simulation.draw import plan_of
-from lab.simulation.plan import Plan
-from lab.simulation.run import run
+from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
+from lab.simulation.run import run, simulate
 from lab.simulation.widening import DRAWS, Widening
+from tests.sim.mutants_of_transfers import FOUND_BY
+
+# --- a cell's database is set back to before all its builds, which are judged as all others are
 
 
 def builds_forgotten(seed: int) -> Plan:
@@ -27,4 +32,148 @@ BEFORE_THE_SWEEP = 7  # a command came between the set-back and the sweep that n
 
 def test_it_holds() -> None:
     held = run(builds_forgotten(BEFORE_THE_SWEEP))
+    assert held.breach == "", held.detail
+
+
+# --- the schedulers' database is set back to before all requests, and their clients publish these again; what runs is
+
+
+def requests_forgotten(seed: int) -> Plan:
+    """The builds of this seed, in one cell whose schedulers forget them."""
+    drawn = DRAWS[Widening.REQUESTS_FORGOTTEN](random.Random(seed), plan_of(seed))
+    orders = tuple(sorted(drawn.orders, key=lambda order: order.at))
+    return replace(drawn, orders=orders, widenings=(Widening.REQUESTS_FORGOTTEN,))
+
+
+HOST_UNANNOUNCED = 18  # for longer than a request is retried: it ends as claim.stranded
+
+
+def test_it_holds_with_forgotten_requests() -> None:
+    held = run(requests_forgotten(HOST_UNANNOUNCED))
+    assert held.breach == "", held.detail
+
+
+# --- instances leave their cell for another one while everything fails: it holds
+
+
+def transfers(seed: int) -> Plan:
+    """The plan of this seed, and instances that are unshelved in another cell."""
+    plan = plan_of(seed)
+    drawn = DRAWS[Widening.TRANSFERS](random.Random(seed), plan)
+    assert drawn is not plan, "it has one cell"
+    orders = tuple(sorted(drawn.orders, key=lambda order: order.at))
+    return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS), orders=orders)
+
+
+def test_it_holds_with_transfers() -> None:
+    held = run(transfers(min(FOUND_BY.values())))
+    assert held.breach == "", held.detail
+
+
+# --- a database is set back to the middle of a move between cells: a cell's, or the schedulers'; all machines hold
+
+
+# A departure below the numbers that schedulers had had was ignored, and the instance was in no cell.
+NUMBERED_BELOW = 11
+# A next cell gives an instance back that runs on a destination which its record does not have.
+GIVEN_BACK_BESIDE = 162
+# `--only transfers-restored`. A backup had a machine in quarantine that had been taken off the list since: it stayed.
+TAKEN_OFF_SINCE = 71008
+
+
+def transfers_restored(seed: int) -> Plan:
+    """The plan of this seed, with moves between cells, and set-backs."""
+    plan = plan_of(seed)
+    drawn = DRAWS[Widening.TRANSFERS_RESTORED](random.Random(seed), plan)
+    assert drawn is not plan, "it has one cell"
+    orders = tuple(sorted(drawn.orders, key=lambda order: order.at))
+    return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS_RESTORED), orders=orders)
+
+
+@pytest.mark.parametrize("seed", [NUMBERED_BELOW, GIVEN_BACK_BESIDE])
+def test_it_holds_with_restored_transfers(seed: int) -> None:
+    held = run(transfers_restored(seed))
+    assert held.breach == "", held.detail
+
+
+def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
+    held = run(plan_of(TAKEN_OFF_SINCE, {Widening.TRANSFERS_RESTORED}))
+    assert held.breach == "", held.detail
+
+
+def test_a_give_back_without_a_search_is_found() -> None:
+    with patch.object(engine, "is_searched_for", lambda _instance: False):
+        assert run(transfers_restored(GIVEN_BACK_BESIDE)).breach == "never_two_running"
+
+
+# --- clients wait for an answer for a time only, while a server is away for longer: every request on record has its end
+
+
+def requesters_give_up(seed: int) -> Plan:
+    """The builds of this seed; all clients give up while placement's database is unavailable. Half of the builds are
+    deleted later by a client that repeats its request.
+    """
+    plan = plan_of(seed).without_faults()
+    builds = [
+        replace(one, at=20.0 + number * 0.01, waits_s=2.0, gives_up=True)
+        for number, one in enumerate(order for order in plan.orders if order.action is Action.BUILD)
+    ]
+    deletes = [replace(one, at=36.0, action=Action.DELETE, waits_s=0.5, gives_up=False) for one in builds[::2]]
+    outage = FaultEvent(at=19.9, kind=FaultType.DATABASE, target="placement", seconds=8.0)
+    return replace(
+        plan, orders=(*builds, *deletes), fault_events=(outage,), widenings=(Widening.DEADLINES,), load_s=50.0
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_every_request_on_record_has_its_end(seed: int) -> None:
+    held = run(requesters_give_up(seed))
+    assert held.breach == "", held.detail
+    assert held.states.get("active", 0) > 0, "requests that were begun are carried out"
+
+
+# --- a cell's database is set back while its instances are moved: every request has its end
+
+
+MOVES = (MoveKind.STOP, MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.REBUILD)
+
+
+def a_cell_forgets(seed: int) -> Plan:
+    """The builds of this seed without any fault; moves; and the first cell's database is what it was before them."""
+    plan = plan_of(seed).without_faults()
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 20.0]
+    moves = [
+        Order(
+            at=30.0 + number * 0.05,
+            action=Action.MOVE,
+            verb=MOVES[number % len(MOVES)],
+            host=number,
+            uuid=f"f0000000-0000-4000-8000-0000000000{number:02}",
+        )
+        for number in range(8)
+    ]
+    schema, uuid = f"cell_{plan.cells[0].name}", "e0000000-0000-4000-8000-000000000001"
+    copied = Order(at=29.9, action=Action.BACKUP, service=schema, uuid=uuid)
+    set_back = Order(at=30.7, action=Action.RESTORE, service=schema, uuid=uuid, seconds=1.0)
+    orders = (*builds, copied, *moves, set_back)
+    return replace(
+        plan,
+        computes=Faults(delay_min_s=1.0, delay_max_s=3.0),  # the moves are under way when their cell forgets them
+        orders=tuple(sorted(orders, key=lambda order: order.at)),
+        widenings=(Widening.CELL_RESTORED, Widening.FENCES),
+        load_s=50.0,
+    )
+
+
+@pytest.mark.parametrize("seed", [1, 3])
+def test_every_request_has_its_end(seed: int) -> None:
+    held = run(a_cell_forgets(seed))
+    assert held.breach == "", held.detail
+    assert held.counts
+
+
+@pytest.mark.parametrize("seed", [7, 20, 25])
+def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> None:
+    """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
+    held = simulate(seed, {Widening.CELL_RESTORED})
     assert held.breach == "", held.detail

@@ -6,7 +6,7 @@ import pytest
 
 from lab.simulation.run import simulate
 from tests.sim.mutants_of_cells import FOUND_BY, MUTANTS_OF_CELLS
-from tests.sim.test_cells import KINDS
+from tests.sim.test_fences import KINDS
 
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_CELLS}
 

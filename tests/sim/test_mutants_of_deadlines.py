@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from bus.consuming import in_flight
 from lab.simulation.run import run
-from tests.sim.test_deadlines import requesters_give_up
+from tests.sim.test_forgotten_builds import requesters_give_up
 
 
 def requests_end_with_their_requesters() -> AbstractContextManager[Any]:

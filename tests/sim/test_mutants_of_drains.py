@@ -13,7 +13,7 @@ from lab.simulation.run import simulate
 from lab.simulation.widening import Widening
 from scheduler_worker import drains
 from tests.sim.mutants import Mutant
-from tests.sim.test_drains import DRAINS, SEED
+from tests.sim.test_fences import DRAINS, SEED
 
 MOVED = DRAINS | {Widening.MOVES}
 LATE = 841

@@ -6,7 +6,7 @@ import pytest
 
 from lab.simulation.run import run
 from tests.sim.mutants_of_forgotten_requests import BREAKS, FOUND_BY, MUTANTS_OF_FORGOTTEN_REQUESTS
-from tests.sim.test_forgotten_requests import requests_forgotten
+from tests.sim.test_forgotten_builds import requests_forgotten
 
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_FORGOTTEN_REQUESTS}
 

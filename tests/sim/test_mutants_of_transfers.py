@@ -6,7 +6,7 @@ import pytest
 
 from lab.simulation.run import run
 from tests.sim.mutants_of_transfers import FOUND_BY, MUTANTS_OF_TRANSFERS
-from tests.sim.test_transfers import transfers
+from tests.sim.test_forgotten_builds import transfers
 
 MUTANTS = {mutant.__name__: mutant for mutant in MUTANTS_OF_TRANSFERS}
 

@@ -14,7 +14,7 @@ from lab.simulation.run import run, simulate
 from lab.simulation.widening import Widening
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim.mutants import Mutant
-from tests.sim.test_unanswered import a_cell_forgets
+from tests.sim.test_forgotten_builds import a_cell_forgets
 
 
 def cells_are_not_queried() -> AbstractContextManager[Any]:

@@ -1,8 +1,11 @@
-"""The actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_other_tenants.py`."""
+"""What others do in the simulated world, each kind drawn by itself."""
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from msgspec.structs import replace
@@ -10,11 +13,19 @@ from msgspec.structs import replace
 from bus.contracts.placement import ProviderReport
 from ironic_sync.domain.position import Position
 from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
 from lab.simulation.ironic_sync_watch import IronicSyncWatch
 from lab.simulation.plan import Action, Order, Plan, Rates
 from lab.simulation.run import run
 from lab.simulation.watch import Breach
 from lab.simulation.widening import Widening
+from placement_worker import book
+from placement_worker.domain.refusal import WriteRefusal
+from tests.sim.mutants import MUTANTS, UNPROVEN
+from tests.sim.mutants_of_moves import FOUND_BY_THE_TABLE, MUTANTS_OF_MOVES
+
+# --- the actions of others, in plans made for them: each holds. Its defects: `test_mutants_of_other_tenants.py`
+
 
 NODE = "00000000-0000-4000-8000-000000000001"
 
@@ -82,3 +93,61 @@ def test_a_page_made_before_a_404_does_not_contradict_it(listed_at: float, *, br
     watch.answered(listed_at, json.dumps({"nodes": [node]}).encode())
     watch.saving([removed], {NODE: before})
     assert [one.name for one in found] == ["removed_on_fresh_word"] * breaks
+
+
+# --- an operator of the REST API in the simulation: its run holds, and finds the defects that it is there for
+
+
+ACTS = (
+    *("tree", "name", "equip", "race", "hold", "hold", "reshape", "reshape", "lists"),
+    *("name", "equip", "rename-class", "rename-provider", "unname", "race", "reshape", "race", "fell"),
+)
+
+
+def calm() -> Plan:
+    """Every act of the operator, one after the other, beside builds on a good day."""
+    plan = plan_of(1).without_faults()
+    builds = [order for order in plan.orders if order.action is Action.BUILD and order.at < 20.0]
+    acts = [
+        Order(at=4.0 + number, action=Action.REST, verb=verb, host=number, uuid=f"00000000-0000-4000-9000-{number:012}")
+        for number, verb in enumerate(ACTS)
+    ]
+    return replace(plan, orders=tuple(sorted((*builds, *acts), key=lambda one: one.at)), load_s=25.0)
+
+
+def reshape_leaves_the_holders() -> AbstractContextManager[Any]:
+    """Inventory passes to another provider, and allocations stay."""
+    whole = book.reshape
+
+    def without(*arguments: Any, **named: Any) -> Any:
+        outcome = whole(*arguments, **named)
+        return outcome if isinstance(outcome, WriteRefusal) else replace(outcome, decision=book.NOTHING_DECIDED)
+
+    return patch.object(book, "reshape", without)
+
+
+def test_every_act_is_carried_out_and_every_invariant_holds() -> None:
+    result = run(calm(), event_log=EventLog(keep=True))
+    assert result.breach == "", result.detail
+    answers = [line.split("rest-answer ")[1].split() for line in result.lines if "rest-answer " in line]
+    wrote = {(method, path.split("/")[1], status) for method, path, status in answers if method != "GET"}
+    assert {("POST", "reshaper", "204"), ("PUT", "resource_classes", "200"), ("DELETE", "traits", "204")} <= wrote
+    assert {("PUT", "allocations", "204"), ("DELETE", "resource_classes", "204")} <= wrote
+    assert result.states["active"] > 0
+
+
+def test_it_finds_allocations_that_a_reshape_leaves_behind() -> None:
+    with reshape_leaves_the_holders():
+        assert run(calm()).breach == "rest_reads_writes"
+
+
+# --- no deliberate defect is stale: each finds what it replaces. Whether it is found takes minutes (`scripts/mutants`)
+
+
+ALL = {**MUTANTS, **UNPROVEN, **{one.__name__: one for one in (*MUTANTS_OF_MOVES, *FOUND_BY_THE_TABLE)}}
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_defect_can_be_planted(name: str) -> None:
+    with ALL[name]():
+        pass

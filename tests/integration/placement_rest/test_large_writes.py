@@ -1,4 +1,4 @@
-"""Large writes are locked and written in parts, and decided in a thread: they end as those in one statement do."""
+"""Writes end the same in PostgreSQL and in memory; a body that names more than the bound is refused."""
 
 from __future__ import annotations
 
@@ -10,25 +10,13 @@ from typing import Any
 import pytest
 
 from bus.clock import SystemClock, new_uuid
-from placement_worker import offload
-from placement_worker.rest import api, groups
-from placement_worker.store import claims
+from placement_worker.rest.groups import MAX_ENTRIES
 from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
 pytestmark = pytest.mark.postgres
 
 ROUNDS = 16
-
-
-@pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write is a large one."""
-    monkeypatch.setattr(offload, "ROWS_AT_ONCE", 0)
-    monkeypatch.setattr(api, "DECODED_AT_ONCE", 0)
-    monkeypatch.setattr(groups, "MAX_ENTRIES", 2)
-    monkeypatch.setattr(claims, "MAX_ROWS", 3)
-    monkeypatch.setattr(claims, "MAX_CONSUMERS", 2)
 
 
 class Caller:
@@ -94,9 +82,9 @@ def without_ids(answer: dict[str, Any]) -> Any:
     return json.loads(json.dumps(answer, sort_keys=True))
 
 
-async def test_item_16_writes_in_parts_end_as_writes_in_one(in_parts: None, postgres_url: str) -> None:
-    async with serving(postgres_url) as parts, serving(MemoryBookTable(SystemClock())) as whole:
-        caller = Caller([parts, whole])
+async def test_writes_end_the_same_on_both_adapters(postgres_url: str) -> None:
+    async with serving(postgres_url) as database, serving(MemoryBookTable(SystemClock())) as memory:
+        caller = Caller([database, memory])
         await caller.make_hosts()
         statuses = []
         for _ in range(ROUNDS):
@@ -112,4 +100,44 @@ async def test_item_16_writes_in_parts_end_as_writes_in_one(in_parts: None, post
                 await caller.call("GET", f"/resource_providers/{host}/usages")
         found = {status for status, _ in statuses}
         assert {204, 409} <= found <= {204, 400, 404, 409}, statuses
-        assert await parts.findings() == [] == await whole.findings()
+        assert await database.findings() == [] == await memory.findings()
+
+
+def too_many(of: list[str]) -> dict[str, tuple[str, str, Any]]:
+    """Requests (method, path, body) with one entry more than the bound, each kind of body that may have many."""
+    rng = random.Random(5)
+    provider, consumer = f"/resource_providers/{of[0]}", new_uuid(rng)
+    more = range(MAX_ENTRIES + 1)
+    offered = {"resource_provider_generation": 0, "inventories": {"VCPU": {"total": 1}}}
+    one = holding({of[0]: {"resources": {"VCPU": 1}}}, None)  # three entries
+    uuids = [new_uuid(rng) for _ in more]
+    classes = {f"CUSTOM_{number}": {"total": 1} for number in more}
+    resources = {f"CUSTOM_{number}": 1 for number in range(MAX_ENTRIES - 1)}
+    return {
+        "aggregates": ("PUT", f"{provider}/aggregates", {"aggregates": uuids, "resource_provider_generation": 0}),
+        "traits": (
+            "PUT",
+            f"{provider}/traits",
+            {"traits": [f"CUSTOM_{number}" for number in more], "resource_provider_generation": 0},
+        ),
+        "inventories": ("PUT", f"{provider}/inventories", {**offered, "inventories": classes}),
+        "classes": ("PUT", f"/allocations/{consumer}", holding({of[0]: {"resources": resources}}, None)),
+        "consumers": ("POST", "/allocations", dict.fromkeys(uuids[: MAX_ENTRIES // 3 + 1], one)),
+        "reshape": (
+            "POST",
+            "/reshaper",
+            {"inventories": dict.fromkeys(uuids[: MAX_ENTRIES // 2], offered), "allocations": {consumer: one}},
+        ),
+    }
+
+
+async def test_a_body_with_more_entries_than_the_bound_is_413(postgres_url: str) -> None:
+    async with serving(postgres_url) as placement:
+        caller = Caller([placement])
+        await caller.make_hosts()
+        for name, (method, path, body) in too_many(caller.hosts).items():
+            status, answer = await caller.call(method, path, body)
+            assert status == 413, (name, answer)
+        aggregates = {"aggregates": [new_uuid(caller.rng) for _ in range(MAX_ENTRIES)]}
+        path = f"/resource_providers/{caller.hosts[0]}/aggregates"
+        assert (await caller.call("PUT", path, {**aggregates, "resource_provider_generation": 1}))[0] == 200

@@ -21,6 +21,7 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from placement_worker.rest.groups import MAX_ENTRIES
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
 pytestmark = pytest.mark.postgres
@@ -34,8 +35,8 @@ HEADERS = {
     "openstack-api-version": "placement 1.39",
     "content-type": "application/json",
 }
-# A quarter more than what it takes to encode `claims.MAX_ROWS` rows as a statement's arguments: 2 to 4 ms.
-MOST_CALLS = 40_000
+# What it takes to decide about as many entries as one body may have, and a tenth more: 3 to 5 ms.
+MOST_CALLS = 80_000
 
 
 class Turns:
@@ -87,17 +88,25 @@ async def filled(placement: Placement) -> list[str]:
 
 
 def largest(uuids: list[str], rng: random.Random) -> dict[str, tuple[str, str, object, int]]:
-    """Requests (method, path, body) about all providers, most with a body of a megabyte, and the status of each."""
+    """Requests (method, path, body) about as many providers as they may name, and the status of each; and some with
+    bodies of a megabyte that name more.
+    """
     held, other = new_uuid(rng), new_uuid(rng)
     provider = f"/resource_providers/{uuids[0]}"
-    one_each = {uuid: {"resources": {"VCPU": 1}} for uuid in uuids}
-    two_each = {uuid: {"resources": AMOUNTS} for uuid in uuids}
+    one_each = {uuid: {"resources": {"VCPU": 1}} for uuid in uuids[: (MAX_ENTRIES - 1) // 2]}
+    two_each = {uuid: {"resources": AMOUNTS} for uuid in uuids[: (MAX_ENTRIES - 1) // 3]}
+    few_each = {uuid: {"resources": {"VCPU": 1}} for uuid in uuids[: MAX_ENTRIES // 10 - 1]}
     inventories = {name: {"total": 2_000, "max_unit": 1_000} for name in AMOUNTS}
+    reshaped_uuids = uuids[: MAX_ENTRIES // 4]
+    moved = {uuid: {"resources": {"VCPU": 1}} for uuid in reshaped_uuids[: MAX_ENTRIES // 8 - 1]}
 
-    def aggregates(generation: int) -> dict[str, object]:
-        return {"aggregates": [new_uuid(rng) for _ in range(25_000)], "resource_provider_generation": generation}
+    def aggregates(generation: int, count: int = MAX_ENTRIES) -> dict[str, object]:
+        return {"aggregates": [new_uuid(rng) for _ in range(count)], "resource_provider_generation": generation}
 
-    def reshaped(generation: int) -> dict[str, object]:
+    def reshaped(uuid: str) -> dict[str, object]:
+        # one for its report, and one for each write of allocations or aggregates
+        generation = 1 + 2 * (uuid in two_each) + 2 * (uuid in one_each) - 2 + (uuid in few_each) + 1
+        generation += 3 * (uuid == uuids[0])
         return {"resource_provider_generation": generation, "inventories": inventories}
 
     return {
@@ -105,17 +114,24 @@ def largest(uuids: list[str], rng: random.Random) -> dict[str, tuple[str, str, o
         "search": ("GET", "/allocation_candidates?resources=VCPU:1", None, 200),
         "aggregates": ("PUT", f"{provider}/aggregates", aggregates(1), 200),
         "other aggregates": ("PUT", f"{provider}/aggregates", aggregates(2), 200),
-        "no aggregates": ("PUT", f"{provider}/aggregates", aggregates(3) | {"aggregates": []}, 200),
+        "no aggregates": ("PUT", f"{provider}/aggregates", aggregates(3, 0), 200),
+        "more aggregates": ("PUT", f"{provider}/aggregates", aggregates(4, 25_000), 413),
         "unknown traits": (
             "PUT",
             f"{provider}/traits",
-            {"traits": [f"A{number}" for number in range(90_000)], "resource_provider_generation": 4},
+            {"traits": [f"A{number}" for number in range(MAX_ENTRIES)], "resource_provider_generation": 4},
             400,
+        ),
+        "more traits": (
+            "PUT",
+            f"{provider}/traits",
+            {"traits": [f"A{number}" for number in range(90_000)], "resource_provider_generation": 4},
+            413,
         ),
         "unknown inventories": (
             "PUT",
             f"{provider}/inventories",
-            {"inventories": {f"A{n}": {"total": 1} for n in range(40_000)}, "resource_provider_generation": 4},
+            {"inventories": {f"A{n}": {"total": 1} for n in range(MAX_ENTRIES)}, "resource_provider_generation": 4},
             400,
         ),
         "allocations": ("PUT", f"/allocations/{held}", holding(two_each, None), 204),
@@ -125,23 +141,34 @@ def largest(uuids: list[str], rng: random.Random) -> dict[str, tuple[str, str, o
         "unknown classes": (
             "PUT",
             f"/allocations/{held}",
-            holding({uuids[0]: {"resources": {f"A{number}": 1 for number in range(80_000)}}}, None),
+            holding({uuids[0]: {"resources": {f"A{number}": 1 for number in range(MAX_ENTRIES - 2)}}}, None),
             400,
         ),
-        "many": ("POST", "/allocations", {new_uuid(rng): holding(one_each, None) for _ in range(5)}, 204),
+        "more classes": (
+            "PUT",
+            f"/allocations/{held}",
+            holding({uuids[0]: {"resources": {f"A{number}": 1 for number in range(80_000)}}}, None),
+            413,
+        ),
+        "many": ("POST", "/allocations", {new_uuid(rng): holding(few_each, None) for _ in range(5)}, 204),
         "consumers": (
             "POST",
             "/allocations",
-            {new_uuid(rng): holding({uuid: {"resources": {"VCPU": 1}}}, None) for uuid in uuids},
+            {new_uuid(rng): holding({uuid: {"resources": {"VCPU": 1}}}, None) for uuid in uuids[: MAX_ENTRIES // 3]},
             204,
+        ),
+        "more consumers": (
+            "POST",
+            "/allocations",
+            {new_uuid(rng): holding({uuid: {"resources": {"VCPU": 1}}}, None) for uuid in uuids},
+            413,
         ),
         "reshape": (
             "POST",
             "/reshaper",
             {
-                # one for its report, one for each of four writes of allocations, and three of the first for aggregates
-                "inventories": {uuid: reshaped(5 if number else 8) for number, uuid in enumerate(uuids)},
-                "allocations": {other: holding(one_each, None)},
+                "inventories": {uuid: reshaped(uuid) for uuid in reshaped_uuids},
+                "allocations": {other: holding(moved, None)},
             },
             204,
         ),

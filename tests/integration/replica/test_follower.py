@@ -13,7 +13,8 @@ from bus.bus import Bus
 from bus.contracts.placement import FeedChanges
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica.book import Book
-from placement_worker.replica.follower import Follower, FollowerLimits, SnapshotEndless
+from placement_worker.replica.catch_up import SnapshotEndless
+from placement_worker.replica.follower import Follower, FollowerLimits
 from tests.integration.replica.source import ManualClock, Source, until
 from tests.unit.replica.books import provider, used
 

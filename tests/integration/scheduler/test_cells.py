@@ -148,7 +148,7 @@ async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_ag
     await running.delete(request)
     connection = await asyncpg.connect(running.url)
     async with asyncio.timeout(PATIENCE_S):
-        while not await connection.fetchval("SELECT count(*) FROM scheduler.outbox WHERE 'c3' = ANY(buses)"):
+        while not await connection.fetchval("SELECT count(*) FROM scheduler.outbox WHERE bus = 'c3'"):
             pass
     await connection.close()
     assert not running.deletes

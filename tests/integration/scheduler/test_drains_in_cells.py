@@ -9,20 +9,16 @@ from bus.clock import new_uuid
 from bus.contracts.cell import HostReport
 from bus.contracts.drains import DrainState
 from bus.contracts.moves import Condition, MoveKind, MoveState
-from scheduler_worker import drains
 from tests.integration.scheduler.test_drains import (
     AMOUNTS,
-    PASSES,
     WARM,
     active,
     becomes,
     begin,
     code_of,
     commanded,
-    passed,
     plan_of,
     quick,
-    shown,
     until,
 )
 from tests.integration.scheduler.world import World
@@ -82,35 +78,15 @@ async def test_a_plan_names_what_its_cell_would_refuse_to_move(
     assert await code_of(world, host) == "drain.stuck"
 
 
-async def test_a_scheduler_that_has_just_started_moves_no_instance_of_a_namesake_in_another_cell(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The record has an instance by the name of its host, and the host's cell is not known before its announcement."""
-    monkeypatch.setattr(drains, "STAGGER_S", 3600.0)
+async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: World) -> None:
+    """Also while the host's cell is not known: the record has each instance by the uuid of its host."""
     await world.scheduler("s1", WARM)
     (host,) = await world.add_hosts("c1", 1)
     namesake = new_uuid(world.rng)
     world.hosts["c2"][namesake] = HostReport(uuid=namesake, name="c1-0")
     await world.report(namesake, "c2-namesake", AMOUNTS)
     await world.add_hosts("c2", 1)
-    build = world.request(host=namesake)
-    await world.active(build, "c2", "c1-0")
+    await world.active(world.request(host=namesake), "c2", "c1-0")
     begun = await begin(world, host)
-    assert begun.planned == 0
-    await world.stop("s1")
-    announce = world.announce
-
-    async def announced_by_c2(cell: str) -> None:
-        if cell == "c2":
-            await announce(cell)
-
-    monkeypatch.setattr(world, "announce", announced_by_c2)
-    monkeypatch.setattr(drains, "STAGGER_S", 0.01)
-    PASSES.clear()
-    await world.scheduler("s2", replace(WARM, hosts_warmup_s=3600.0))
-    await world.eventually(lambda: PASSES and world.tables["s2"].index_of(namesake) is not None)
-    await passed(world)
-    assert ((await shown(world, begun)).state, commanded(world)) == (DrainState.RUNNING, [])
-    await announce("c1")
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts, commanded(world)) == ("drain.done", {}, [])

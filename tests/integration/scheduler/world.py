@@ -79,6 +79,7 @@ class World:
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
         self.hosts: dict[str, dict[str, HostReport]] = {cell: {} for cell in CELLS}
+        self._named: dict[tuple[str, str], str] = {}  # {(cell, name): uuid}
         self.buses: dict[str, Bus] = {}
         self.fences: list[tuple[str, CellFence]] = []
         self.outdated: list[ServiceOutdated] = []
@@ -266,8 +267,14 @@ class World:
         answer = await self.buses[on].request(update, InventoryResult, timeout_s=PATIENCE_S)
         assert answer.outcome == "applied", answer
 
+    def host_named(self, cell: str, name: str | None) -> str | None:
+        """The uuid of a host, also of one that its service does not announce any more; None: there was none."""
+        self._named |= {(cell, one.name): uuid for uuid, one in self.hosts[cell].items()}
+        return self._named.get((cell, name or ""))
+
     async def announce(self, cell: str) -> None:
         self._sequence += 1
+        self.host_named(cell, None)
         hosts = tuple(self.hosts[cell].values())
         message = ComputeHosts(
             service=f"compute-{cell}", cell=cell, epoch=1, sequence=self._sequence, hosts=hosts, complete=True
@@ -322,6 +329,7 @@ class World:
 
     async def announced(self, cell: str, request: BuildRequest, state: BuildState, sequence: int, **more: Any) -> None:
         """The announcements that the cell's conductor would make."""
+        more.setdefault("host_uuid", self.host_named(cell, more.get("host")))
         event = BuildEvent(
             instance_uuid=request.instance_uuid, project_id=request.project_id, state=state, sequence=sequence, **more
         )
@@ -364,6 +372,7 @@ class World:
 
     async def move_announced(self, cell: str, move: MoveRequest, state: MoveState, sequence: int, **more: Any) -> None:
         """The announcements that the cell's conductor would make of a move."""
+        more.setdefault("host_uuid", self.host_named(cell, more.get("host")))
         event = MoveEvent(
             request_id=move.request_id,
             instance_uuid=move.instance_uuid,

@@ -10,13 +10,13 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
 from bus.persistence.confirmed_rows import DELETE_BATCH
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.retrying import RELAY
+from tests.kit.posting import PostedBus
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 PATIENCE_S = 20.0
@@ -63,10 +63,13 @@ class Rows:
         self.statements.append(list(row_ids))
         self.deleted.set()
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
         if self.failures and confirmed:
             self.failures -= 1
@@ -80,15 +83,9 @@ class Rows:
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
-class Confirming:
-    name = CELL
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None: ...
-
-
 @asynccontextmanager
 async def relaying(clock: Gate, rows: Rows) -> AsyncIterator[Relay]:
-    buses: dict[str, Bus] = {CELL: Confirming()}  # type: ignore[dict-item]
+    buses: dict[str, Bus] = {CELL: PostedBus(CELL)}  # type: ignore[dict-item]
     relay = Relay(rows, buses, clock=clock)
     running = asyncio.create_task(relay.run())
     await asyncio.sleep(0)  # it runs,
@@ -105,10 +102,10 @@ async def relaying(clock: Gate, rows: Rows) -> AsyncIterator[Relay]:
 async def test_what_is_confirmed_in_the_pause_goes_in_one_statement() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await clock.waiting.wait()
-        relay.send(2, OUTGOING)
-        relay.send(3, OUTGOING)
+        relay.send([2], OUTGOING)
+        relay.send([3], OUTGOING)
         while relay._confirmed.to_delete < 3:  # noqa: ASYNC110  (it needs only turns of the loop)
             await asyncio.sleep(0)
         assert rows.statements == []
@@ -120,7 +117,7 @@ async def test_what_is_confirmed_in_the_pause_goes_in_one_statement() -> None:
 async def test_draining_does_not_wait_for_the_pause() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await clock.waiting.wait()
         await relay.drain(PATIENCE_S)
         assert relay.held == 0
@@ -132,9 +129,9 @@ async def test_draining_deletes_what_is_confirmed_only_then_and_tries_again() ->
     rows.failures = 1
     async with relaying(clock, rows) as relay:
         draining = asyncio.create_task(relay.drain(PATIENCE_S))
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await draining
-        relay.send(2, OUTGOING)
+        relay.send([2], OUTGOING)
         await relay.drain(PATIENCE_S)
         assert rows.statements == [[1], [2]]
 
@@ -142,10 +139,10 @@ async def test_draining_deletes_what_is_confirmed_only_then_and_tries_again() ->
 async def test_after_a_drain_rows_gather_again() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await relay.drain(PATIENCE_S)
         clock.waiting.clear()
-        relay.send(2, OUTGOING)
+        relay.send([2], OUTGOING)
         await clock.waiting.wait()
         assert rows.statements == [[1]]
 
@@ -154,7 +151,7 @@ async def test_a_full_batch_waits_for_no_more() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
         for row in range(DELETE_BATCH + 1):
-            relay.send(row + 1, OUTGOING)
+            relay.send([row + 1], OUTGOING)
         await rows.deleted.wait()
         assert [len(ids) for ids in rows.statements] == [DELETE_BATCH]
         await relay.drain(PATIENCE_S)
@@ -164,7 +161,7 @@ async def test_a_full_batch_waits_for_no_more() -> None:
 async def test_a_sweep_takes_along_what_is_confirmed() -> None:
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await clock.waiting.wait()
         rows.failures = 1  # the first sweep fails: the row waits for the next
         clock.sweeping.release()
@@ -177,7 +174,7 @@ async def test_a_sweep_takes_along_what_is_confirmed() -> None:
         assert rows.swept == [[], [1]]
         clock.over.set()
         clock.waiting.clear()
-        relay.send(2, OUTGOING)
+        relay.send([2], OUTGOING)
         await rows.deleted.wait()
         assert rows.statements == [[2]], "and not what has gone already"
 
@@ -187,7 +184,7 @@ async def test_draining_while_a_sweep_takes_the_rows_along_leaves_the_loop_to_ot
     """The simulation's seed 80014: the sweep's answer could not arrive, as nothing else ran any more."""
     clock, rows = Gate(), Rows()
     async with relaying(clock, rows) as relay:
-        relay.send(1, OUTGOING)
+        relay.send([1], OUTGOING)
         await clock.waiting.wait()
         rows.swept_on.clear()
         clock.sweeping.release()

@@ -7,22 +7,21 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 
-import pytest
 from msgspec import structs
 
-from bus import under_way
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import BUILD_EVENTS
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import Lingering, StreamPosition
 from bus.port import Outgoing
 from cell_conductor.app import is_progress, position_of
 from scheduler_worker.app import position_of_event
+from tests.kit.posting import PostedBus
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 LINGER_S = 0.25
@@ -70,31 +69,22 @@ class Halves(Gate):
 class NoRows:
     async def delete(self, row_ids: Sequence[int]) -> None: ...
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
-class Receiver:
-    """A bus that remembers what left together."""
-
-    name = CELL
-
-    def __init__(self) -> None:
-        self.batches: list[list[Message]] = []
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        self.batches.append([message for message, _ in messages])
-
-
 @asynccontextmanager
 async def relaying(
-    clock: Gate, receiver: Receiver, place: Callable[[Message], StreamPosition | None] | None = None
+    clock: Gate, receiver: PostedBus, place: Callable[[Message], StreamPosition | None] | None = None
 ) -> AsyncIterator[Relay]:
     """As a cell's conductor has it; place: as a scheduler has it."""
     buses: dict[str, Bus] = {CELL: receiver}  # type: ignore[dict-item]
@@ -116,31 +106,31 @@ async def turns() -> None:
 
 
 async def test_progress_leaves_with_the_end_that_follows_it_and_before_it() -> None:
-    receiver = Receiver()
+    receiver = PostedBus(CELL)
     async with relaying(Gate(), receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        relay.send([1], [OutboxMessage(CELL, BUILDING)])
         await turns()
         assert receiver.batches == []
-        relay.send(2, [OutboxMessage(CELL, ACTIVE)])
+        relay.send([2], [OutboxMessage(CELL, ACTIVE)])
         await turns()
         assert receiver.batches == [[BUILDING, ACTIVE]]
 
 
 async def test_progress_does_not_leave_with_what_is_about_another_instance() -> None:
     """Under load something always leaves: the next round's commands, other builds' ends."""
-    clock, receiver = Gate(), Receiver()
+    clock, receiver = Gate(), PostedBus(CELL)
     others = structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid)
     async with relaying(clock, receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING)])
-        relay.send(2, [OutboxMessage(CELL, others)])
+        relay.send([1], [OutboxMessage(CELL, BUILDING)])
+        relay.send([2], [OutboxMessage(CELL, others)])
         await turns()
         assert receiver.batches == [[others]]
-        relay.send(3, [OutboxMessage(CELL, AGAIN)])  # on another host
-        relay.send(4, [OutboxMessage(CELL, structs.replace(ACTIVE, sequence=9))])
+        relay.send([3], [OutboxMessage(CELL, AGAIN)])  # on another host
+        relay.send([4], [OutboxMessage(CELL, structs.replace(ACTIVE, sequence=9))])
         await turns()
         assert receiver.batches[1:] == [[BUILDING, AGAIN, structs.replace(ACTIVE, sequence=9)]], "none is dropped"
-        relay.send(5, [OutboxMessage(CELL, BUILDING)])
-        relay.send(6, [OutboxMessage(CELL, AGAIN)])
+        relay.send([5], [OutboxMessage(CELL, BUILDING)])
+        relay.send([6], [OutboxMessage(CELL, AGAIN)])
         clock.over.set()
         await turns()
         assert receiver.batches[2:] == [[BUILDING, AGAIN]]
@@ -148,14 +138,14 @@ async def test_progress_does_not_leave_with_what_is_about_another_instance() -> 
 
 
 async def test_progress_that_has_just_come_lingers_on_when_older_progress_leaves() -> None:
-    clock, receiver = Halves(), Receiver()
+    clock, receiver = Halves(), PostedBus(CELL)
     younger = structs.replace(BUILDING, instance_uuid=OTHER.instance_uuid)
     async with relaying(clock, receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        relay.send([1], [OutboxMessage(CELL, BUILDING)])
         await turns()
         await clock.pass_one()
         assert receiver.batches == []
-        relay.send(2, [OutboxMessage(CELL, younger)])
+        relay.send([2], [OutboxMessage(CELL, younger)])
         await clock.pass_one()
         assert receiver.batches == [[BUILDING]]
         await clock.pass_one()
@@ -163,27 +153,27 @@ async def test_progress_that_has_just_come_lingers_on_when_older_progress_leaves
 
 
 async def test_a_process_that_ends_waits_for_no_lingering() -> None:
-    receiver = Receiver()
+    receiver = PostedBus(CELL)
     async with relaying(Gate(), receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        relay.send([1], [OutboxMessage(CELL, BUILDING)])
         await turns()
         draining = asyncio.create_task(relay.drain(60.0))
         await turns()
-        relay.send(2, [OutboxMessage(CELL, AGAIN)])
+        relay.send([2], [OutboxMessage(CELL, AGAIN)])
         await asyncio.wait_for(draining, 10)
         assert receiver.batches == [[BUILDING], [AGAIN]]
 
 
 async def test_progress_that_nothing_follows_leaves_after_a_moment() -> None:
-    clock, receiver = Gate(), Receiver()
+    clock, receiver = Gate(), PostedBus(CELL)
     async with relaying(clock, receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING)])
+        relay.send([1], [OutboxMessage(CELL, BUILDING)])
         await asyncio.wait_for(clock.waiting.wait(), 10)
         assert receiver.batches == []
         clock.over.set()
         await turns()
         assert receiver.batches == [[BUILDING]]
-        relay.send(2, [OutboxMessage(CELL, BUILDING)])
+        relay.send([2], [OutboxMessage(CELL, BUILDING)])
         await turns()
         assert len(receiver.batches) == 2, "and so does the next"
 
@@ -193,12 +183,12 @@ OTHER = structs.replace(ACCEPTED, instance_uuid="1b2d1c9e-6f7a-4d53-9a40-2f1a3b4
 
 
 async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
-    clock, receiver = Gate(), Receiver()
+    clock, receiver = Gate(), PostedBus(CELL)
     async with relaying(clock, receiver, position_of_event) as relay:
-        relay.send(1, [OutboxMessage(CELL, ACCEPTED)])
-        relay.send(2, [OutboxMessage(CELL, OTHER)])
-        relay.send(3, [OutboxMessage(CELL, SCHEDULED)])
-        relay.send(4, [OutboxMessage(CELL, ACTIVE)])
+        relay.send([1], [OutboxMessage(CELL, ACCEPTED)])
+        relay.send([2], [OutboxMessage(CELL, OTHER)])
+        relay.send([3], [OutboxMessage(CELL, SCHEDULED)])
+        relay.send([4], [OutboxMessage(CELL, ACTIVE)])
         await turns()
         assert receiver.batches == [[ACTIVE]], "the other build's lingers on"
         clock.over.set()
@@ -208,10 +198,10 @@ async def test_a_state_that_the_next_one_overtook_is_not_published() -> None:
 
 
 async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wrong_order() -> None:
-    clock, receiver = Gate(), Receiver()
+    clock, receiver = Gate(), PostedBus(CELL)
     async with relaying(clock, receiver, position_of_event) as relay:
-        relay.send(1, [OutboxMessage(CELL, SCHEDULED)])
-        relay.send(2, [OutboxMessage(CELL, ACCEPTED)])  # of a dead process, found by a sweep
+        relay.send([1], [OutboxMessage(CELL, SCHEDULED)])
+        relay.send([2], [OutboxMessage(CELL, ACCEPTED)])  # of a dead process, found by a sweep
         await asyncio.wait_for(clock.waiting.wait(), 10)
         clock.over.set()
         await turns()
@@ -220,34 +210,17 @@ async def test_the_newest_state_leaves_after_the_linger_though_it_came_in_the_wr
 
 
 async def test_an_end_and_an_event_without_a_number_are_never_dropped() -> None:
-    clock, receiver = Gate(), Receiver()
+    clock, receiver = Gate(), PostedBus(CELL)
     refused = structs.replace(ACTIVE, state=BuildState.REFUSED, sequence=0)
     deleting = event(BuildState.DELETING, 9)
     async with relaying(clock, receiver, position_of_event) as relay:
-        relay.send(1, [OutboxMessage(CELL, deleting)])
-        relay.send(2, [OutboxMessage(CELL, refused), OutboxMessage(CELL, ACTIVE), OutboxMessage(CELL, ACTIVE)])
+        relay.send([1], [OutboxMessage(CELL, deleting)])
+        relay.send([2], [OutboxMessage(CELL, refused), OutboxMessage(CELL, ACTIVE), OutboxMessage(CELL, ACTIVE)])
         await turns()
         assert receiver.batches == [[refused, ACTIVE, ACTIVE]]
         clock.over.set()
         await turns()
         assert receiver.batches[1:] == [[deleting]], "what is newer than the end outlives it"
-
-
-async def test_what_lingers_while_a_publish_is_under_way_may_still_be_overtaken(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(under_way, "SLOW_S", 100.0)
-    clock, receiver = Gate(), HeldUp()
-    async with relaying(clock, receiver, position_of_event) as relay:
-        relay.send(1, [OutboxMessage(CELL, structs.replace(ACTIVE, instance_uuid=OTHER.instance_uuid))])
-        await turns()
-        relay.send(2, [OutboxMessage(CELL, SCHEDULED)])
-        clock.over.set()  # it has lingered long enough, and waits for the publish
-        await turns()
-        relay.send(3, [OutboxMessage(CELL, ACTIVE)])
-        receiver.confirm.set()
-        await turns()
-        assert receiver.batches[1:] == [[ACTIVE]] and not relay._tickets
 
 
 async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
@@ -268,42 +241,3 @@ async def test_on_a_cells_bus_all_states_travel_as_one_broker_message() -> None:
     assert [message.routing_key for message in sent] == [BUILD_EVENTS]
     assert await transport.depth("scheduler.builds") == 1
     await bus.close()
-
-
-class HeldUp(Receiver):
-    """A bus whose confirms come when the test sends them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.confirm = asyncio.Event()
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        await super().publish_all(messages)
-        await self.confirm.wait()
-
-
-async def test_messages_during_a_publish_leave_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_way, "SLOW_S", 100.0)
-    receiver = HeldUp()
-    async with relaying(Gate(), receiver) as relay:
-        for row in (1, 2, 3):
-            relay.send(row, [OutboxMessage(CELL, ACTIVE)])
-            await turns()
-        assert receiver.batches == [[ACTIVE]]
-        receiver.confirm.set()
-        await turns()
-        assert receiver.batches == [[ACTIVE], [ACTIVE, ACTIVE]]
-
-
-async def test_a_publish_that_takes_long_holds_up_nothing() -> None:
-    receiver = HeldUp()
-    async with relaying(Gate(), receiver) as relay:
-        relay.send(1, [OutboxMessage(CELL, BUILDING), OutboxMessage(CELL, ACTIVE)])
-        await turns()
-        relay.send(2, [OutboxMessage(CELL, ACTIVE)])
-        await turns()
-        assert len(receiver.batches) == 1
-        async with asyncio.timeout(20):
-            while len(receiver.batches) < 2:  # noqa: ASYNC110  (it needs only turns of the loop)
-                await asyncio.sleep(0)
-        assert receiver.batches == [[BUILDING, ACTIVE], [ACTIVE]]

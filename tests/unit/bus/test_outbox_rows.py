@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 
 from bus.bus import Bus
@@ -12,6 +12,8 @@ from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
+from bus.publishing import Waiter
+from tests.kit.posting import PostedBus
 
 UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 
@@ -26,47 +28,73 @@ class Forgotten:
         for row in row_ids:
             self.rows.put_nowait(row)
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
-
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        await asyncio.Event().wait()
+        await self.delete(confirmed)
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:
         await asyncio.Event().wait()
 
 
-class HeldBus:
-    """A bus whose broker confirms on command."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.has_some, self.confirms = asyncio.Event(), asyncio.Event()
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        self.has_some.set()
-        await self.confirms.wait()
-
-
-async def test_a_row_is_deleted_when_the_last_of_its_messages_is_confirmed() -> None:
+async def test_each_row_is_deleted_when_all_of_its_messages_are_confirmed() -> None:
     """Found by nothing before: deleted at the first, a crash in between loses the others."""
-    table, fast, slow = Forgotten(), HeldBus("c1"), HeldBus("c2")
+    table, fast, slow = Forgotten(), PostedBus("c1"), PostedBus("c2")
+    fast.confirms.clear()
+    slow.confirms.clear()
     buses: dict[str, Bus] = {"c1": fast, "c2": slow}  # type: ignore[dict-item]
     relay = Relay(table, buses, clock=SystemClock())
     running = asyncio.create_task(relay.run())
     message = CellDelete(instance_uuid=UUID, project_id="p")
-    relay.send(1, [OutboxMessage("c1", message), OutboxMessage("c2", message)])
-    relay.send(2, [OutboxMessage("c1", message)])
+    relay.send([1, 2], [OutboxMessage("c1", message), OutboxMessage("c2", message), OutboxMessage("c2", message)])
     async with asyncio.timeout(30):
         await fast.has_some.wait()
         await slow.has_some.wait()
         fast.confirms.set()
-        assert await table.rows.get() == 2
+        assert await table.rows.get() == 1
         assert table.rows.empty() and relay.held == 1
         slow.confirms.set()
+        assert await table.rows.get() == 2
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def test_a_row_of_which_one_message_waits_for_its_confirm_stays() -> None:
+    table, bus = Forgotten(), SlowLast("c1")
+    relay = Relay(table, {"c1": bus}, clock=SystemClock())  # type: ignore[dict-item]
+    running = asyncio.create_task(relay.run())
+    message = CellDelete(instance_uuid=UUID, project_id="p")
+    relay.send([1], [OutboxMessage("c1", message), OutboxMessage("c1", message)])
+    async with asyncio.timeout(30):
+        first, last = bus.waiters
+        first.settle(None)
+        await relay.drain(0.05)
+        assert table.rows.empty() and relay.held == 1
+        last.settle(None)
+        await relay.drain(30)
         assert await table.rows.get() == 1
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+
+
+class SlowLast(PostedBus):
+    """A bus whose confirms the test gives one by one."""
+
+    def post_all(
+        self,
+        messages: Sequence[tuple[Message, str]],
+        traceparents: Sequence[str],
+        waiters: Sequence[Waiter],
+        line: Callable[[Message], Hashable],
+    ) -> None:
+        for waiter in waiters:
+            waiter.pending += 1
+        self.waiters = list(waiters)

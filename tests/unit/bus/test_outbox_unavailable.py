@@ -9,80 +9,68 @@ from contextlib import suppress
 
 import structlog
 
-from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.base import Message
 from bus.contracts.cell import CellDelete
-from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import LANE_PUBLISHES, UNAVAILABLE_LOG_INTERVAL_S
-from bus.port import BusUnavailable
+from bus.persistence.outbox import OutboxMessage, encode_row
+from bus.persistence.relay import UNAVAILABLE_LOG_INTERVAL_S, Relay
+from tests.kit.posting import PostedBus
 
 OUTAGE_S = 200.0
-UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+OUTGOING = [OutboxMessage("c1", CellDelete(instance_uuid="0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e", project_id="p"))]
 
 
-class QuickClock(SystemClock):
-    """Time passes as it is slept."""
+class HandClock(SystemClock):
+    """Its sleeps never end."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def monotonic(self) -> float:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        await asyncio.sleep(0)
+        await asyncio.Event().wait()
 
 
-class NoRows:
-    async def delete(self, row_ids: Sequence[int]) -> None: ...
+class LeftRows:
+    """The table: the rows that stayed, which are taken when their bus is back."""
 
-    async def replace(self, row_id: int, outgoing: Sequence[OutboxMessage]) -> None: ...
+    def __init__(self) -> None:
+        self.rows: set[int] = set()
+
+    async def delete(self, row_ids: Sequence[int]) -> None:
+        self.rows -= set(row_ids)
 
     async def claim_stale(
-        self, age_s: float, limit: int, closed: Sequence[str], confirmed: Sequence[int] = ()
+        self,
+        age_s: float,
+        limit: int,
+        closed: Sequence[str],
+        confirmed: Sequence[int] = (),
+        back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        await asyncio.Event().wait()
-        return []
+        self.rows -= set(confirmed)
+        return [(row, encode_row(OUTGOING)) for row in sorted(self.rows & set(back))][:limit]
 
-    async def purge_handled(self, keep_s: float, limit: int) -> None:
-        await asyncio.Event().wait()
-
-
-class UnavailableBus:
-    name = "c1"
-
-    def __init__(self, clock: QuickClock) -> None:
-        self._clock = clock
-        self.tries = 0
-        self.done = asyncio.Event()
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        self.tries += 1
-        if self._clock.now < OUTAGE_S:
-            raise BusUnavailable("unavailable")
-        self.done.set()
+    async def purge_handled(self, keep_s: float, limit: int) -> None: ...
 
 
 async def test_an_outage_is_logged_when_it_begins_at_intervals_and_when_it_ends() -> None:
-    clock = QuickClock()
-    bus = UnavailableBus(clock)
-    named: dict[str, Bus] = {"c1": bus}  # type: ignore[dict-item]
-    relay = Relay(NoRows(), named, clock=clock)
+    clock, bus, table = HandClock(), PostedBus("c1"), LeftRows()
+    bus.go()
+    relay = Relay(table, {"c1": bus}, clock=clock)  # type: ignore[dict-item]
     with structlog.testing.capture_logs() as lines:
         running = asyncio.create_task(relay.run())
-        for row in range(LANE_PUBLISHES):
-            relay.send(row + 1, [OutboxMessage("c1", CellDelete(instance_uuid=UUID, project_id="p"))])
-            await asyncio.sleep(0)  # each of the lane's publishers has something in hand
-        async with asyncio.timeout(60):
-            await bus.done.wait()
-            await relay.drain(5.0)
+        while clock.now < OUTAGE_S:
+            clock.now += 1.0
+            table.rows.add(int(clock.now))
+            relay.send([int(clock.now)], OUTGOING)
+        assert relay.held == 0 and not bus.batches, "the rows stay in the table"
+        bus.come_back()
+        await asyncio.wait_for(relay.drain(60.0), 60)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
     counts = Counter(line["event"] for line in lines)
-    assert bus.tries > 50
     assert 2 <= counts["outbox.bus_unavailable"] <= OUTAGE_S / UNAVAILABLE_LOG_INTERVAL_S + 1
     assert counts["outbox.bus_back"] == 1
+    assert len(bus.got) == OUTAGE_S and not table.rows

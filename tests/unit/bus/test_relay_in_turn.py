@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
 from contextlib import suppress
-from typing import Any
 
+import msgspec
+
+from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock
-from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
+from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import Relay
-from bus.persistence.relay_lane import LANE_BATCH, MAX_BEHIND, Lane, Lingering, Ticket
+from bus.persistence.relay import MAX_BEHIND, Relay
+from bus.port import Outgoing
+from scheduler_worker.app import project_of_event
 from tests.contract.house import boot
 from tests.contract.rig import until
-from tests.unit.bus.test_outbox_rows import Forgotten, HeldBus
+from tests.kit.posting import PostedBus
+from tests.unit.bus.test_outbox_rows import Forgotten
 
-IN_TURN = Lingering(line=lambda message: getattr(message, "project_id", ""))
+NOISY = 1_500  # events
+LIMITS = BusLimits(in_flight=8, full_in_flight=4)
 
 
 def event(project: str, number: int) -> BuildEvent:
@@ -31,45 +36,54 @@ def event(project: str, number: int) -> BuildEvent:
     )
 
 
-def queued(project: str, number: int) -> tuple[Ticket, OutboxMessage]:
-    return Ticket(number, 1, ()), OutboxMessage("api", event(project, number))
+async def sent_beside_a_noisy_project(name: str) -> list[list[str]]:
+    """The events of each broker message in order, `project.instance`; all are confirmed, as if a queue were bound."""
+    sent: list[list[str]] = []
+    transport = MemoryTransport(MemoryBroker(SystemClock()), name)
 
+    async def publish(message: Outgoing) -> None:
+        body = msgspec.json.decode(message.body)
+        items = [one["body"] for one in body] if isinstance(body, list) else [body]
+        sent.append([f"{one['project_id']}.{one['instance_uuid']}" for one in items])
 
-class RecordingBus:
-    """A bus that records each batch, and confirms it at once."""
-
-    name = "api"
-
-    def __init__(self) -> None:
-        self.batches: list[list[Any]] = []
-
-    async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
-        self.batches.append([message for message, _ in messages])
+    transport.publish = publish  # type: ignore[method-assign]
+    bus = Bus(name, transport, process="t", clock=SystemClock(), rng=random.Random(1), limits=LIMITS)
+    await bus.open()
+    relay = Relay(Forgotten(), {name: bus}, clock=SystemClock(), line=project_of_event)
+    relay.send([1], [OutboxMessage(name, event("noisy", number)) for number in range(NOISY)])
+    relay.send([2], [OutboxMessage(name, event("quiet", 0))])
+    await until(lambda: not relay._tickets)
+    await bus.close()
+    return sent
 
 
 async def test_a_quiet_projects_event_is_in_the_next_batch_and_each_project_keeps_its_order() -> None:
     """Thirteen thousand events of refusals stood before it, for 12 s."""
-    bus = RecordingBus()
-    lane = Lane(bus, SystemClock(), lambda items, *, failed=False: None, IN_TURN)  # type: ignore[arg-type]
-    for number in range(3 * LANE_BATCH):
-        lane.put(queued("noisy", number))
-    lane.put(queued("quiet", 0))
-    running = asyncio.create_task(lane.run())
-    await until(lambda: len(bus.batches) == 4)
-    running.cancel()
-    assert event("quiet", 0) in bus.batches[0]
-    sent = [message for batch in bus.batches for message in batch if message.project_id == "noisy"]
-    assert sent == [event("noisy", number) for number in range(3 * LANE_BATCH)]
+    sent = await sent_beside_a_noisy_project("c1")
+    quiet = f"quiet.{boot(0).instance_uuid}"
+    (place,) = (number for number, items in enumerate(sent) if quiet in items)
+    assert place <= LIMITS.full_in_flight < len(sent) - 1, "after those that had left before it came"
+    noisy = [item for items in sent for item in items if item != quiet]
+    assert noisy == [f"noisy.{boot(number).instance_uuid}" for number in range(NOISY)]
+
+
+async def test_a_quiet_projects_event_leaves_alone_before_most_of_a_noisy_ones() -> None:
+    """On the clients' bus each event also leaves alone, under its own key: the keys have their turns."""
+    sent = await sent_beside_a_noisy_project("api")
+    places = [number for number, items in enumerate(sent) if f"quiet.{boot(0).instance_uuid}" in items]
+    assert len(places) == 2, "alone, and in a batch"
+    assert places[-1] <= LIMITS.in_flight + 2 * 3 < len(sent) / 2, "each of the three links had its turn"
 
 
 async def test_a_worker_that_is_ahead_of_its_broker_waits() -> None:
     """A scheduler committed 26,000 refusals while it published 12,000."""
-    bus = HeldBus("api")
-    relay = Relay(Forgotten(), {"api": bus}, clock=SystemClock(), lingering=IN_TURN)  # type: ignore[dict-item]
+    bus = PostedBus("api")
+    bus.confirms.clear()
+    relay = Relay(Forgotten(), {"api": bus}, clock=SystemClock(), line=project_of_event)  # type: ignore[dict-item]
     running = asyncio.create_task(relay.run())
     await asyncio.wait_for(relay.keep_up("api"), 30)
-    for row in range(40):
-        relay.send(row, [OutboxMessage("api", event("noisy", number)) for number in range(MAX_BEHIND // 8)])
+    for row in range(8):
+        relay.send([row], [OutboxMessage("api", event("noisy", number)) for number in range(MAX_BEHIND // 8)])
     await bus.has_some.wait()
     waiting = asyncio.create_task(relay.keep_up("api"))
     await asyncio.sleep(0.05)

@@ -364,7 +364,7 @@ TAKEN_BY = {
     "mermaid": "this file, by the site's build",
     "python": "this file; the tests of the tutorials",
     "sh": "this file, its lines of berth, too",
-    "sql": "tests/integration/test_documented_sql.py, by PostgreSQL",
+    "sql": "tests/integration/test_schemas.py, by PostgreSQL",
     "toml": "this file",
     "yaml": "this file",
     "{toctree}": "this file, by the site's build",

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import BuildState
 from bus.contracts.drains import DrainMoveState
-from bus.contracts.moves import CellMove, Condition, MoveKind, MoveState
+from bus.contracts.moves import Condition, MoveKind, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drain_holders import (
     LOOK_S,
@@ -27,7 +27,7 @@ from scheduler_worker.domain.drains import MAX_FAILURES, MAX_LOOKS, DrainMove, i
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")
-HOST = DrainedHost(H1, "h1", "c")
+HOST = DrainedHost(H1, "h1")
 S = DrainMoveState
 NOW = 1000.0
 HELD = HeldInstance(instance_uuid=A, project_id="p", source=HOST, code="instance.building", reason="its build")
@@ -44,14 +44,15 @@ def context(
     host: str | None = "h1",
     condition: Condition = Condition.ACTIVE,
     under_way: str | None = None,
-    cell: str = "c",
+    host_uuid: str | None = None,
 ) -> MoveContext:
-    build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell=cell, host=host)
+    uuid = host_uuid or {"h1": H1, "h2": H2}.get(host or "")
+    build = RecordedBuild(instance_uuid=A, project_id="p", state=state, sequence=1, cell="c", host=host, host_uuid=uuid)
     return MoveContext(build=build, instance=InstanceRecord(instance_uuid=A, condition=condition, under_way=under_way))
 
 
 def request(**more: Any) -> RecordedMove:
-    fields = {"kind": MoveKind.MIGRATE, "state": MoveState.DONE, "cell": "c", "host": "h1", **more}
+    fields = {"kind": MoveKind.MIGRATE, "state": MoveState.DONE, "cell": "c", "host": "h1", "host_uuid": H1, **more}
     return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
 
 
@@ -72,7 +73,7 @@ def look(*uuids: str, **down: str) -> LookedAt:
         pytest.param(context(BuildState.DELETED), "instance.unreleased", id="it has been deleted"),
         pytest.param(context(host="h2", under_way=R), "instance.arriving", id="a move brings it"),
         pytest.param(context(host="h2"), "instance.misplaced", id="the record has it elsewhere"),
-        pytest.param(context(cell="d"), "instance.misplaced", id="the record has it on a namesake in another cell"),
+        pytest.param(context(host_uuid=H2), "instance.misplaced", id="the record has it on a namesake"),
     ],
 )
 def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveContext, code: str) -> None:
@@ -112,17 +113,12 @@ def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer
     assert not is_migration(holder)
 
 
-def test_a_request_under_way_brings_an_instance_to_the_host_that_it_names_in_its_cell() -> None:
-    named, elsewhere = {"h1": [HOST]}, context(host="h2")
+def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there() -> None:
     going = request(state=MoveState.SCHEDULED)
-    found = arriving(named, going, elsewhere)
+    found = arriving(HOST, going, context(host="h2"))
     assert found is not None and (found.code, found.instance_uuid) == ("instance.arriving", A)
-    assert arriving(named, replace(going, host="h3"), elsewhere) is None
-    assert arriving(named, replace(going, cell="d"), elsewhere) is None
-    assert arriving(named, going, context()) is None  # it is there, and is being stopped
-    assert arriving(named, going, MoveContext()) is None
-    command = CellMove(request_id=R, instance_uuid=A, project_id="p", kind=MoveKind.MIGRATE, to_cell="c")
-    assert arriving(named, replace(going, cell="d", command=command), elsewhere) is not None
+    assert arriving(HOST, going, context()) is None  # it is there, and is being stopped
+    assert arriving(HOST, going, MoveContext()) is None
 
 
 def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any_more() -> None:
@@ -171,10 +167,10 @@ def test_looks_are_counted_anew_when_the_reason_changes() -> None:
 
 
 def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> None:
-    moved = replace(ROW, state=S.MOVED, host="h3")
+    moved = replace(ROW, state=S.MOVED, host_uuid=H2)
     (row,) = reviewed(look(), [moved], [replace(HELD, code="instance.releasing")])
-    assert (row.state, row.code, row.host) == (S.WAITING, "instance.releasing", "h3")
-    other = DrainedHost(H2, "h2", "c")
+    assert (row.state, row.code, row.host_uuid) == (S.WAITING, "instance.releasing", H2)
+    other = DrainedHost(H2, "h2")
     (row,) = reviewed(
         look(H2), [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(HELD, source=other, code="")]
     )

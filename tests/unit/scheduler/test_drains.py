@@ -27,7 +27,7 @@ from scheduler_worker.domain.drains import (
 )
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
-A, DRAIN, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad1")
+A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
 S = DrainMoveState
 ROW = DrainMove(
     drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=HOST, source="h1", kind=MoveKind.LIVE_MIGRATE
@@ -37,18 +37,18 @@ NOW = 1000.0
 
 
 def known(
-    host: str = "h1", ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
+    host: str = HOST, ended: MoveState | None = None, *, under_way: str | None = None, **more: Any
 ) -> MoveContext:
     """The instance on a host; ended: how its request has."""
     build = RecordedBuild(
         instance_uuid=A, project_id="p", state=more.pop("state", BuildState.ACTIVE), sequence=1, terminal=True,
-        cell=more.pop("cell", "c"), host=host,
+        cell="c", host="h", host_uuid=host,
     )  # fmt: skip
     move = None
     if ended is not None:
         move = RecordedMove(
             request_id="r", instance_uuid=A, project_id="p", kind=MoveKind.LIVE_MIGRATE, digest=b"", state=ended,
-            sequence=9, terminal=True, created_at=1.0, **{"host": "h2", **more},
+            sequence=9, terminal=True, created_at=1.0, **{"host_uuid": H2, **more},
         )  # fmt: skip
     return MoveContext(move=move, build=build, instance=InstanceRecord(instance_uuid=A, under_way=under_way))
 
@@ -58,14 +58,10 @@ def passed(
     context: MoveContext,
     record: DrainRecord = RECORD,
     hosts: dict[str, str] | None = None,
-    *,
-    cell: str | None = "c",
-    is_warm: bool = True,
 ) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
     """The row after one pass, and what was requested."""
     found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    cells = {HOST: cell} if is_warm or cell is not None else {}
-    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW, cells)
+    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW)
     return (done.changed or (row,))[0], done.requests
 
 
@@ -82,15 +78,15 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
 @pytest.mark.parametrize(
     ("row", "context", "hosts", "state"),
     [
-        (ROW, known("h9"), None, S.LEFT),
+        (ROW, known(H9), None, S.LEFT),
         (ROW, known(state=BuildState.DELETED), None, S.LEFT),
         (ROW, MoveContext(), None, S.LEFT),
         (ROW, known(), {}, S.LEFT),
         (ROW, known(), {HOST: "service.down"}, S.WAITING),
         (ROW, known(under_way="x"), None, S.WAITING),
-        (replace(ROW, code="instance.building"), known("h9"), None, S.WAITING),
-        (replace(ROW, host="h9"), known("h9"), None, S.MOVED),
-        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known("h2", MoveState.DONE), None, S.MOVED),
+        (replace(ROW, code="instance.building"), known(H9), None, S.WAITING),
+        (replace(ROW, host_uuid=H9), known(H9), None, S.MOVED),
+        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(H2, MoveState.DONE), None, S.MOVED),
         (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
         (replace(ROW, state=S.UNDER_WAY, failures=MAX_FAILURES - 1), known(ended=MoveState.FAILED), None, S.FAILED),
     ],
@@ -104,50 +100,22 @@ def test_what_becomes_of_an_instance(
         assert after.due_at > NOW
 
 
-@pytest.mark.parametrize("row", [ROW, replace(ROW, host="h2")])
-@pytest.mark.parametrize("host", ["h1", "h2"])
-def test_a_host_of_another_cell_that_has_the_same_name_is_another_host(row: DrainMove, host: str) -> None:
-    """Its client has moved it there. The drain neither moves it away nor counts it as moved."""
-    after, requests = passed(row, known(host, cell="c2"))
-    assert (after.state, after.code, requests) == (S.LEFT, "instance.elsewhere", ())
-
-
-@pytest.mark.parametrize("row", [ROW, replace(ROW, host="h2")])
-@pytest.mark.parametrize("host", ["h1", "h2", "h9"])
-@pytest.mark.parametrize("cell", ["c", "c2"])
-@pytest.mark.parametrize("under_way", [None, "x"])
-def test_while_the_cell_of_its_host_is_not_known_an_instance_is_held(
-    row: DrainMove, host: str, cell: str, under_way: str | None
-) -> None:
-    """The scheduler has just started, and the name shows neither that the instance is there nor that it is not."""
-    context = known(host, cell=cell, under_way=under_way)
-    assert passed(row, context, cell=None, is_warm=False) == (row, ())
-
-
 @pytest.mark.parametrize(
     ("hosts", "code", "end"),
     [
         ({HOST: "service.down"}, "service.down", (S.FAILED, MAX_FAILURES)),
         ({}, "host.left_drain", (S.LEFT, 1)),
-        # Another scheduler, which receives the cell's announcements, may move it meanwhile.
-        ({HOST: ""}, "host.cell_unknown", (S.FAILED, MAX_LOOKS)),
     ],
 )
 def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
     hosts: dict[str, str], code: str, end: tuple[DrainMoveState, int]
 ) -> None:
     """An operator finds its code in the drain. end: its state then, and the looks until then."""
-    for host in ("h1", "h2"):
-        after, requests, looked = ROW, list[MoveRequest](), 0
-        while after.state is ROW.state and looked <= MAX_LOOKS:
-            after, requested = passed(replace(after, due_at=0.0), known(host), hosts=hosts, cell=None)
-            looked, requests = looked + 1, [*requests, *requested]
-        assert (after.code, requests, (after.state, looked)) == (code, [], end)
-
-
-def test_what_is_deleted_leaves_its_drain_also_while_the_cell_of_its_host_is_not_known() -> None:
-    for is_warm in (False, True):
-        assert passed(ROW, MoveContext(), cell=None, is_warm=is_warm)[0].code == "instance.deleted"
+    after, requests, looked = ROW, list[MoveRequest](), 0
+    while after.state is ROW.state and looked <= MAX_LOOKS:
+        after, requested = passed(replace(after, due_at=0.0), known(), hosts=hosts)
+        looked, requests = looked + 1, [*requests, *requested]
+    assert (after.code, requests, (after.state, looked)) == (code, [], end)
 
 
 @pytest.mark.parametrize("last_begun_at", [0.0, NOW - 3600.0, NOW - 6.0])
@@ -159,7 +127,7 @@ def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
     rows = tuple(replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30))
     found = OpenDrain(record=record, open=rows, counts={S.WAITING: 30}, last_begun_at=last_begun_at)
     contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
-    done = step(found, contexts, {HOST: ""}, NOW, {HOST: "c"})
+    done = step(found, contexts, {HOST: ""}, NOW)
     assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
 
 

@@ -90,10 +90,10 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
     before = on_record()
     batch = applied(before)
     after = replace(before, move=batch.moves[REQUEST], build=batch.builds[UUID])
-    named = {HOST.host: [DrainedHost(HOST.host_uuid, HOST.host, "c2")]}
-    for known, host in ((before, HOST.host), (after, batch.moves[REQUEST].host)):
-        assert known.move is not None and host == HOST.host
-        found = arriving(named, replace(known.move, host=host), known)
+    assert batch.moves[REQUEST].host_uuid == HOST.host_uuid
+    for known in (before, after):
+        assert known.move is not None
+        found = arriving(DrainedHost(HOST.host_uuid, HOST.host), known.move, known)
         assert found is not None and found.instance_uuid == UUID
 
 

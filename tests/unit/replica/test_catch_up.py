@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage
-from placement_worker.replica import local
+from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
+from placement_worker.replica.catch_up import AT_ONCE, Loading, apply
 from placement_worker.replica.copies import copy_of
-from placement_worker.replica.loading import AT_ONCE, Loading, apply
 from placement_worker.replica.local import LocalReplica
 from placement_worker.replica.sharing import Sharing, sharing_of
 from tests.unit.replica.books import changed, provider, removed, used, uuid
@@ -84,7 +84,7 @@ async def test_a_replica_is_loaded_and_brought_up_to_date_in_turns(turns: Turns)
     assert len(replica.book) == MANY
     assert replica.book.sequence == MANY
     assert free(replica.book, MANY - 1) == 7
-    assert local.PAGE <= 1000
+    assert catch_up.PAGE <= 1000
 
 
 async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
@@ -97,7 +97,8 @@ async def test_readers_have_the_old_book_until_the_new_one_is_whole() -> None:
     book.assume("l", {uuid(2): {"VCPU": 3}})  # while it is loaded
     book.forget("k")
     epoch, version = book.epoch, book.version
-    loading.finish(book, 9, "h")
+    loading.begin(SnapshotPage(sequence=9, providers=(), history="h"))
+    loading.finish(book)
     assert (len(book), free(book), free(book, 1), free(book, 2), book.sequence) == (MANY, 16, 16, 13, 9)
     assert book.epoch > epoch and book.changed_roots(version) is None
     book.forget("l")
@@ -109,7 +110,8 @@ async def test_the_first_search_after_a_load_builds_nothing_that_the_next_one_do
 ) -> None:
     book, loading = Book(), Loading()
     await loading.add(hosts(3))
-    loading.finish(book, 1, "h")
+    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
+    loading.finish(book)
     built: list[str] = []
     monkeypatch.setattr(Sharing, "__init__", lambda *_: built.append("sharing"))
     flatnonzero = np.flatnonzero
@@ -177,7 +179,8 @@ def uncounted(book: Book) -> int:
 async def test_a_load_leaves_nothing_to_be_built_by_the_first_search() -> None:
     loading, book = Loading(), Book()
     await loading.add([provider(number, inventories={"VCPU": 8 + number}) for number in range(MANY)])
-    loading.finish(book, 1, "h")
+    loading.begin(SnapshotPage(sequence=1, providers=(), history="h"))
+    loading.finish(book)
     column = book.column("VCPU")
     assert column is not None and len(column.kinds) == MANY + 1 and uncounted(book) == 0
     copied = copy_of(book)

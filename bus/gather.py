@@ -1,0 +1,122 @@
+"""Handles in batches what arrives one by one: while one batch is under way, further items gather for the next.
+
+The items wait in a line of their owner's, who says how many there are and takes a batch of them; a `Gather` decides
+when. The rule is the same wherever batches are made: in consumers, publishers, the outbox and placement's writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextvars import copy_context
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# A batch that takes longer is slow: a server that hangs must not hold up what could be handled beside it.
+SLOW_S = 0.05
+
+
+class Gather(Generic[T]):
+    """Begins the next batch when fewer than `at_once` are under way that are not slow, or when what waits fills a
+    batch, so that a wait would not make it larger; but never more than `most` at once.
+
+    So however many batches come and go beside one that hangs, that one holds up none of them. Batches are tasks in the
+    context in which the `Gather` was made.
+
+    waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
+    batch; it raises nothing, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills
+    a batch. pause: waits before a batch is taken; what arrives meanwhile is part of it. on_idle: called when nothing
+    is under way any more.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[], Sequence[T]],
+        handle: Callable[[Sequence[T]], Awaitable[None]],
+        *,
+        waiting: Callable[[], int],
+        most: int,
+        at_once: int = 1,
+        is_full: Callable[[], bool] = lambda: False,
+        pause: Callable[[], Awaitable[None]] | None = None,
+        on_idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.under_way = 0  # batches
+        self.slow = 0  # of these
+        self._take = take
+        self._handle = handle
+        self._waiting = waiting
+        self._most = most
+        self._at_once = at_once
+        self._is_full = is_full
+        self._pause = pause
+        self._on_idle = on_idle
+        self._context = copy_context()
+        self._next: asyncio.Task[None] | None = None  # takes the next batch, and has not done so yet
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def wake(self) -> None:
+        """Something waits: have it taken in the next turn of the event loop, if a batch may begin."""
+        if self._next is None and self._may_begin():
+            self._next = self._spawn(self._begin())
+
+    async def idle(self) -> None:
+        """Wait until nothing waits and nothing is under way."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        """Begin no further batch, and cancel those under way. What still waits stays in the owner's line."""
+        self._closed = True
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would not end its batch
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _may_begin(self) -> bool:
+        if self._closed or self.under_way >= self._most or not self._waiting():
+            return False
+        return self.under_way - self.slow < self._at_once or self._is_full()
+
+    async def _begin(self) -> None:
+        """Take the next batch and handle it; further ones that may begin, too, are tasks of their own."""
+        if self._pause is not None:
+            await self._pause()
+        self._next = None
+        first = self._take() if self._may_begin() else ()
+        if first:
+            self.under_way += 1
+            while self._may_begin() and (further := self._take()):
+                self.under_way += 1
+                self._spawn(self._run(further))
+            await self._run(first)
+        elif not self.under_way:
+            self._on_idle()
+
+    async def _run(self, batch: Sequence[T]) -> None:
+        is_slow = False
+
+        def become_slow() -> None:
+            nonlocal is_slow
+            is_slow = True
+            self.slow += 1
+            self.wake()
+
+        timer = asyncio.get_running_loop().call_later(SLOW_S, become_slow)
+        try:
+            await self._handle(batch)
+        finally:
+            timer.cancel()
+            self.under_way -= 1
+            self.slow -= is_slow
+        self.wake()
+        if not self.under_way and self._next is None:
+            self._on_idle()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,167 @@
+"""Brings a copy of the book up to the head of the feed: by changes, after a snapshot where they do not reach back.
+
+A snapshot is loaded page by page, with turns of the event loop in between. Its pages are of several numbers of the
+feed: until the changes that were committed meanwhile are applied to them, they are a state that never was. So the book
+keeps its former content for readers until then, and claims in flight are still added to it and dropped from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import structlog
+
+from bus.contracts.placement import Change, ChangesPage, ProviderState, SnapshotPage
+from bus.faults import Transient
+from bus.turns import next_turn
+from placement_worker.replica.book import Book, Gap
+from placement_worker.replica.sharing import sharing_of
+
+log = structlog.get_logger(__name__)
+
+# The providers or changes that are applied in one turn of the event loop, which takes some 4 ms.
+AT_ONCE = 256
+
+PAGE = 1000  # providers or changes in one request, decoded in one turn of the event loop
+MAX_PAGES = 5000  # of one snapshot
+
+# The snapshots that one round takes, when more changes are committed during each than the feed keeps.
+MAX_LOADS = 3
+
+
+class SnapshotOutrun(Transient):
+    """During each snapshot more changes were committed than `placement.feed_retention` keeps."""
+
+    code = "replica.snapshot_outrun"
+
+
+class SnapshotEndless(Exception):
+    """A snapshot did not end within the bound of pages, or a page did not continue the one before: the sender is
+    broken.
+    """
+
+    code = "replica.snapshot_endless"
+
+
+class FeedSource(Protocol):
+    """Where the book and its feed are read."""
+
+    async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
+        """The committed changes after a number of a history, in order."""
+
+    async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
+        """A page of whole providers in the order of their uuids, as of one number of the feed."""
+
+
+class CatchUp:
+    """Brings one book up to date, one round at a time.
+
+    stale: the book is to be loaded; until then it gets no changes. on_stale: called when the feed does not reach back
+    to the book any more. on_page: called when changes up to this head have been applied to the book, or when a load has
+    replaced its content (True).
+    """
+
+    def __init__(self, book: Book, source: FeedSource, *, page: int = PAGE, pages: int = MAX_PAGES) -> None:
+        self.book = book
+        self.stale = True
+        self.on_stale: Callable[[], None] = lambda: None
+        self.on_page: Callable[[int, bool], Awaitable[None]] | None = None
+        self._source = source
+        self._page = page
+        self._pages = pages
+        self._loading: Loading | None = None  # complete, but not up to date
+
+    async def run(self) -> None:
+        """Bring the book up to the feed's head. Raises SnapshotOutrun, SnapshotEndless and what the source raises; the
+        next round goes on from there.
+        """
+        if not self.stale:
+            if await self._follow(self.book, self.on_page):
+                return
+            self.stale = True
+            self.on_stale()
+        for _ in range(MAX_LOADS):
+            loading = self._loading = self._loading or await self._read_snapshot()
+            followed = await self._follow(loading.book)
+            self._loading = None
+            if followed:
+                loading.finish(self.book)
+                self.stale = False
+                if self.on_page is not None:
+                    await self.on_page(self.book.sequence, True)
+                return
+            log.warning("replica.snapshot_outrun", providers=len(loading.book), sequence=loading.book.sequence)
+        raise SnapshotOutrun(f"{len(loading.book)} providers were read {MAX_LOADS} times")
+
+    async def _follow(self, book: Book, on_page: Callable[[int, bool], Awaitable[None]] | None = None) -> bool:
+        """Apply the changes up to the head that is read with them. False: the feed does not reach back to the book (it
+        was trimmed, or set back and has another history), has a hole, or ends below its head.
+        """
+        while True:  # ends: each page advances the book
+            after = book.sequence
+            page = await self._source.changes(after, self._page, book.history)
+            is_other = bool(book.history) and page.history not in ("", book.history)
+            if page.too_old or is_other or page.head < after:
+                log.info("replica.stale", too_old=page.too_old, head=page.head, sequence=after)
+                return False
+            await apply(book, page.changes)
+            if book.sequence == after < page.head:
+                log.warning("replica.answer_gap", head=page.head, sequence=after)
+                return False
+            if on_page is not None:
+                await on_page(page.head, False)
+            if book.sequence >= page.head:
+                return True
+
+    async def _read_snapshot(self) -> Loading:
+        """Read the whole book. It is of the number of its first page, the oldest one."""
+        loading, after = Loading(), None
+        for _ in range(self._pages):
+            page = await self._source.snapshot(after, self._page)
+            if after is None:
+                loading.begin(page)
+            elif page.history != loading.book.history:  # this page begins where the former one ended
+                loading, after = Loading(), None
+                continue
+            await loading.add(page.providers)
+            if not page.more:
+                return loading
+            if not page.providers or (after is not None and page.providers[-1].uuid <= after):
+                break
+            after = page.providers[-1].uuid
+        raise SnapshotEndless(f"after {len(loading.book)} providers")
+
+
+class Loading:
+    """The received part of one snapshot. book: its providers, in a book of their own."""
+
+    def __init__(self) -> None:
+        self.book = Book()
+
+    def begin(self, first: SnapshotPage) -> None:
+        """Take the number and the history of the first page."""
+        self.book.sequence, self.book.history = first.sequence, first.history
+
+    async def add(self, providers: Sequence[ProviderState]) -> None:
+        """Add one page."""
+        for start in range(0, len(providers), AT_ONCE):
+            self.book.add(providers[start : start + AT_ONCE])
+            await next_turn()
+
+    def finish(self, book: Book) -> None:
+        """Replace all providers of a book by these, and compute the tables that every search needs."""
+        book.adopt(self.book, self.book.sequence, self.book.history)
+        book.rows_of_roots()
+        sharing_of(book)
+
+
+async def apply(book: Book, changes: Sequence[Change]) -> Gap | None:
+    """Apply changes as `Book.apply` does, with turns of the event loop in between."""
+    for start in range(0, len(changes), AT_ONCE):
+        gap = book.apply(changes[start : start + AT_ONCE])
+        if gap is not None:
+            return gap
+        if len(changes) > AT_ONCE:
+            await next_turn()
+    return None
