@@ -188,6 +188,7 @@ class Publisher:
         self._in_flight: set[asyncio.Task[None]] = set()
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
+        self._closing = False
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
@@ -239,6 +240,7 @@ class Publisher:
         waits = link.entries or (alone is not None and alone.entries)
         if (
             waits
+            or self._closing
             or link.flying >= max(self._limits.link_in_flight, ONCE_FLIGHTS)
             or len(self._in_flight) >= self._limits.in_flight
         ):
@@ -251,7 +253,7 @@ class Publisher:
 
     def flush(self) -> None:
         """Send the messages that may be sent now. The links have their turns."""
-        while self._stalled and len(self._in_flight) < self._limits.in_flight:
+        while self._stalled and len(self._in_flight) < self._limits.in_flight and not self._closing:
             link = next(iter(self._stalled))
             del self._stalled[link]
             self._send_next(link)
@@ -260,6 +262,8 @@ class Publisher:
         """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
         if self._in_flight:
             await self._drained()
+        self._closing = True  # what ends now makes room for nothing
+        await asyncio.sleep(0)  # a task that is cancelled before its first step would not end its messages
         for task in list(self._in_flight):
             task.cancel()
         await asyncio.gather(*self._in_flight, return_exceptions=True)
@@ -268,6 +272,7 @@ class Publisher:
                 self._settle([link.entries.take()], BusUnavailable("the bus is closed"))
         self._links.clear()
         self._stalled.clear()
+        self._closing = False  # further ones fail at the transport, or the bus is opened again
 
     async def _drained(self) -> None:
         deadline = asyncio.get_running_loop().time() + self._limits.close_s

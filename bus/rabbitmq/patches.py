@@ -4,10 +4,13 @@
 publish. pamqp raises on text that is not UTF-8, on a timestamp beyond the calendar and on deep tables, and it does so
 in the reader of the connection: the connection is lost, all that was delivered on it is delivered again, and one
 message drives its neighbours past their delivery limit. It also copies the rest of a table for each value, so that a
-header frame of 128 kB takes seconds. Here text that is not UTF-8 keeps its bytes (`surrogateescape`: written back, they
-are the same bytes), values without a Python equivalent are None, and depth and number of values are bounded. Where some
-headers were left out, the header `UNREAD` is there: a publisher could hide the broker's own headers behind too many
-others. Of two headers of one name the first counts, which is the one that the broker goes on with.
+header frame of 128 kB takes seconds. Here text that is not UTF-8 keeps its bytes (`surrogateescape`), values without a
+Python equivalent are None, and depth and number of values are bounded. Where some headers were left out, the header
+`UNREAD` is there: a publisher could hide the broker's own headers behind too many others. Of two headers of one name
+the first counts, which is the one that the broker goes on with.
+
+**They leave as they are.** Text that was not UTF-8 when it arrived is written as the same bytes, where pamqp raises; a
+float header keeps 64 bits, where pamqp writes 32.
 
 **All that one read has brought is cut into frames without waiting again for each.** aiormq waits three times for each
 frame, under a lock, and pamqp reads a frame's head twice and a method's fields by the names of their types; then it
@@ -35,7 +38,7 @@ from aiormq import Channel, Connection
 from aiormq.abc import AbstractConnection, DeliveredMessage
 from aiormq.connection import FrameReceiver
 from aiormq.exceptions import AMQPConnectionError, InvalidFrameError
-from pamqp import commands, decode
+from pamqp import commands, decode, encode
 from pamqp.body import ContentBody
 from pamqp.commands import Basic
 from pamqp.exceptions import PAMQPException
@@ -58,6 +61,8 @@ _PRIVATE: tuple[tuple[object, str], ...] = (
     (Connection, _UNBLOCKED),
     (pamqp.frame, "_unmarshal_method_frame"),
     (pamqp.frame, "_unmarshal_header_frame"),
+    (encode, "_string"),
+    (encode, "encode_table_value"),
     (decode, "METHODS"),
     (Basic.Properties, "unmarshal"),
     (commands.Connection.Open, "valid_responses"),
@@ -84,8 +89,9 @@ _TAG = struct.Struct(">QB")
 
 Received = tuple[int, int, Any]  # bytes, channel, frame: as pamqp returns them
 
-# How aiormq reads a frame.
+# How aiormq reads a frame, and pamqp writes a header's value.
 _first_frame = FrameReceiver.get_frame
+_plain_value = encode.encode_table_value
 
 
 class UnknownLibrary(BusForbidden):
@@ -104,6 +110,8 @@ def install() -> None:
     for owner, name in _PRIVATE:
         if not hasattr(owner, name):
             raise UnknownLibrary(f"{getattr(owner, '__name__', owner)} has no {name}")
+    encode._string = _written  # type: ignore[assignment]
+    encode.encode_table_value = _written_value
     decode.METHODS[_SHORT_TEXT] = _short_text
     Basic.Properties.unmarshal = _properties  # type: ignore[method-assign, assignment]
     FrameReceiver.get_frame = _get_frame  # type: ignore[method-assign, assignment]
@@ -247,6 +255,20 @@ def _text_at(payload: bytes, at: int) -> tuple[str, int]:
     """A short string, and where the next field begins."""
     end = at + 1 + payload[at]
     return payload[at + 1 : end].decode("utf-8", errors="surrogateescape"), end
+
+
+def _written(length: struct.Struct, value: str) -> bytes:
+    """A text as bytes; those that were not UTF-8 when they arrived leave as they came. Raises ValueError."""
+    raw = value.encode("utf-8", errors="surrogateescape")
+    try:
+        return length.pack(len(raw)) + raw
+    except struct.error:
+        raise ValueError(f"{value[:40]!r}... is longer than AMQP allows") from None
+
+
+def _written_value(value: Any) -> bytes:
+    """A header's value as bytes; a float as one of 64 bits, where pamqp keeps 32."""
+    return b"d" + encode.double(value) if isinstance(value, float) else _plain_value(value)
 
 
 def _short_text(value: bytes) -> tuple[int, str]:

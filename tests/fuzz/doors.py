@@ -27,8 +27,9 @@ from bus.contracts.base import MAX_REASON, Meta
 from bus.contracts.catalogue import DEAD, QUEUES, routing_key, taken_by
 from bus.contracts.catalogue.rights import FORBIDDEN
 from bus.port import Outgoing
-from bus.rabbitmq import frames
+from bus.rabbitmq import confirms
 from bus.rabbitmq.delivery import RabbitDelivery
+from bus.rabbitmq.patches import install
 from bus.service.settings import SettingsError, redact
 from bus.topology import QueueNames
 from bus.wire import (
@@ -64,7 +65,6 @@ from tests.fuzz import hostile
 from tests.kit.raw_amqp import FLAGS, long, short, table
 
 NEW_ID = "00000000-0000-4000-8000-0000000000ff"
-FRAME_MAX = 131_072
 
 
 class Defect(AssertionError):
@@ -88,9 +88,10 @@ def must(holds: object, else_: str) -> None:
 
 
 class Amqp:
-    """A delivery: properties, headers, body, key. Read by the queue's codec, then retried or parked, as frames."""
+    """A delivery: properties, headers, body, key. Read by the queue's codec, then retried or parked, as properties."""
 
     def __init__(self) -> None:
+        install()
         self._names = QueueNames("")
         self._queues = [row.name for row in QUEUES if taken_by(row.name)]
         self._codecs = {name: Codec([row.message for row in taken_by(name)], queue=name) for name in self._queues}
@@ -145,8 +146,7 @@ class Amqp:
                 must(read.reason is not None and len(read.reason) <= MAX_REASON, "a reason beyond its bound")
                 must(read.code.startswith("message.") or read.code == FORBIDDEN, f"a code that is none: {read.code}")
                 outgoing = self._letter(queue, delivery, read)
-            raw = frames.publish(outgoing, "x", outgoing.routing_key, outgoing.reply_to, channel=1, frame_max=FRAME_MAX)
-            self._check_travels(raw, outgoing)
+            self._check_travels(confirms.properties_of(outgoing, outgoing.reply_to).marshal(), outgoing)
             must(is_text(shown(read.meta.id)) and is_text(shown(read.meta.cause)), "what is logged is no text")
 
     def _check_gathers(self, queue: str, packed: Packed) -> None:
@@ -176,14 +176,10 @@ class Amqp:
 
     def _check_travels(self, raw: bytes, sent: Outgoing) -> None:
         """A published message is read back unchanged."""
-        start = 8 + int.from_bytes(raw[3:7])
-        length = int.from_bytes(raw[start + 3 : start + 7])
-        payload = raw[start + 7 : start + 7 + length]
-        flags = struct.unpack_from(">H", payload, 12)[0]
         properties = commands.Basic.Properties()
-        properties.unmarshal(flags, payload[14:])
-        must((properties.message_id or "") == frames.cut(sent.message_id), "another id than the one that was sent")
-        must((properties.headers or {}).keys() == {*map(frames.cut, sent.headers)}, "headers were lost")
+        properties.unmarshal(struct.unpack_from(">H", raw)[0], raw[2:])
+        must((properties.message_id or "") == confirms.cut(sent.message_id), "another id than the one that was sent")
+        must((properties.headers or {}).keys() == {*map(confirms.cut, sent.headers)}, "headers were lost")
         read_letter(
             0, RabbitDelivery(_delivered(sent.exchange, sent.routing_key, properties, sent.body), None, self._names)
         )  # type: ignore[arg-type]

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from bus.contracts import drains
-from bus.contracts.catalogue.rows import COMMANDS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, MessageRow, Where, query
 
 DRAIN_MESSAGES: tuple[MessageRow, ...] = (
-    MessageRow(
-        message=drains.DrainQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="hosts.drain.query",
-        reply=drains.DrainPlan,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(drains.DrainQuery, drains.DrainPlan, "hosts.drain.query"),
     MessageRow(
         message=drains.DrainStart,
         owner="scheduler_worker",
@@ -41,16 +30,5 @@ DRAIN_MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="the message's id",
     ),
-    MessageRow(
-        message=drains.DrainsQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="drains.query",
-        reply=drains.DrainsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(drains.DrainsQuery, drains.DrainsPage, "drains.query"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.contracts import cell, operations
-from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where, query
 
 HOST_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
@@ -59,16 +59,5 @@ HOST_MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="service and at",
     ),
-    MessageRow(
-        message=operations.ServicesQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="services.query",
-        reply=operations.ServicesPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(operations.ServicesQuery, operations.ServicesPage, "services.query"),
 )

@@ -19,25 +19,14 @@ from bus.contracts.catalogue.hosts import HOST_MESSAGES
 from bus.contracts.catalogue.moves import CELL_MOVE_MESSAGES, MACHINE_MESSAGES, MOVE_MESSAGES
 from bus.contracts.catalogue.objects import OBJECT_MESSAGES
 from bus.contracts.catalogue.queues import BUILD_EVENTS, MAX_FOUND_VALUES, MAX_REQUESTS_PER_MESSAGE
-from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where, query
 
 
 def _read_of_book(
     message: type[Message], key: str, reply: type[Message], publishers: tuple[str, ...], *, public: bool = False
 ) -> MessageRow:
     """The row of a query that placement answers from the book."""
-    return MessageRow(
-        message=message,
-        owner="placement_worker",
-        publishers=publishers,
-        where=Where.API,
-        exchange=COMMANDS,
-        key=key,
-        reply=reply,
-        persistent=False,
-        public=public,
-        idempotency="reads only",
-    )
+    return query(message, reply, key, owner="placement_worker", publishers=publishers, public=public)
 
 
 MESSAGES: tuple[MessageRow, ...] = (
@@ -77,42 +66,9 @@ MESSAGES: tuple[MessageRow, ...] = (
         batch_key=BUILD_EVENTS,
         idempotency="instance_uuid and sequence; a lower sequence is old",
     ),
-    MessageRow(
-        message=build.BuildQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="build.query",
-        reply=build.BuildPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=build.HostsQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="hosts.query",
-        reply=build.HostsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=host_metrics.HostMetricsQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="hosts.metrics.query",
-        reply=host_metrics.HostMetricsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(build.BuildQuery, build.BuildPage, "build.query"),
+    query(build.HostsQuery, build.HostsPage, "hosts.query"),
+    query(host_metrics.HostMetricsQuery, host_metrics.HostMetricsPage, "hosts.metrics.query"),
     MessageRow(
         message=host_metrics.HostMetrics,
         owner="scheduler_worker",
@@ -136,18 +92,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="the newest one counts",
     ),
-    MessageRow(
-        message=workers.WorkersQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="workers.query",
-        reply=workers.WorkersPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(workers.WorkersQuery, workers.WorkersPage, "workers.query"),
     *HOST_MESSAGES,
     *OBJECT_MESSAGES,
     # --- the resource book

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bus.contracts import moves
 from bus.contracts.catalogue.queues import MAX_REQUESTS_PER_MESSAGE
-from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where, query
 
 MOVE_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
@@ -29,18 +29,7 @@ MOVE_MESSAGES: tuple[MessageRow, ...] = (
         public=True,
         idempotency="instance_uuid and sequence; a terminal one request_id",
     ),
-    MessageRow(
-        message=moves.MoveQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="instance.query",
-        reply=moves.MovePage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(moves.MoveQuery, moves.MovePage, "instance.query"),
 )
 CELL_MOVE_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(

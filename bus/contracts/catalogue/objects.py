@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bus.contracts import cells, objects
-from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where
+from bus.contracts.catalogue.rows import COMMANDS, EVENTS, MessageRow, Where, query
 
 OBJECT_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
@@ -18,42 +18,9 @@ OBJECT_MESSAGES: tuple[MessageRow, ...] = (
         max_batch=1,
         idempotency="the message's id",
     ),
-    MessageRow(
-        message=objects.ObjectsQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="objects.query",
-        reply=objects.ObjectsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=objects.ObjectLogQuery,
-        owner="scheduler_worker",
-        publishers=("operator",),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="objects.log",
-        reply=objects.ObjectLogPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
-    MessageRow(
-        message=cells.CellsQuery,
-        owner="scheduler_worker",
-        publishers=("operator", "placement_worker"),
-        where=Where.API,
-        exchange=COMMANDS,
-        key="cells.query",
-        reply=cells.CellsPage,
-        persistent=False,
-        public=True,
-        idempotency="reads only",
-    ),
+    query(objects.ObjectsQuery, objects.ObjectsPage, "objects.query"),
+    query(objects.ObjectLogQuery, objects.ObjectLogPage, "objects.log"),
+    query(cells.CellsQuery, cells.CellsPage, "cells.query", publishers=("operator", "placement_worker")),
     MessageRow(
         message=objects.ObjectsRevision,
         owner="scheduler_worker",

@@ -160,3 +160,27 @@ class MessageRow(Struct, frozen=True, kw_only=True):
     def mandatory(self) -> bool:
         """Commands must reach a queue; events need not."""
         return self.exchange == COMMANDS
+
+
+def query(
+    message: type[Message],
+    reply: type[Message],
+    key: str,
+    *,
+    owner: str = "scheduler_worker",
+    publishers: tuple[str, ...] = ("operator",),
+    public: bool = True,
+) -> MessageRow:
+    """The row of a question on the API bus, whose answer changes nothing."""
+    return MessageRow(
+        message=message,
+        owner=owner,
+        publishers=publishers,
+        where=Where.API,
+        exchange=COMMANDS,
+        key=key,
+        reply=reply,
+        persistent=False,
+        public=public,
+        idempotency="reads only",
+    )

@@ -11,7 +11,7 @@ from pamqp import frame, header
 from pamqp.commands import Basic
 
 from bus.port import UNREAD, Outgoing
-from bus.rabbitmq import frames
+from bus.rabbitmq import confirms
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
 
@@ -66,17 +66,17 @@ def test_bytes_of_a_property_are_written_back_as_they_came(name: str) -> None:
     read = getattr(properties_of(**{name: raw}), attribute)
     fields: dict[str, str] = {name: read}
     message = Outgoing(exchange="", routing_key="q", body=b"", **fields)  # type: ignore[arg-type]
-    assert short(raw) in frames.publish(message, "", "q", message.reply_to, channel=1, frame_max=131_072)
+    assert short(raw) in confirms.properties_of(message, message.reply_to).marshal()
 
 
 def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     text = "ü" * 200
-    assert frames.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
-    assert frames.cut("short") == "short"
+    assert confirms.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
+    assert confirms.cut("short") == "short"
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
-    assert short(text.encode()[:255]) in frames.publish(message, "", "q", None, channel=1, frame_max=131_072)
+    assert short(text.encode()[:255]) in confirms.properties_of(message, None).marshal()
     with pytest.raises(ValueError, match="longer"):
-        frames.publish(message, "", "q" * 256, None, channel=1, frame_max=131_072)
+        Basic.Publish(exchange="", routing_key="ü" * 200).marshal()
 
 
 def test_a_time_beyond_the_calendar_is_none_and_what_follows_is_read() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from bus.rabbitmq import frames
+from bus.rabbitmq import confirms
 from bus.wire import Codec
 from compute_sim.journal import Journal
 from placement_worker.rest import bodies
@@ -415,7 +415,7 @@ def _believing(journal: Journal[Any], line: bytes) -> object:
         ("journals", Journal, "_row", _believing),
         ("rest", bodies.Body, "parse", lambda body, raw: body._decode(raw)),
         ("amqp", Codec, "read", lambda codec, delivery, _: [msgspec.json.decode(delivery.body)]),
-        ("amqp", frames, "cut", lambda text: text[:255]),
+        ("amqp", confirms, "cut", lambda text: text[:255]),
     ],
     ids=["no checksum", "a body is trusted", "a delivery is trusted", "a property is cut by characters"],
 )
