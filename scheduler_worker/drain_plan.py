@@ -4,33 +4,237 @@ The choices are those of moves: the same search, filters, weighers and group rul
 counts the resources that the earlier ones take, and the hosts to which they move the members of a group. No instance
 goes to a host of the drain, so resources and rules depend on no later move: a move that fits in this order fits at
 every step of it.
+
+What hosts hold is read from the book, and from the record of requests under way. The replica shows which hosts have
+anything in use; only of these the book is queried for the holders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.bus import Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Retry
-from bus.contracts.base import Refusal
-from bus.contracts.drains import DrainPlan, DrainQuery, DrainTarget, PlannedMove
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.book import MAX_HOLDERS, HostTree, HostTreeQuery, TreeHolder
+from bus.contracts.drains import MAX_DRAINED, DrainPlan, DrainQuery, DrainTarget, PlannedMove
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage
+from bus.faults import Transient
+from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.decisions import RETRIES
-from scheduler_worker.domain.drain_holders import HeldInstance
-from scheduler_worker.domain.drain_targets import DrainedHost, hosts_of
-from scheduler_worker.domain.drains import DRAIN_KINDS, UNCONFIRMED
-from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, flavor_of
+from scheduler_worker.domain.drains import (
+    DRAIN_KINDS,
+    UNCONFIRMED,
+    DrainedHost,
+    HeldInstance,
+    arriving,
+    held_as_instance,
+    held_by_migration,
+    is_migration,
+)
+from scheduler_worker.domain.placement import PlacementUnavailable, unavailable_after
+from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_holders import DrainHolders
 from scheduler_worker.moves import Chosen, MoveEngine
+from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
+
+
+def hosts_of(
+    selector: Selector, name: str, target: DrainTarget | None, cell: str | None
+) -> tuple[DrainTarget, tuple[DrainedHost, ...]] | Refusal:
+    """The hosts of a target by name, and what kind of target it is. An aggregate may have none.
+
+    target: None: the one kind that has an object of this name.
+    """
+    cell_of = selector.table.last_cell_of
+    tried = tuple(DrainTarget) if target is None else (target,)
+    found: dict[DrainTarget, tuple[DrainedHost, ...]] = {}
+    for kind in tried:
+        uuids = _FIND[kind](selector, name)
+        if uuids is None:
+            continue
+        named = sorted((_host(selector, uuid) for uuid in uuids), key=lambda one: (one.name, one.uuid))
+        found[kind] = tuple(one for one in named if cell in (None, cell_of(one.uuid)) or kind is DrainTarget.CELL)
+    found = {kind: hosts for kind, hosts in found.items() if hosts or kind is DrainTarget.AGGREGATE}
+    if not found:
+        code = "host.unknown" if target is None else f"{target}.unknown"
+        what = "host, compute service, cell or aggregate" if target is None else target.value
+        return Refusal(code=code, reason=f"there is no {what} {name}")
+    if len(found) > 1:
+        kinds = ", ".join(kind.value for kind in found)
+        return Refusal(code="drain.ambiguous", reason=f"{name} is the name of: {kinds}; name the kind of the target")
+    ((kind, hosts),) = found.items()
+    if kind is DrainTarget.HOST and len(hosts) > 1:
+        places = ", ".join(one.uuid for one in hosts)
+        reason = f"{len(hosts)} hosts are called {name}: name one of {places}"
+        return Refusal(code="host.ambiguous", reason=reason[:MAX_REASON])
+    if kind is DrainTarget.SERVICE and len({cell_of(one.uuid) for one in hosts}) > 1:
+        return Refusal(code="service.ambiguous", reason=f"services of several cells are called {name}: name the cell")
+    if len(hosts) > MAX_DRAINED:
+        return Refusal(code="drain.too_large", reason=f"{name} has {len(hosts)} hosts; a drain takes {MAX_DRAINED}")
+    return kind, hosts
+
+
+def _host(selector: Selector, uuid: str) -> DrainedHost:
+    index = selector.table.index_of(uuid)
+    name = selector.name_of(uuid) if index is None else selector.table.names[index]
+    return DrainedHost(uuid, name)
+
+
+def _of_name(selector: Selector, name: str) -> list[str] | None:
+    return selector.uuids_of(name) or None
+
+
+def _of_service(selector: Selector, name: str) -> list[str] | None:
+    table = selector.table
+    places = [at for at, service in enumerate(table.services) if service.name == name]
+    if not places:
+        return None
+    managed = np.isin(table.service[: len(table)], places)
+    return [table.uuids[at] for at in np.flatnonzero(managed).tolist()]
+
+
+def _of_cell(selector: Selector, name: str) -> list[str] | None:
+    table = selector.table
+    if name not in table.cells:
+        return None
+    there = table.cell[: len(table)] == table.cells.index(name)
+    return [table.uuids[at] for at in np.flatnonzero(there).tolist()]
+
+
+def _of_aggregate(selector: Selector, name: str) -> list[str] | None:
+    uuids = [one.uuid for one in selector.membership.aggregates if name in (one.name, one.uuid)]
+    if not uuids:
+        return None
+    book = selector.book
+    rows = book.rows_of_roots()
+    members = book.in_aggregate(uuids[0], rows)
+    return [book.uuid_of(row) for row in rows[members].tolist()]
+
+
+_FIND = {
+    DrainTarget.HOST: _of_name,
+    DrainTarget.SERVICE: _of_service,
+    DrainTarget.CELL: _of_cell,
+    DrainTarget.AGGREGATE: _of_aggregate,
+}
+
+
+ANSWER_S = 10.0  # of placement
+TREES = 50  # hosts that the book is queried about at a time
+PAGE = 1000  # requests under way, or instances, that are read at a time
+
+
+class DrainHolders:
+    """Of one scheduler. api: the bus to placement."""
+
+    def __init__(self, store: SchedulerStore, selector: Selector, follower: ReplicaFollower, api: Bus) -> None:
+        self._store = store
+        self._selector = selector
+        self._follower = follower
+        self._api = api
+
+    async def held_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        """The instances of which these hosts hold something, or are about to. Raises Transient.
+
+        The requests are read before the book, so that one that ends in between is seen in one of the two. A build has
+        its allocation before it is on record as scheduled.
+        """
+        if not hosts:
+            return []
+        found = await self._arriving(hosts)
+        holders = await self._holders(hosts)
+        known = await self._known({one.consumer for _, one in holders if not is_migration(one)})
+        for host, one in holders:
+            if not is_migration(one) and (held := held_as_instance(host, known[one.consumer])) is not None:
+                found.append(held)
+        return found + await self._by_migrations(holders)
+
+    async def kept_on(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        """The instances of which these hosts keep the source of a move. Raises Transient."""
+        return await self._by_migrations(await self._holders(hosts))
+
+    async def _by_migrations(self, holders: Sequence[tuple[DrainedHost, TreeHolder]]) -> list[HeldInstance]:
+        kept = [(host, one) for host, one in holders if is_migration(one)]
+        requests = await self._known({one.consumer for _, one in kept})
+        moves = {uuid: context.move for uuid, context in requests.items()}
+        known = await self._known({move.instance_uuid for move in moves.values() if move is not None})
+        found = []
+        for host, one in kept:
+            move = moves[one.consumer]
+            found.append(held_by_migration(host, one, move, None if move is None else known[move.instance_uuid]))
+        return found
+
+    async def _arriving(self, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+        """By the requests under way, along their index."""
+        there = {host.uuid: host for host in hosts}
+        moves: list[RecordedMove] = []
+        after = FIRST_UUID
+        while page := await self._store.open_moves(after, PAGE):
+            moves += [one for one in page if one.host_uuid in there]
+            after = page[-1].request_id
+        known = await self._known({one.instance_uuid for one in moves})
+        found = [arriving(there[one.host_uuid or ""], one, known[one.instance_uuid]) for one in moves]
+        return [one for one in found if one is not None]
+
+    async def _known(self, uuids: Iterable[str]) -> dict[str, MoveContext]:
+        """The records of these instances, and of the requests with these ids."""
+        found: dict[str, MoveContext] = {}
+        ordered = sorted(uuids)
+        for start in range(0, len(ordered), PAGE):
+            async with self._store.operation() as unit:
+                found |= await unit.known({uuid: uuid for uuid in ordered[start : start + PAGE]})
+        return found
+
+    async def _holders(self, hosts: Sequence[DrainedHost]) -> list[tuple[DrainedHost, TreeHolder]]:
+        """By the book. Raises PlacementUnavailable."""
+        if not await self._follower.refresh(timeout_s=ANSWER_S):
+            raise PlacementUnavailable("the newest changes of the book did not come in time")
+        found: list[tuple[DrainedHost, TreeHolder]] = []
+        used = self._in_use(hosts)
+        for start in range(0, len(used), TREES):
+            part = used[start : start + TREES]
+            after: dict[str, str] = {}  # {host: the last consumer known}
+            while part:
+                pages = await self._trees(part, after)
+                for host, page in zip(part, pages, strict=True):
+                    found += [(host, one) for one in page.holders]
+                    if page.holders:
+                        after[host.uuid] = page.holders[-1].consumer
+                part = [host for host, page in zip(part, pages, strict=True) if page.more and page.holders]
+        return found
+
+    async def _trees(self, hosts: Sequence[DrainedHost], after: Mapping[str, str]) -> list[HostTree]:
+        queries = [HostTreeQuery(provider=host.uuid, limit=MAX_HOLDERS, after=after.get(host.uuid)) for host in hosts]
+        causes = [host.uuid for host in hosts]
+        try:
+            answers = await self._api.request_all(queries, HostTree, timeout_s=ANSWER_S, causes=causes)
+        except (BusError, Transient) as error:
+            raise PlacementUnavailable(str(error)) from error
+        if failed := [one for one in answers if not isinstance(one, HostTree)]:
+            raise unavailable_after(failed[0])
+        return [one for one in answers if isinstance(one, HostTree)]
+
+    def _in_use(self, hosts: Sequence[DrainedHost]) -> list[DrainedHost]:
+        """The hosts of which something is in use, by the replica."""
+        book = self._selector.book
+        rows = {row: host for host in hosts if (row := book.row_of(host.uuid)) is not None}
+        numbers = np.fromiter(rows, dtype=np.intp, count=len(rows))
+        used = np.zeros(len(rows), dtype=np.bool_)
+        for name in book.resource_classes():
+            used |= book.usage(name, numbers) != 0
+        return [host for host, is_used in zip(rows.values(), used, strict=True) if is_used]
+
 
 SLICE = 100  # instances that are planned before other tasks run
 HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host

@@ -42,18 +42,20 @@ from bus.contracts.operations import AdminState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
-from scheduler_worker.domain.drain_holders import LookedAt, new_row, reviewed
-from scheduler_worker.domain.drain_targets import DrainedHost
 from scheduler_worker.domain.drains import (
     DONE,
     LEFT,
+    DrainedHost,
     DrainMove,
+    LookedAt,
     commanded,
     drain_of,
     drained,
     end_of,
     is_held,
+    new_row,
     retried,
+    reviewed,
     step,
 )
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of

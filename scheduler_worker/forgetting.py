@@ -1,31 +1,105 @@
-"""Forgets hosts that are gone for good: their providers leave the book, and their decisions the record.
+"""Forgets what is gone for good: hosts, whose providers leave the book and whose decisions the record; and compute
+services, which their cells drop from their records.
 
-The book is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds anything there.
-A scheduler that ends between the two leaves a host without providers, which takes nothing; the message is delivered
-again, or the operator repeats the command.
+Of a host the book is first: it alone can prove, in the transaction that deletes the tree, that no consumer holds
+anything there. A scheduler that ends between the two leaves a host without providers, which takes nothing; the message
+is delivered again, or the operator repeats the command.
+
+Of a service its cell decides: its conductors have the heartbeats, and its record has the instances. A scheduler checks
+only which hosts the book has of the service, because the cell does not know them. The book decides: a scheduler that
+was started after the service died has received no announcement of its hosts. The scheduler's table adds those whose
+inventory comes from another source (bare-metal nodes). Each command that the cell has done is in the log of changes
+once, by its message's id. Whether the cell still had the service does not count: when its first answer was late, it has
+nothing of it any more at the second.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Refusal
-from bus.contracts.objects import ObjectKind
-from bus.contracts.operations import ForgetHost, HostForgotten
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
+from bus.contracts.cell import ForgetServiceInCell, ServiceForgottenInCell, ServiceGone
+from bus.contracts.drains import DrainState
+from bus.contracts.objects import Aggregate, ChangedObject, ForgottenService, HostDecision, ObjectKind
+from bus.contracts.operations import AdminState, ForgetHost, ForgetService, HostForgotten, ServiceForgotten
 from bus.contracts.placement import InventoryForget, InventoryForgotten
 from bus.faults import RequestRefused
-from scheduler_worker.domain.forgotten import kept_by_record, traces, with_entry
-from scheduler_worker.domain.objects import SERVICE_UP, ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.drains import drain_of
+from scheduler_worker.domain.fences import fence_of
+from scheduler_worker.domain.hosts import NO_SERVICE
+from scheduler_worker.domain.objects import SERVICE_UP, ChangeAuthor, Objects, RecordedObjects
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.objects import Made, ObjectRegistry
+from scheduler_worker.objects import HANDLER, Made, MakeChange, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
+
+FENCE_OPEN = "host.fence_open"
+DRAINING = "host.draining"
+
+
+def kept_by_record(present: Objects, uuid: str, cells: Collection[str]) -> Refusal | None:
+    """Why the objects on record keep a host: a fence that its cell may still act on, or a drain that has not ended.
+
+    cells: those that workers connect to. A fence that was ended by force counts until its cell has acknowledged that it
+    is to be lifted; before that, the cell would put the fence on record again. A cell that is gone
+    acknowledges nothing.
+    """
+    stored = present.get((ObjectKind.FENCE, uuid))
+    fence = None if stored is None else fence_of(stored)
+    if fence is not None and not fence.forced:
+        reason = "it is fenced: enable it first, by force and with a reason if it can destroy its losses no more"
+        return Refusal(code=FENCE_OPEN, reason=reason)
+    if fence is not None and fence.acknowledged < fence.version and (fence.cell is None or fence.cell in cells):
+        return Refusal(code=FENCE_OPEN, reason="its cell has not acknowledged yet that the fence is to be lifted")
+    decided = present.get((ObjectKind.HOST, uuid))
+    drain = None if decided is None else msgspec.convert(decided.body, HostDecision).drain
+    of_drain = None if drain is None else present.get((ObjectKind.DRAIN, drain))
+    if of_drain is not None and drain_of(of_drain).state is not DrainState.ENDED:
+        return Refusal(code=DRAINING, reason=f"drain {drain} has not ended: stop it first")
+    return None
+
+
+def traces(present: Objects, uuid: str, names: Collection[str]) -> tuple[ChangedObject, ...]:
+    """The changes that remove a host from the record: its decision, its fence, and its places in aggregates.
+
+    names: by which aggregates may name it, its uuid among them.
+    """
+    found = [
+        ChangedObject(kind=kind, name=uuid, before=stored.body)
+        for kind in (ObjectKind.HOST, ObjectKind.FENCE)
+        if (stored := present.get((kind, uuid))) is not None
+    ]
+    for (kind, name), stored in sorted(present.items()):
+        if kind is not ObjectKind.AGGREGATE:
+            continue
+        aggregate = msgspec.convert(stored.body, Aggregate)
+        if any(host in names for host in aggregate.hosts or ()):
+            left = replace(aggregate, hosts=tuple(host for host in aggregate.hosts or () if host not in names))
+            after = msgspec.to_builtins(left)
+            found.append(ChangedObject(kind=kind, name=name, before=stored.body, after=after))
+    return tuple(found)
+
+
+def with_entry(changed: tuple[ChangedObject, ...], uuid: str, host: str) -> tuple[ChangedObject, ...]:
+    """The changes with one of the host itself, so that the log of changes names it. A host without a decision is
+    enabled.
+    """
+    if any(one.kind is ObjectKind.HOST for one in changed):
+        return changed
+    before = msgspec.to_builtins(HostDecision(host=host, state=AdminState.ENABLED))
+    return (ChangedObject(kind=ObjectKind.HOST, name=uuid, before=before), *changed)
+
 
 log = structlog.get_logger(__name__)
 
-ANSWER_S = 10.0  # of placement
-MAX_NAMED = 5  # instances that a refusal names
+ANSWER_S = 10.0  # of placement, and of a cell
+MAX_NAMED = 5  # instances, or hosts, that a refusal names
 CELL_SILENT = "host.cell_silent"
 HAS_INSTANCES = "host.has_instances"
 
@@ -106,3 +180,98 @@ class HostForgetter:
         more = " and more" if len(found) > MAX_NAMED else ""
         reason = f"instances are on record there: {', '.join(found[:MAX_NAMED])}{more}"
         return Refusal(code=HAS_INSTANCES, reason=reason)
+
+
+MAX_HOSTS = 1000  # that are counted
+UNKNOWN = "service.unknown"
+AMBIGUOUS = "service.ambiguous"
+UP = "service.up"
+HAS_HOSTS = "service.has_hosts"
+NO_CELL = "cell.unknown"
+
+
+class ServiceForgetter:
+    """Of one scheduler. api: the bus to placement. cells: the buses of the cells, by name."""
+
+    def __init__(
+        self,
+        registry: ObjectRegistry,
+        selector: Selector,
+        api: Bus,
+        cells: Callable[[], Mapping[str, Bus]],
+        *,
+        clock: Clock,
+    ) -> None:
+        self._api = api
+        self._registry = registry
+        self._selector = selector
+        self._cells = cells
+        self._clock = clock
+
+    async def forget(self, command: ForgetService, message_id: str) -> ServiceForgotten | Refusal:
+        """Forget one service, unless something shows that it may not be gone. Raises Transient.
+
+        message_id: of the command.
+        """
+        name = command.service
+        found = self._selector.table.cells_of_service(name) if command.cell is None else [command.cell]
+        if not found:
+            return Refusal(code=UNKNOWN, reason=f"there is no compute service {name}")
+        if len(found) > 1:
+            return Refusal(code=AMBIGUOUS, reason=f"several cells have a compute service {name}: {', '.join(found)}")
+        cell = found[0]
+        bus = self._cells().get(cell)
+        if bus is None:
+            return Refusal(code=NO_CELL, reason=f"there is no cell {cell}")
+        table = self._selector.table
+        index = table.service_of(cell, name)
+        if index != NO_SERVICE and table.services[index].down is None:
+            return Refusal(code=UP, reason=f"the compute service {name} is up")
+        try:
+            query = ServiceHostsQuery(service=name, cell=cell, limit=MAX_HOSTS)
+            page = await self._api.request(query, ServiceHostsPage, timeout_s=ANSWER_S, cause=name)
+        except RequestRefused as refused:
+            return Refusal(code=refused.code, reason=refused.reason)
+        kept = _kept_by_hosts({*page.hosts, *self._announced(index)})
+        if kept is not None:
+            return kept
+        order = ForgetServiceInCell(service=name, reason=command.reason, by=command.by)
+        try:
+            answer = await bus.request(order, ServiceForgottenInCell, timeout_s=ANSWER_S, cause=name)
+        except RequestRefused as refused:
+            return Refusal(code=refused.code, reason=refused.reason)
+        await self._registry.write(self._entry(command, cell, message_id))
+        gone = ServiceGone(cell=cell, service=name, at=answer.at)
+        self._selector.table.forget_service(gone, self._clock.monotonic())
+        log.warning("service.forgotten", service=name, cell=cell, by=command.by, reason=command.reason)
+        return ServiceForgotten(service=name, cell=cell, removed=answer.removed)
+
+    def _announced(self, index: int) -> list[str]:
+        """The hosts in the book that this service announced last."""
+        if index == NO_SERVICE:
+            return []
+        table = self._selector.table
+        return [
+            table.names[row] for row in self._selector.announced_in_book().tolist() if table.last_service[row] == index
+        ]
+
+    def _entry(self, command: ForgetService, cell: str, message_id: str) -> MakeChange:
+        """The entry of the log of changes, after which nothing of the service is on record; none for a redelivery."""
+        before = msgspec.to_builtins(ForgottenService(cell=cell))
+        entry = ChangedObject(kind=ObjectKind.SERVICE, name=command.service, before=before)
+
+        async def make(unit: OperationUnit, _present: RecordedObjects) -> Made | Refusal:
+            entries = [entry] if await unit.first_time(HANDLER, message_id) else []
+            return entries, ChangeAuthor(command.by, command.reason, self._clock.time())
+
+        return make
+
+
+def _kept_by_hosts(hosts: Collection[str]) -> Refusal | None:
+    """Why a service is kept: the book has hosts of it."""
+    if not hosts:
+        return None
+    count = f"{MAX_HOSTS} or more" if len(hosts) >= MAX_HOSTS else str(len(hosts))
+    some = ", ".join(sorted(hosts)[:MAX_NAMED])
+    reason = f"the book has hosts of it, which are to be forgotten first (`berth hosts forget`): {count}, as {some}"
+    return Refusal(code=HAS_HOSTS, reason=reason)

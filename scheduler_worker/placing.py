@@ -30,7 +30,6 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, claim_gangs
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import (
     claimable,
@@ -56,9 +55,9 @@ from scheduler_worker.domain.placement import (
     result_of,
     unavailable_after,
 )
+from scheduler_worker.domain.ranking import CellRuns, Spread
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.spread import Spread
 from scheduler_worker.domain.step import found, step
 
 log = structlog.get_logger(__name__)

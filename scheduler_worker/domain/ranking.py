@@ -19,12 +19,76 @@ from msgspec import Struct
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
 from placement_worker.replica.search import options
-from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.weights import KEPT_HOSTS, reweigh, score
+
+MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
+
+
+class Spread(Struct, frozen=True):
+    """The share of recent claims that were lost to others, 0 to 1, smoothed.
+
+    Contention widens the choice among near-best hosts: a scheduler that keeps losing claims chooses others.
+    """
+
+    lost: float = 0.0
+
+    def after(self, claims: int, lost: int) -> Spread:
+        """The share after one more round of claims."""
+        if not claims:
+            return self
+        return Spread(MEMORY * self.lost + (1.0 - MEMORY) * lost / claims)
+
+    def subset(self, least: int, most: int) -> int:
+        """How many of the best hosts a choice is drawn from."""
+        return max(least, min(max(least, most), round(self.lost * most)))
+
+
+# Choices in one run. Longer runs would leave other cells idle at full load, and save little: a batch of this size costs
+# a third more than its items would in the largest batch.
+LONGEST_RUN = 64
+
+
+class CellRuns:
+    """The cell to choose in next, among hosts of equal weight: one cell at a time, so that its batches are large.
+
+    A scheduler sends the choices of one round to each chosen cell as one batch, which passes the cell's conductor,
+    database and compute services, and a batch costs about as much as 25 of its items. Ten boots that are spread over
+    four cells cost four batches; in one cell they cost one. So equal hosts are taken from one cell in a run, and the
+    next run goes to the cell whose last run is the oldest: over all runs equal cells take equal shares.
+
+    The runs are those of one scheduler, from round to round. Cells are given by their index in the host table.
+    """
+
+    __slots__ = ("_cell", "_last", "_left", "_runs")
+
+    def __init__(self) -> None:
+        self._cell: int | None = None
+        self._left = 0  # choices in the current run
+        self._runs = 0
+        self._last: dict[int, int] = {}  # the number of each cell's last run; bounded by the cells
+
+    def begin_round(self) -> None:
+        """End the current run: the round's choices are sent together, and those of the next round are not."""
+        self._cell = None
+
+    def place(self, cell: int) -> int:
+        """The place of a cell in the order in which equal hosts are chosen from; the lowest comes first."""
+        return -1 if cell == self._cell else self._last.get(cell, 0)
+
+    def chose(self, cell: int) -> None:
+        """Count a choice of a host in this cell."""
+        if cell != self._cell:
+            self._runs += 1
+            self._cell, self._left = cell, LONGEST_RUN
+            self._last[cell] = self._runs
+        self._left -= 1
+        if not self._left:
+            self._cell = None
+
 
 CHUNK = 128  # hosts sorted at a time, over all cells; when a cell's are used up, the next ones are sorted
 LEAST_CHUNK = 16  # ... of one cell

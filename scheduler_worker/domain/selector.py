@@ -17,7 +17,6 @@ from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
 from scheduler_worker.domain.holds import Holds
@@ -31,7 +30,7 @@ from scheduler_worker.domain.plugins import (
     reads_image_property,
     runs_on_rebuild,
 )
-from scheduler_worker.domain.ranking import RandomSource, RankedHost, Ranking
+from scheduler_worker.domain.ranking import CellRuns, RandomSource, RankedHost, Ranking
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostsView, Membership
 

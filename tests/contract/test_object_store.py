@@ -27,12 +27,12 @@ from bus.contracts.objects import (
 )
 from bus.persistence.database import Database
 from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.objects import ObjectRegistry
-from scheduler_worker.refused_commands import RefusedCommands
 from scheduler_worker.store import objects as store_module
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable

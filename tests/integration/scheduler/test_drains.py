@@ -36,7 +36,7 @@ from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused, RequestTimeout
 from scheduler_worker import drains
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import drain_holders
+from scheduler_worker.domain import drains as course
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresOperationUnit
@@ -59,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drains, "STAGGER_S", 0.01)
     monkeypatch.setattr(drains, "PASS_S", 0.02)
     monkeypatch.setattr(drains, "IDLE_S", 0.05)
-    monkeypatch.setattr(drain_holders, "LOOK_S", 0.02)
+    monkeypatch.setattr(course, "LOOK_S", 0.02)
     PASSES.clear()
 
     def counted(*arguments: Any) -> DrainStep:

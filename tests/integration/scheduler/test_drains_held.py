@@ -11,8 +11,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
-from scheduler_worker.domain.drain_holders import HeldInstance
-from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.domain.drains import DrainedHost, HeldInstance
 from scheduler_worker.drain_plan import DrainPlanner
 from tests.integration.scheduler.test_drains import (
     WARM,
@@ -40,7 +39,7 @@ __all__ = ["quick"]  # the fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance that has failed is tried again at once; what is not released yet is waited for."""
     monkeypatch.setattr("scheduler_worker.domain.drains.pause_s", lambda _failures: 0.01)
-    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_LOOKS", 10**6)
+    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 10**6)
 
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
@@ -222,7 +221,7 @@ async def test_a_drain_does_not_end_while_the_book_does_not_answer(
     await world.release(sent.request_id)
     await world.stop("p1")
     with monkeypatch.context() as patched:
-        patched.setattr("scheduler_worker.drain_holders.ANSWER_S", 0.05)
+        patched.setattr("scheduler_worker.drain_plan.ANSWER_S", 0.05)
         await arrives(world, build, sent)
         await passed(world)
         assert (await shown(world, begun)).state is DrainState.RUNNING
@@ -235,7 +234,7 @@ async def test_resources_that_are_never_released_are_what_is_left(
 ) -> None:
     """The migration of the drain's own move has leaked. It is released by hand, and the drain resumed."""
     build, begun, sent = await leaving(world)
-    monkeypatch.setattr("scheduler_worker.domain.drain_holders.MAX_LOOKS", 3)
+    monkeypatch.setattr("scheduler_worker.domain.drains.MAX_LOOKS", 3)
     await arrives(world, build, sent)
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
@@ -267,7 +266,7 @@ async def test_a_host_that_no_service_has_announced_to_this_scheduler_is_not_wai
 
 
 async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_worker.drain_holders.MAX_HOLDERS", 1)
+    monkeypatch.setattr("scheduler_worker.drain_plan.MAX_HOLDERS", 1)
     await world.scheduler("s1", WARM)
     await world.add_hosts("c1", 1)
     builds = [await building(world, "c1-0") for _ in range(3)]

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.cell_runs import LONGEST_RUN, CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.placement import PlacementRequest, initial_state
+from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
 from scheduler_worker.domain.request_spec import RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster

@@ -9,9 +9,9 @@ import pytest
 
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.placement import PlacementRequest, PlacementState, initial_state
+from scheduler_worker.domain.ranking import CellRuns
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 

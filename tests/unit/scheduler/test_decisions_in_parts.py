@@ -20,7 +20,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
 from bus.faults import Fault
 from scheduler_worker import engine as engine_module
-from scheduler_worker import handlers, host_records, placing
+from scheduler_worker import handlers, placing, status
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round, decisions
 from scheduler_worker.domain.builds import Author, BuildDecision, Gang
@@ -83,14 +83,14 @@ async def test_item_16_a_turn_of_the_loop_has_so_many_choices(turns: Turns) -> N
 async def test_item_16_a_part_of_a_pass_and_one_of_a_list_of_hosts_are_not_in_one_turn(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_records, "HOSTS_AT_ONCE", 1)
-    monkeypatch.setattr(host_records, "RECORDS_AT_ONCE", 1)
-    monkeypatch.setattr(host_records, "_records", turns.counted("_records", host_records._records))
+    monkeypatch.setattr(status, "HOSTS_AT_ONCE", 1)
+    monkeypatch.setattr(status, "RECORDS_AT_ONCE", 1)
+    monkeypatch.setattr(status, "_records", turns.counted("_records", status._records))
     cluster = cluster_of([WIDE] * 8)
     async with turns.counting():
         await asyncio.gather(
             cluster.place(*(cluster.hosts.request() for _ in range(BATCH))),
-            host_records.hosts_page(HostsQuery(), cluster.hosts.selector, {}),
+            status.hosts_page(HostsQuery(), cluster.hosts.selector, {}),
         )
     assert turns.total("_records") == 8 and turns.total("choose") == BATCH
     assert not set(turns.calls["choose"]) & set(turns.calls["_records"])

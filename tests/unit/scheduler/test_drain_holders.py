@@ -12,18 +12,21 @@ from bus.contracts.build import BuildState
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import Condition, MoveKind, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.drain_holders import (
+from scheduler_worker.domain.drains import (
     LOOK_S,
+    MAX_FAILURES,
+    MAX_LOOKS,
+    DrainedHost,
+    DrainMove,
     HeldInstance,
     LookedAt,
     arriving,
     held_as_instance,
     held_by_migration,
+    is_held,
     is_migration,
     reviewed,
 )
-from scheduler_worker.domain.drain_targets import DrainedHost
-from scheduler_worker.domain.drains import MAX_FAILURES, MAX_LOOKS, DrainMove, is_held
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 A, B, DRAIN, H1, H2, R = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abd12e")

@@ -13,8 +13,7 @@ from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import ProviderState
 from scheduler_worker import fleet_metrics, metrics
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.domain.fleet import ClassTotal, HostCount, summarize
-from scheduler_worker.fleet_metrics import HELD_S, FleetCollector
+from scheduler_worker.fleet_metrics import HELD_S, ClassTotal, FleetCollector, HostCount, summarize
 from tests.unit.scheduler.hosts import Hosts
 
 EAST = "00000000-0000-4000-8000-00000000000e"

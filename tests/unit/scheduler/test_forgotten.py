@@ -12,7 +12,7 @@ from bus.contracts.drains import DrainRecord, DrainState, DrainTarget
 from bus.contracts.moves import MoveKind
 from bus.contracts.objects import Aggregate, FenceRecord, HostDecision, ObjectKind, StoredObject
 from bus.contracts.operations import AdminState
-from scheduler_worker.domain.forgotten import kept_by_record, traces, with_entry
+from scheduler_worker.forgetting import kept_by_record, traces, with_entry
 
 HOST = "10000000-0000-4000-8000-000000000000"
 OTHER = "20000000-0000-4000-8000-000000000000"

@@ -10,7 +10,7 @@ from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cell import ForgetServiceInCell, ServiceDown, ServiceForgottenInCell, ServicesDigest
 from bus.contracts.operations import ForgetService, ServiceForgotten
 from scheduler_worker.domain import hosts
-from scheduler_worker.forgetting_services import ServiceForgetter
+from scheduler_worker.forgetting import ServiceForgetter
 from scheduler_worker.objects import MakeChange
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 

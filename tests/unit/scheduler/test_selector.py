@@ -14,13 +14,11 @@ from hypothesis import strategies as st
 
 from bus.contracts.cell import ComputeHosts, HostReport
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
-from scheduler_worker.domain.cell_runs import CellRuns
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
-from scheduler_worker.domain.ranking import Choice, Ranking
+from scheduler_worker.domain.ranking import CellRuns, Choice, Ranking, Spread
 from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.domain.selector import CELL_DISABLED
-from scheduler_worker.domain.spread import Spread
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 

@@ -9,8 +9,7 @@ from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.drain_holders import arriving
-from scheduler_worker.domain.drain_targets import DrainedHost
+from scheduler_worker.domain.drains import DrainedHost, arriving
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import for_former_cell, repeated
 
