@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import asyncpg
@@ -218,7 +218,7 @@ MOVE = """request_id, instance_uuid, project_id, kind, digest, state, sequence, 
        reason, funnel, history, created_at, command"""
 
 
-def move(row: asyncpg.Record) -> RecordedMove:
+def move(row: Mapping[str, Any]) -> RecordedMove:
     """A row of MOVE."""
     return RecordedMove(
         request_id=row["request_id"],
@@ -241,7 +241,7 @@ def move(row: asyncpg.Record) -> RecordedMove:
     )
 
 
-def move_record(row: asyncpg.Record) -> MoveRecord:
+def move_record(row: Mapping[str, Any]) -> MoveRecord:
     """A row of MOVE, and when it was last written."""
     return record_of(move(row), row["updated_at"])
 
