@@ -21,6 +21,7 @@ from tests.kit.syntax import (
     is_broad,
     is_own,
     is_stored,
+    members_listed,
     names_in,
     numbers_without_unit,
     public_definitions,
@@ -203,6 +204,38 @@ def test_only_one_module_defines_how_something_is_retried() -> None:
             if isinstance(function, ast.AsyncFunctionDef) and waits_longer(function)
         ]
     assert wrong == []
+
+
+# The states of an instance: one row each, and the table of what each event does in them.
+DESIRES = "cell_conductor/domain/desires.py"
+STATES_LISTED = {DESIRES, "cell_conductor/domain/table.py", "cell_conductor/domain/moves_table.py"}
+STATES_IN_SQL = re.compile(r"\bstate (?:NOT )?(?:IN \(|=) ?'")
+
+
+def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
+    """A set of them that is kept elsewhere, in Python or SQL, is the one that a new state is not entered in."""
+    wrong: list[str] = []
+    for path in sources("cell_conductor"):
+        if str(path.relative_to(ROOT)) in STATES_LISTED:
+            continue
+        for node in nodes(path):
+            if isinstance(node, ast.stmt) and (found := members_listed(node, "State")):
+                wrong.append(f"{where(path, node.lineno)} lists {sorted(found)}: derive that from {DESIRES}")
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and STATES_IN_SQL.search(node.value):
+                wrong.append(f"{where(path, node.lineno)} lists states in SQL: derive that from {DESIRES}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        "OVER = frozenset({State.FAILED, State.DELETED})",
+        "if state is State.FAILED or state is State.DELETED: pass",
+        "x = {State.FAILED: 1, State.DELETED: 2}",
+    ],
+)
+def test_states_that_are_listed_are_found(listing: str) -> None:
+    assert members_listed(ast.parse(listing).body[0], "State") == {"FAILED", "DELETED"}
 
 
 @pytest.mark.parametrize(

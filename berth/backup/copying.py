@@ -32,7 +32,8 @@ from berth.backup.manifest import (
 )
 from berth.schemas import SchemaRevision, SchemaState, find_schemas, quoted
 from bus.persistence.address import CONNECTION_LOST, parse_database_url
-from bus.persistence.database import CONNECT_TIMEOUT_S, raise_fault
+from bus.persistence.database import CONNECT_TIMEOUT_S
+from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import REVISION_TABLES
 
 LOCK_TIMEOUT_S = 30.0  # a migration under way holds its tables; a backup waits for it no longer

@@ -20,7 +20,8 @@ from berth.backup.manifest import READ_BYTES, BadBackup, Manifest, SchemaCopy, T
 from berth.schemas import SchemaState, assess, find_schemas, package_of, quoted
 from bus.persistence import migrations
 from bus.persistence.address import CONNECTION_LOST
-from bus.persistence.database import lock_key, raise_fault
+from bus.persistence.database import lock_key
+from bus.persistence.database_faults import raise_fault
 from bus.persistence.revision import Revisions
 
 # PostgreSQL's error when a table of the backup is not one of the revision that the manifest names.

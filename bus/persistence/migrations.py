@@ -7,10 +7,12 @@ leaves; without that, older code is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any, TypeVar
 
+import asyncpg
 from alembic import command, op
 from alembic.config import Config
 from alembic.script import ScriptDirectory
@@ -26,6 +28,8 @@ from bus.persistence.revision import (
     read_revisions,
     versions_of,
 )
+
+T = TypeVar("T")
 
 # Tables, views and sequences of a schema; indexes and types come with them.
 RELATIONS = "SELECT relname FROM pg_class WHERE relnamespace = to_regnamespace(:schema) AND relkind <> 'i' ORDER BY 1"
@@ -46,7 +50,7 @@ def config(package: str, connection: Connection | None = None, schema: str = "")
 def upgrade(connection: Connection, package: str, schema: str, revision: str = "head") -> None:
     """Bring the schema to a revision of the package, inside the connection's transaction. Raises UnsupportedSchema."""
     made = config(package, connection, schema)
-    found = read_revisions(connection, schema)
+    found = _by_driver(connection, lambda driver: read_revisions(driver, schema))
     _check(connection, known_revisions(package), found, schema)
     if found.applied:  # a version that kept it in the other table may have made this schema
         _write(connection, schema, APPLIED, found.applied)
@@ -63,10 +67,14 @@ def oldest_for(package: str, revision: str = "head") -> str:
 def apply_sql(package: str, name: str) -> None:
     """Execute a file of SQL statements that lies in the package; for a migration's `upgrade`."""
     statements = files(package).joinpath(name).read_text(encoding="utf-8")
-    driver = op.get_bind().connection.dbapi_connection
-    assert driver is not None
     # The driver's own `execute` takes many statements at once; SQLAlchemy prepares each, and so takes one.
-    driver.run_async(lambda connection: connection.execute(statements))
+    _by_driver(op.get_bind(), lambda driver: driver.execute(statements))
+
+
+def _by_driver(connection: Connection, call: Callable[[asyncpg.Connection], Awaitable[T]]) -> T:
+    adapted: Any = connection.connection.dbapi_connection
+    result: T = adapted.run_async(call)
+    return result
 
 
 def _write(connection: Connection, schema: str, table: str, revision: str) -> None:

@@ -15,8 +15,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
-from sqlalchemy import Connection, MetaData, text
-from sqlalchemy.ext.asyncio import AsyncConnection
+import asyncpg
+from sqlalchemy import MetaData
 
 APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
 # The table with the oldest revision whose code may run on the schema. Alembic kept its revision there while each schema
@@ -31,9 +31,9 @@ NUMBERED = re.compile(r"(\d{4})_\w+")  # "0002_shapes"; revisions before 0.1.0 h
 COLUMNS = """
 SELECT c.relname, a.attname, a.attnotnull AND NOT a.atthasdef AND a.attidentity = ''
 FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid
-WHERE c.relnamespace = to_regnamespace(:schema) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
+WHERE c.relnamespace = to_regnamespace($1) AND c.relkind IN ('r', 'p') AND a.attnum > 0 AND NOT a.attisdropped
 """
-PRESENT = "SELECT to_regclass(:applied) IS NOT NULL, to_regclass(:oldest) IS NOT NULL"
+PRESENT = "SELECT to_regclass($1) IS NOT NULL, to_regclass($2) IS NOT NULL"
 
 MAX_NAMED = 5
 
@@ -79,27 +79,27 @@ def known_revisions(package: str) -> list[str]:
     return sorted(path.stem for path in versions_of(package).glob("[0-9]*.py"))
 
 
-def read_revisions(connection: Connection, schema: str) -> Revisions:
+async def read_revisions(connection: asyncpg.Connection, schema: str) -> Revisions:
     """The revisions of a schema; Revisions() when it has none."""
-    places = {"applied": f'"{schema}".{APPLIED}', "oldest": f'"{schema}".{OLDEST}'}
-    has_applied, has_oldest = connection.execute(text(PRESENT), places).one()
+    applied, oldest = (f'"{schema}".{table}' for table in REVISION_TABLES)
+    has_applied, has_oldest = await connection.fetchrow(PRESENT, applied, oldest)
     if not has_oldest:
         return Revisions()
-    oldest = _read(connection, places["oldest"])
-    return Revisions(_read(connection, places["applied"]) if has_applied else oldest, oldest)
+    found = await _read(connection, oldest)
+    return Revisions(await _read(connection, applied) if has_applied else found, found)
 
 
-def _read(connection: Connection, table: str) -> str:
-    return ", ".join(sorted(connection.scalars(text(f"SELECT version_num FROM {table}"))))
+async def _read(connection: asyncpg.Connection, table: str) -> str:
+    return ", ".join(row[0] for row in await connection.fetch(f"SELECT version_num FROM {table} ORDER BY 1"))
 
 
-async def is_migrated(connection: AsyncConnection, package: str, schema: str) -> bool:
+async def is_migrated(connection: asyncpg.Connection, package: str, schema: str) -> bool:
     """Whether code with these migrations can use the schema as it is: at head, or at a later revision that allows it.
 
     Raises UnsupportedSchema when the schema does not have the tables of its revision.
     """
     known = known_revisions(package)
-    found = await connection.run_sync(read_revisions, schema)
+    found = await read_revisions(connection, schema)
     is_at_head = found.applied == known[-1]
     if not is_at_head and not found.allow(known):
         return False
@@ -107,7 +107,7 @@ async def is_migrated(connection: AsyncConnection, package: str, schema: str) ->
     return True
 
 
-async def _check_columns(connection: AsyncConnection, package: str, schema: str, *, is_at_head: bool) -> None:
+async def _check_columns(connection: asyncpg.Connection, package: str, schema: str, *, is_at_head: bool) -> None:
     """Compare the tables of a schema with those that head has. Raises UnsupportedSchema.
 
     Before a release a revision was changed in place, so a schema that an earlier state made may have the name of head.
@@ -115,7 +115,7 @@ async def _check_columns(connection: AsyncConnection, package: str, schema: str,
     """
     found: dict[str, set[str]] = {}
     accepted: dict[str, set[str]] = {}
-    for table, column, is_needed in await connection.execute(text(COLUMNS), {"schema": f'"{schema}"'}):
+    for table, column, is_needed in await connection.fetch(COLUMNS, f'"{schema}"'):
         found.setdefault(table, set()).add(column)
         if not is_at_head and not is_needed:
             accepted.setdefault(table, set()).add(column)

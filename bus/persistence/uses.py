@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from asyncio import get_running_loop
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 HUNG_S = 5.0  # a server that has ended nothing well for so long, while something waits for it, does no work
 
@@ -16,8 +16,8 @@ class Uses:
         self._under_way = 0
         self._since = 0.0
 
-    @asynccontextmanager
-    async def one(self) -> AsyncIterator[None]:
+    @contextmanager
+    def one(self) -> Iterator[None]:
         """Count a use from its wait for a connection to its end. One that times out shows nothing of the server."""
         if not self._under_way:
             self._since = get_running_loop().time()

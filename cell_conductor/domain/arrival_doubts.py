@@ -20,10 +20,10 @@ from .adopt_rules import MAX_SELECTIONS, taken_of
 from .desires import DESIRES, Wish
 from .events import MachineFound, MoveRequested, Reverted, TimedOut
 from .instance import Instance, State
-from .move_doubts import ask_both
 from .move_events import DONE, after, answer_other, move_of
-from .move_steps import confirm, end_here, is_doubted, undo
-from .steps import Step, StepContext
+from .move_steps import confirm, undo
+from .orders import repeated
+from .steps import Step, StepContext, is_doubted
 from .undo_rules import return_to_source
 
 FORCED = "move.forced"
@@ -126,7 +126,7 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
         deadline=event.at + context.destroy_retry_s,
         since=event.at,
     )
-    return end_here(leaving, context)
+    return Step(leaving)
 
 
 def may_end(instance: Instance, event: MoveRequested) -> bool:
@@ -172,4 +172,4 @@ def confirm_seen(instance: Instance, event: TimedOut, context: StepContext) -> S
     move = move_of(instance)
     if move.here_seen and not instance.queried:
         return confirm(instance, event.at, context)
-    return ask_both(instance, event.at, context)
+    return repeated(instance, event.at, context)

@@ -16,28 +16,16 @@ from .events import (
     Destroyed,
     HostMissing,
     Released,
-    TimedOut,
 )
 from .instance import Instance, Power, State
 from .move_events import (
     DONE,
     MoveEnd,
-    after,
     answer,
     close,
     move_of,
 )
-from .move_steps import (
-    CHANGES,
-    as_left,
-    ending_of,
-    here_gone,
-    is_awaited,
-    offload,
-    order,
-    over,
-    repeat_at,
-)
+from .move_steps import as_left, ending_of, here_gone, is_awaited, offload, over
 from .steps import Step, StepContext
 
 
@@ -64,19 +52,6 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     if move.kind is MoveKind.STOP:
         instance = replace(instance, power=Power.STOPPED)
     return close(over(instance, event.at), DONE, event.at, context)
-
-
-def change_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer: the command is repeated, under a new order number, until the host answers; the
-    request does not wait.
-    """
-    move = move_of(instance)
-    earlier = order(instance, CHANGES[move.kind], event.at, context)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
-    if move.answered:
-        return step
-    reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
-    return after(step, answer(step.instance, MoveEnd(MoveState.FAILED, "change.timeout", reason), event.at, context))
 
 
 def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:

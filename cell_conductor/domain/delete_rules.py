@@ -19,10 +19,7 @@ from .events import (
     DeleteRequested,
     Destroyed,
     HostMissing,
-    HostRuns,
-    Spawned,
     SpawnFailed,
-    TimedOut,
 )
 from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
 from .move_events import (
@@ -33,14 +30,7 @@ from .move_events import (
     answer_other,
     move_of,
 )
-from .move_steps import (
-    destroy_left,
-    destroy_source,
-    here_gone,
-    leave,
-    repeat_at,
-    source_gone,
-)
+from .move_steps import here_gone, leave, source_gone
 from .steps import Step, StepContext
 
 
@@ -159,13 +149,6 @@ def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepCo
     return steps.announce(queried, BuildState.DELETING, event.at, context)
 
 
-def destroy_both_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The command is repeated to hosts that have not confirmed."""
-    if instance.move is None:
-        return rules.destroy_again(instance, event, context)
-    return Step(replace(instance, deadline=repeat_at(instance, event.at, context)), destroy_left(instance, context))
-
-
 def release_both(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """A host reports that no machine of it is left there; when both have, the allocations are released."""
     move = instance.move
@@ -177,18 +160,3 @@ def release_both(instance: Instance, event: Destroyed | HostMissing, context: St
         return Step(instance)
     updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))
     return Step(steps.ask(updated, State.RELEASING, event.at, context) if here and source else updated)
-
-
-def repeat_destroy_both(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """It is still listed, perhaps under another service: that service is commanded."""
-    move = instance.move
-    is_source = move is not None and (event.host_uuid, event.attempt) == (
-        instance.source_host_uuid,
-        move.source_attempt,
-    )
-    if move is not None and is_source and move.source is not None:
-        if event.service == move.source.service:
-            return Step(instance)
-        found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
-        return Step(found, (destroy_source(found, context),))
-    return rules.repeat_destroy(instance, event, context)

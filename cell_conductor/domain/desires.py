@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from msgspec import Struct
 
-from bus.contracts.moves import Condition, MoveState
+from bus.contracts.moves import ChangeKind, Condition, MoveState
 
 from .instance import State
 
@@ -51,7 +51,8 @@ class Desire(Struct, frozen=True, kw_only=True):
     """One row. here: the machine of the current attempt. source: that of the move's source, on another host or, before
     a destination is claimed and when the move is undone in place, the same.
 
-    condition: for clients (None: by its power). progress: of the request under way. work: in doubt after a set-back.
+    condition: for clients (None: by its power). progress: of the request under way. change: of one machine,
+    commanded and awaited; in `changing` by the request, and a resize only in place. work: in doubt after a set-back.
     elsewhere: another cell has it. arrives: it may come from another cell. ends: a request for it has ended well or
     not. takes_machine: an operator may give it a machine in quarantine. relies_on_fence: an evacuation that has come so
     far relies on the fence of its host. leaves_lost_service: another host is tried when the service of this one is
@@ -63,6 +64,7 @@ class Desire(Struct, frozen=True, kw_only=True):
     asks: Ask | None = None
     condition: Condition | None = Condition.MOVING
     progress: MoveState = MoveState.CHANGING
+    change: ChangeKind | None = None
     work: Work | None = None
     elsewhere: bool = False
     arrives: bool = False
@@ -94,31 +96,40 @@ DESIRES: Mapping[State, Desire] = {
         here=Wish.UNCOMMANDED,
         source=Wish.STAY,
         progress=MoveState.PREPARING,
+        change=ChangeKind.CHECK,
         work=Work.MOVE,
         leaves_lost_service=True,
     ),
-    State.HANDING_OVER: Desire(here=Wish.UNCOMMANDED, source=Wish.STAY, progress=MoveState.MIGRATING, work=Work.MOVE),
+    State.HANDING_OVER: Desire(
+        here=Wish.UNCOMMANDED,
+        source=Wish.STAY,
+        progress=MoveState.MIGRATING,
+        change=ChangeKind.HAND_OVER,
+        work=Work.MOVE,
+    ),
     State.FINISHING: Desire(
         here=Wish.BUILD, source=Wish.STAY, progress=MoveState.FINISHING, work=Work.MOVE, relies_on_fence=True
     ),
-    State.RESIZING: Desire(here=Wish.STAY),
+    State.RESIZING: Desire(here=Wish.STAY, change=ChangeKind.RESIZE),
     State.RESIZED: Desire(here=Wish.RUN, source=Wish.STAY, condition=Condition.RESIZED, work=Work.MOVE),
     State.CONFIRMING: Desire(here=Wish.STAY, source=Wish.DESTROY, condition=None, work=Work.MOVE),
     State.RELEASING_SOURCE: Desire(
         here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
     ),
-    State.UNDOING: Desire(here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, work=Work.MOVE),
+    State.UNDOING: Desire(
+        here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
+    ),
     State.REVERTING: Desire(
         here=Wish.GONE, source=Wish.STAY, asks=Ask.REVERT, progress=MoveState.UNDOING, work=Work.MOVE
     ),
-    State.RESTARTING: Desire(here=Wish.STAY, progress=MoveState.UNDOING, work=Work.MOVE),
+    State.RESTARTING: Desire(here=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.START, work=Work.MOVE),
     State.CHANGING: Desire(here=Wish.STAY),
     State.OFFLOADING: Desire(here=Wish.DESTROY, relies_on_fence=True),
     State.VACATING: Desire(here=Wish.NONE, asks=Ask.RELEASE, relies_on_fence=True),
     State.OFFLOADED: Desire(here=Wish.NONE, condition=Condition.OFFLOADED, arrives=True, ends=True),
     # Of one that leaves for another cell, and of the machine that is kept for it.
     State.DEPARTED: Desire(here=Wish.NONE, elsewhere=True, arrives=True),
-    State.LEAVING: Desire(here=Wish.STAY, progress=MoveState.MIGRATING, work=Work.MOVE),
+    State.LEAVING: Desire(here=Wish.STAY, progress=MoveState.MIGRATING, change=ChangeKind.SNAPSHOT, work=Work.MOVE),
     State.REASSIGNING: Desire(here=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.MIGRATING, work=Work.MOVE),
     State.KEPT: Desire(here=Wish.STAY, elsewhere=True),
     State.CLEARING: Desire(here=Wish.CLEAR, elsewhere=True),

@@ -20,8 +20,8 @@ from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
 from .move_events import MoveEnd, close, move_of
-from .move_steps import end_undone, is_doubted, note, over, try_next, undo
-from .steps import Step, StepContext
+from .move_steps import end_undone, note, over, try_next, undo
+from .steps import Step, StepContext, is_doubted
 
 
 def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> Step:

@@ -13,8 +13,8 @@ from bus.contracts.moves import ChangeKind, ChangeMachine
 from .evacuations import relied_on
 from .events import Event, HostFenced
 from .fences import Loss, fenced_hosts, losses_of
-from .instance import Instance, State
-from .move_steps import order
+from .instance import Instance
+from .orders import change_of, change_order, numbered
 from .steps import Step, StepContext
 from .table import step
 
@@ -22,7 +22,6 @@ from .table import step
 MAX_FENCE_STEPS = 4
 # A machine runs after these states, and one whose answer is awaited may run in these.
 STARTING = frozenset({ChangeKind.START, ChangeKind.REBUILD, ChangeKind.RESCUE, ChangeKind.UNRESCUE})
-AWAITS_START = frozenset({State.CHANGING, State.RESTARTING})
 
 
 class FenceSteps:
@@ -67,11 +66,11 @@ def _with_stop(before: Instance, stepped: Step, event: Event, context: StepConte
     the machine.
     """
     is_here = isinstance(event, HostFenced) and event.host_uuid == before.host_uuid
-    if not is_here or before.state not in AWAITS_START or stepped.instance.state in AWAITS_START:
+    if not is_here or change_of(before) not in STARTING or change_of(stepped.instance) in STARTING:
         return stepped
-    stop = order(before, ChangeKind.STOP, event.at, context)
-    after = replace(stepped.instance, order=max(stepped.instance.order, stop.instance.order))
-    return Step(after, (*stepped.commands, *stop.commands))
+    stopped = numbered(before, event.at)
+    after = replace(stepped.instance, order=max(stepped.instance.order, stopped.order))
+    return Step(after, (*stepped.commands, change_order(stopped, ChangeKind.STOP, context)))
 
 
 def _without_starts(commands: Sequence[Message], context: StepContext) -> tuple[Message, ...]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.moves import ChangeKind, Departure, GivenBack, KeptMachine, MoveKind, MoveState
+from bus.contracts.moves import Departure, GivenBack, KeptMachine, MoveKind, MoveState
 
-from . import departure_rules, rules, steps, way_back
+from . import departure_rules, steps, way_back
 from .departure_steps import announce_departure, begin_order_epoch, depart
 from .desires import DELETE_REQUESTED, DESIRES
 from .events import (
@@ -20,10 +20,8 @@ from .events import (
     ClaimRefused,
     DeleteRequested,
     Destroyed,
-    HostRuns,
     MoveRequested,
     Released,
-    Spawned,
     TimedOut,
 )
 from .instance import MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Move, Power, State
@@ -39,18 +37,9 @@ from .move_events import (
     report_progress,
 )
 from .move_rules import TIMED_OUT, begin
-from .move_steps import (
-    adopt,
-    change,
-    end_undone,
-    here_gone,
-    is_awaited,
-    is_doubted,
-    leave,
-    order,
-    repeat_at,
-)
-from .steps import Step, StepContext
+from .move_steps import adopt, change, end_undone, here_gone, is_awaited, leave
+from .orders import repeat_at, repeated
+from .steps import Step, StepContext, is_doubted
 
 LEAVES_WITH_MACHINE = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
 ACROSS_CELLS = "move.across_cells"
@@ -70,7 +59,7 @@ def begin_or_leave(instance: Instance, event: MoveRequested, context: StepContex
     begun = adopt(instance, event, source=instance.here, selections=(instance.here,))
     move = replace(move_of(begun), handed_over=True, to_cell=request.to_cell)
     begun = begin_order_epoch(replace(begun, move=move, spec=instance.spec))
-    return change(begun, State.LEAVING, ChangeKind.SNAPSHOT, event.at, context)
+    return change(begun, State.LEAVING, event.at, context)
 
 
 def leave_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
@@ -79,8 +68,7 @@ def leave_again(instance: Instance, event: TimedOut, context: StepContext) -> St
     In doubt it may have left, and run in the other cell: it is not started, and the command is repeated.
     """
     if is_doubted(instance, context):
-        earlier = order(instance, ChangeKind.SNAPSHOT, event.at, context)
-        return Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
+        return repeated(instance, event.at, context)
     reason = f"its host did not stop it and keep its image within {move_of(instance).step_timeout_s:g} s"
     return _stay(instance, event.at, context, TIMED_OUT, reason)
 
@@ -190,7 +178,7 @@ def follow_kept(instance: Instance, event: MoveRequested, context: StepContext) 
 
 def _clear(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     clearing = replace(instance, state=State.CLEARING, deadline=event.at + context.destroy_retry_s, since=event.at)
-    return Step(clearing, (steps.destroy_here(clearing, context),))
+    return Step(clearing)
 
 
 def _has_left_again(instance: Instance, arrival: Departure, context: StepContext) -> bool:
@@ -207,23 +195,6 @@ def note_delete(instance: Instance, event: DeleteRequested, context: StepContext
     """The other cell is to delete it; if it comes back before, it is deleted here."""
     recorded = replace(instance, move=replace(move_of(instance), delete=True))
     return Step(recorded, (announce_departure(recorded, event.at, context),))
-
-
-def follow_kept_machine(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """Its host still lists the machine that is to be destroyed; if it is under another service now, that one is
-    commanded as well.
-    """
-    if not steps.is_ours(instance, event) or event.service == instance.here.service:
-        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, context)
-    found = steps.at_service(instance, event.service)
-    return Step(found, (steps.destroy_here(found, context),))
-
-
-def clear_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The host has not confirmed: the command is repeated, without a limit. The migration holds the allocation."""
-    return Step(
-        replace(instance, deadline=repeat_at(instance, event.at, context)), (steps.destroy_here(instance, context),)
-    )
 
 
 def clear_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
@@ -370,4 +341,4 @@ def _stay(instance: Instance, at: float, context: StepContext, code: str, reason
     back = replace(instance, move=move, image=move.image)
     if move.power is not Power.RUNNING:
         return end_undone(back, at, context)
-    return change(back, State.RESTARTING, ChangeKind.START, at, context)
+    return change(back, State.RESTARTING, at, context)

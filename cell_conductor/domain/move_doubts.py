@@ -10,15 +10,15 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.cell import Destroy
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
-from .events import Destroyed, HostRuns, MoveRequested, Spawned, TimedOut
+from .events import Destroyed, HostRuns, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
-from .move_steps import arrived, confirm, destroy_source, is_doubted, note, repeat_at, source_gone, undo
-from .steps import Step, StepContext
+from .move_steps import arrived, confirm, note, source_gone, undo
+from .orders import repeated
+from .steps import Step, StepContext, is_doubted
 
 
 def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:
@@ -42,36 +42,21 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
     if step.instance.state is not State.RESIZED:
         return step
     unsure = replace(step.instance, doubted=True, move=replace(move_of(step.instance), here_seen=True))
-    return after(Step(unsure, step.commands), ask_both(unsure, event.at, context))
-
-
-def ask_both(instance: Instance, at: float, context: StepContext) -> Step:
-    """A move that has arrived, by a record that was set back: it may have been confirmed or reverted since."""
-    queried = replace(instance, queried=True, deadline=repeat_at(instance, at, context))
-    here = replace(steps.destroy_here(queried, context), unless_built=True)
-    if move_of(queried).source is None:  # it is in another cell, which does nothing by itself
-        return Step(queried, (here,))
-    source: Destroy = replace(destroy_source(queried, context), unless_built=True)
-    return Step(queried, (here, source))
-
-
-def ask_before_confirmed(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The time to confirm it has come: it is not confirmed before both hosts have answered."""
-    return ask_both(instance, event.at, context)
+    return after(Step(unsure, step.commands), repeated(unsure, event.at, context))
 
 
 def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
     """A client confirms or reverts a move that may have ended: the client repeats the request when the hosts have
     answered.
     """
-    queried = ask_both(instance, event.at, context)
+    queried = repeated(instance, event.at, context)
     return after(queried, refuse_request(queried.instance, event, context, IN_DOUBT, WHY))
 
 
 def note_there(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """A host of a move in doubt has its machine complete."""
     move = move_of(instance)
-    of_source = is_source(instance, event)
+    of_source = steps.is_source(instance, event)
     if not of_source and not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
@@ -101,29 +86,14 @@ def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepCo
     is_wanted = not instance.is_in_place and not move_of(instance).delete
     if is_doubted(instance, context) and is_wanted and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
-    if is_source(instance, event):
-        return Step(instance)
-    return follow_destination(instance, event, context)
+    return rules.confirm_running(instance, event, context)
 
 
 def follow_resized(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """Both hosts of a move that has arrived keep their machines. In doubt their answers decide."""
     if is_doubted(instance, context) and not instance.is_in_place:
         return note_there(instance, event, context)
-    return Step(instance) if is_source(instance, event) else rules.confirm_running(instance, event, context)
-
-
-def follow_destination(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination still lists the machine; if it is under another service now, that one is commanded as well."""
-    if instance.is_in_place or not steps.is_ours(instance, event) or event.service == instance.here.service:
-        return Step(instance) if steps.is_ours(instance, event) else rules.destroy_orphan(instance, event, context)
-    found = steps.at_service(instance, event.service)
-    return Step(found, (steps.destroy_here(found, context),))
-
-
-def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
-    """Whether its machine is that of the move's source."""
-    return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
+    return rules.confirm_running(instance, event, context)
 
 
 def _decide(instance: Instance, at: float, context: StepContext) -> Step:

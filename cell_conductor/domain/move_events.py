@@ -223,7 +223,7 @@ def repeat_end(instance: Instance, event: MoveRequested, context: StepContext) -
 
 def after(first: Step, then: Step) -> Step:
     """Apply both, one after the other: the second was made of the first's instance."""
-    return Step(then.instance, (*first.commands, *then.commands))
+    return Step(then.instance, (*first.commands, *then.commands), again=first.again or then.again)
 
 
 def _end(

@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import (
     MACHINE_ABSENT,
-    ChangeKind,
     MoveKind,
     MoveState,
 )
@@ -37,7 +36,7 @@ from .events import (
 )
 from .history import OVER_QUOTA, why_not_claimed
 from .instance import Instance, Power, State
-from .move_doubts import adopt_arrived, ask_before_confirmed, refuse_doubted, undo_doubted
+from .move_doubts import adopt_arrived, refuse_doubted, undo_doubted
 from .move_events import (
     DELETED,
     DONE,
@@ -62,25 +61,20 @@ from .move_steps import (
     change,
     claim,
     confirm,
-    destroy_source,
     finish,
-    hand_over_of,
     is_awaited,
-    is_doubted,
     leave,
     note,
     note_not_claimed,
-    order,
     over,
-    repeat_at,
     source_gone,
-    step_s,
     summary_of_hosts,
     try_next,
     undo,
 )
+from .orders import change_of, numbered, repeated, step_s
 from .revert_quota import past_quota
-from .steps import Step, StepContext
+from .steps import Step, StepContext, is_doubted
 
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
@@ -212,8 +206,8 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
     if move.by_kind is MoveKind.ABORT:
         return undo(taken, event.at, context, ABORTED, "")
     if taken.is_in_place:
-        return change(taken, State.RESIZING, ChangeKind.RESIZE, event.at, context)
-    return change(taken, State.PREPARING, ChangeKind.CHECK, event.at, context)
+        return change(taken, State.RESIZING, event.at, context)
+    return change(taken, State.PREPARING, event.at, context)
 
 
 def run_out_of_hosts(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
@@ -263,7 +257,7 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     if move.source is None or move.kind is MoveKind.EVACUATE or move.handed_over:
         return finish(instance, event.at, context)
     earlier = replace(instance, move=replace(move, handed_over=True))
-    return change(earlier, State.HANDING_OVER, hand_over_of(move), event.at, context)
+    return change(earlier, State.HANDING_OVER, event.at, context)
 
 
 def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context: StepContext) -> Step:
@@ -307,7 +301,8 @@ def give_up_hand_over(instance: Instance, event: TimedOut, context: StepContext)
 
     It is started again, which cancels the hand-over that it may have begun.
     """
-    waited_s = step_s(instance, hand_over_of(move_of(instance)), context)
+    kind = change_of(instance)
+    waited_s = 0.0 if kind is None else step_s(move_of(instance), kind, context)
     reason = f"the source did not hand over within {waited_s:g} s"
     return undo(instance, event.at, context, TIMED_OUT, reason)
 
@@ -342,9 +337,8 @@ def arrive_in_place(instance: Instance, event: ChangeEnded, context: StepContext
         failed = note(instance, "failed", event.at, event.code, event.reason)
         if is_absent:
             return try_next(failed, event.at, context)
-        earlier = order(failed, ChangeKind.RESIZE, event.at, context, is_back=True)
-        back = replace(move_of(earlier.instance), resizing_back=True)
-        return Step(replace(earlier.instance, move=back, deadline=event.at + move.step_timeout_s), earlier.commands)
+        back = replace(failed, move=replace(move_of(failed), resizing_back=True))
+        return Step(replace(numbered(back, event.at), deadline=event.at + move.step_timeout_s))
     return arrived(note(instance, "active", event.at), event.at, context)
 
 
@@ -363,16 +357,6 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
     if event.final:
         return undo(failed, event.at, context, event.code, event.reason)
     return try_next(failed, event.at, context)
-
-
-def query_destination(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """No answer in time: the destination is to end the attempt unless it is complete, and the command is repeated until
-    it answers.
-
-    Until it has answered nothing is started anywhere else: its machine may run.
-    """
-    order = replace(steps.destroy_here(instance, context), unless_built=True)
-    return Step(replace(instance, queried=True, deadline=repeat_at(instance, event.at, context)), (order,))
 
 
 def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
@@ -411,21 +395,9 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
     if is_unsure(instance, context):
         return confirm_seen(instance, event, context)
     if is_doubted(instance, context) and not instance.is_in_place:
-        return ask_before_confirmed(instance, event, context)
+        return repeated(instance, event.at, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
     return after(earlier, confirm(earlier.instance, event.at, context))
-
-
-def destroy_source_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source has not confirmed: the command is repeated, without a limit. The migration holds its allocation.
-
-    A client that waits for the end of its confirm is informed of that.
-    """
-    source = move_of(instance).source
-    assert source is not None
-    again = replace(instance, deadline=repeat_at(instance, event.at, context))
-    waits = report_silent(again, way_back.SOURCE_SILENT, source, event.at, context)
-    return after(Step(again, (destroy_source(again, context),)), waits)
 
 
 def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
@@ -433,18 +405,6 @@ def release_source(instance: Instance, event: Destroyed | HostMissing, context: 
     if not source_gone(instance, event, context):
         return Step(instance)
     return Step(steps.ask(instance, State.RELEASING_SOURCE, event.at, context))
-
-
-def follow_source(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The source still lists the machine; if it is under another service now, that one is commanded as well."""
-    move = move_of(instance)
-    is_source = (event.host_uuid, event.attempt) == (instance.source_host_uuid, move.source_attempt)
-    if not is_source or move.source is None:
-        return rules.confirm_running(instance, event, context)
-    if event.service == move.source.service:
-        return Step(instance)
-    found = replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
-    return Step(found, (destroy_source(found, context),))
 
 
 def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Destroy, Origin, Selection, Spawn
+from bus.contracts.cell import Origin, Selection, Spawn
 from bus.contracts.moves import (
     RESCUE_FAILED,
-    ChangeKind,
-    ChangeMachine,
     MoveKind,
     MoveState,
 )
 from bus.contracts.placement import ClaimOutcome
 
 from . import steps
-from .departure_steps import order_epoch
 from .desires import DESIRES, MAY_BE_THERE, Ask, Wish
 from .evacuations import why_not_evacuated
 from .events import (
@@ -31,8 +26,9 @@ from .events import (
 from .history import NO_HOST
 from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
+from .orders import change_of, numbered, step_s
 from .proof import is_unordered, predates, up_scan_here
-from .steps import Step, StepContext
+from .steps import Step, StepContext, is_doubted
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
 CLAIMS = frozenset({*LEAVES, MoveKind.RESIZE})
@@ -61,7 +57,7 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
     )
     if here_gone and source_gone:
         return Step(steps.ask(left, State.RELEASING, at, context))
-    return Step(left, destroy_left(left, context))
+    return Step(left)
 
 
 def is_at_source(instance: Instance) -> bool:
@@ -109,7 +105,7 @@ def begin_in_place(instance: Instance, event: MoveRequested, context: StepContex
         return close(replace(begun, spec=instance.spec), DONE, event.at, context)
     if kind is MoveKind.OFFLOAD or (instance.power is Power.SHELVED and kind is MoveKind.SHELVE):
         return offload(begun, event.at, context)
-    return change(begun, State.CHANGING, CHANGES[kind], event.at, context)
+    return change(begun, State.CHANGING, event.at, context)
 
 
 def adopt(
@@ -272,7 +268,7 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
         deadline=at + context.destroy_retry_s,
         since=at,
     )
-    return Step(gone, (destroy_source(gone, context),))
+    return Step(gone)
 
 
 def stays(instance: Instance) -> Instance:
@@ -307,19 +303,7 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     if not lost.finishing and not queries_first:  # no destination has been commanded: it has no machine
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
     leaving = replace(undone, state=State.UNDOING, deadline=at + context.destroy_retry_s, since=at)
-    return after(end_here(leaving, context), report_progress(leaving, MoveState.UNDOING, at, context))
-
-
-def end_here(instance: Instance, context: StepContext) -> Step:
-    """Have the destination of a move that is undone end its attempt; in doubt, unless it is complete there."""
-    is_kept = is_doubted(instance, context) and not move_of(instance).delete
-    return Step(instance, (replace(steps.destroy_here(instance, context), unless_built=is_kept),))
-
-
-def is_doubted(instance: Instance, context: StepContext) -> bool:
-    """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
-    began = instance.move.began if instance.move is not None else math.inf
-    return instance.doubted and context.may_lack(began)
+    return report_progress(leaving, MoveState.UNDOING, at, context)
 
 
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
@@ -333,8 +317,7 @@ def revert_book(instance: Instance, at: float, context: StepContext) -> Instance
 
 def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
     """Command the machine's old size, where it is."""
-    earlier = order(instance, ChangeKind.RESIZE, at, context, is_back=True)
-    return Step(replace(earlier.instance, deadline=at + context.destroy_retry_s), earlier.commands)
+    return Step(replace(numbered(instance, at), deadline=at + context.destroy_retry_s))
 
 
 def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
@@ -350,74 +333,16 @@ def ending_of(move: Move) -> MoveEnd:
 def offload(instance: Instance, at: float, context: StepContext) -> Step:
     """Have the host destroy the shelved machine."""
     leaving = replace(instance, state=State.OFFLOADING, deadline=at + context.destroy_retry_s, since=at)
-    earlier = Step(leaving, (steps.destroy_here(leaving, context),))
-    return after(earlier, report_progress(leaving, MoveState.CHANGING, at, context))
+    return report_progress(leaving, MoveState.CHANGING, at, context)
 
 
-CHANGES = {
-    MoveKind.START: ChangeKind.START,
-    MoveKind.UNSHELVE: ChangeKind.START,
-    MoveKind.STOP: ChangeKind.STOP,
-    MoveKind.REBUILD: ChangeKind.REBUILD,
-    MoveKind.SHELVE: ChangeKind.SNAPSHOT,
-    MoveKind.RESCUE: ChangeKind.RESCUE,
-    MoveKind.UNRESCUE: ChangeKind.UNRESCUE,
-}
-
-
-MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
-_OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
-
-
-def step_s(instance: Instance, kind: ChangeKind, context: StepContext) -> float:
-    """The most seconds that a host may take for one change: those of one step, and for a live migration those of
-    copying the memory that the source holds.
-    """
-    move = move_of(instance)
-    if kind is not ChangeKind.HAND_OVER_LIVE or move.source is None or not context.live_copy_mb_s:
-        return move.step_timeout_s
-    memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in move.source.allocations.values())
-    return min(move.step_timeout_s + memory_mb / context.live_copy_mb_s, MAX_STEP_S)
-
-
-def hand_over_of(move: Move) -> ChangeKind:
-    """How the source of a move hands its machine over."""
-    return ChangeKind.HAND_OVER_LIVE if move.kind is MoveKind.LIVE_MIGRATE else ChangeKind.HAND_OVER
-
-
-def change(instance: Instance, state: State, kind: ChangeKind, at: float, context: StepContext) -> Step:
-    """Enter a state that waits for one change of one machine."""
-    entered = replace(instance, state=state, deadline=at + step_s(instance, kind, context), since=at, queried=False)
-    earlier = order(entered, kind, at, context)
-    return after(earlier, report_progress(earlier.instance, DESIRES[state].progress, at, context))
-
-
-def order(instance: Instance, kind: ChangeKind, at: float, context: StepContext, *, is_back: bool = False) -> Step:
-    """Command one change, under a number above all before: also above those that a restored database has forgotten.
-
-    is_back: the machine is to be in its state from before the move.
-    """
-    move = move_of(instance)
-    assert instance.spec is not None
-    order = max(instance.order + 1, order_epoch(instance) + int(at * 1000))
-    where, attempt = instance.here, instance.attempt
-    if kind in _OF_SOURCE or is_back:
-        assert move.source is not None
-        where, attempt = move.source, move.source_attempt
-    command = ChangeMachine(
-        change=kind,
-        spec=move.spec if kind in _OF_SOURCE or is_back else instance.spec,
-        attempt=attempt,
-        order=order,
-        host_uuid=where.host_uuid,
-        service=where.service,
-        allocations=where.allocations,
-        deployment=context.deployment,
-        to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
-        rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
-        timeout_s=step_s(instance, kind, context),
-    )
-    return Step(replace(instance, order=order, move=replace(move, order=order)), (command,))
+def change(instance: Instance, state: State, at: float, context: StepContext) -> Step:
+    """Enter a state that waits for one change of one machine, under a new number."""
+    entered = numbered(replace(instance, state=state, since=at, queried=False), at)
+    kind = change_of(entered)
+    assert kind is not None, state
+    waiting = replace(entered, deadline=at + step_s(move_of(entered), kind, context))
+    return report_progress(waiting, DESIRES[state].progress, at, context)
 
 
 def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:
@@ -436,26 +361,6 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     if event.runs:
         return replace(left, power=Power.RUNNING, image="")
     return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
-
-
-def destroy_source(instance: Instance, context: StepContext) -> Destroy:
-    """The order to destroy the machine of the move's source."""
-    move = move_of(instance)
-    assert move.source is not None
-    return Destroy(
-        instance_uuid=instance.uuid,
-        attempt=move.source_attempt,
-        host_uuid=move.source.host_uuid,
-        service=move.source.service,
-        deployment=context.deployment,
-    )
-
-
-def destroy_left(instance: Instance, context: StepContext) -> tuple[Message, ...]:
-    """The orders for those hosts that have not confirmed yet."""
-    move = move_of(instance)
-    here = () if move.here_gone else (steps.destroy_here(instance, context),)
-    return here if move.source_gone else (*here, destroy_source(instance, context))
 
 
 def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
@@ -485,11 +390,6 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, context: Ste
     if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
         return False
     return event.seen_at > instance.since + context.report_grace_s
-
-
-def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
-    """When to repeat the command to a host that does not answer: less and less often."""
-    return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
 
 
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:

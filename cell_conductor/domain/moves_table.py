@@ -64,6 +64,7 @@ DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 DESTROY_LEFTOVER = Rule(rules.destroy_leftover)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
 AGAIN = Rule(rules.repeat_question)
+COMMAND_AGAIN = Rule(undo_rules.command_again)
 ACTIVE_AGAIN = Rule(repeat_rules.announce_active_again)
 REFUSE = Rule(move_events.refuse)
 REFUSE_BUSY = Rule(move_events.refuse_busy)
@@ -100,8 +101,6 @@ MOVING: Mapping[type[Event], Rule | None] = {
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
 FOLLOW_FOUND = Rule(arrival_doubts.follow_found, (State.UNDOING,))
-FOLLOW_SOURCE = Rule(move_rules.follow_source)
-FOLLOW_DESTINATION = Rule(move_doubts.follow_destination)
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
 FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.CONFIRMING, State.ACTIVE))
 SEARCH_AGAIN = Rule(arrival_doubts.repeat_in_doubt)
@@ -136,7 +135,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
         **MOVING,
         Spawned: ARRIVE,
         SpawnFailed: Rule(move_rules.fail_destination, NEXT),
-        TimedOut: Rule(move_rules.query_destination),
+        TimedOut: COMMAND_AGAIN,
         Destroyed: Rule(move_rules.lose_destination, NEXT),
         HostRuns: ARRIVE,
         HostFenced: Rule(fence_rules.give_up_destination, NEXT),
@@ -162,10 +161,10 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     },
     State.CONFIRMING: {
         **MOVING,
-        Spawned: FOLLOW_SOURCE,
-        TimedOut: Rule(move_rules.destroy_source_again),
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: COMMAND_AGAIN,
         Destroyed: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
-        HostRuns: FOLLOW_SOURCE,
+        HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(move_rules.release_source, (State.RELEASING_SOURCE,)),
         HostFenced: Rule(fence_rules.release_source, (State.RELEASING_SOURCE,)),
     },
@@ -179,7 +178,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.UNDOING: {
         **MOVING,
         Spawned: FOLLOW_UNDONE,
-        TimedOut: Rule(undo_rules.undo_again),
+        TimedOut: COMMAND_AGAIN,
         Destroyed: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
         HostRuns: FOLLOW_UNDONE,
         HostMissing: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.VACATING)),
@@ -194,7 +193,7 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.RESTARTING: {
         **MOVING,
         Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(undo_rules.restart_again),
+        TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
         ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
@@ -202,17 +201,17 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.CHANGING: {
         **MOVING,
         Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(change_rules.change_again),
+        TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
         ChangeEnded: Rule(change_rules.changed, (State.ACTIVE, State.OFFLOADING)),
         HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
     },
     State.OFFLOADING: {
         **MOVING,
-        Spawned: FOLLOW_DESTINATION,
-        TimedOut: Rule(undo_rules.undo_again),
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: COMMAND_AGAIN,
         Destroyed: Rule(change_rules.vacate, (State.VACATING,)),
-        HostRuns: FOLLOW_DESTINATION,
+        HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(change_rules.vacate, (State.VACATING,)),
         HostFenced: Rule(fence_rules.vacate, (State.VACATING,)),
     },
@@ -260,10 +259,10 @@ MOVES: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.CLEARING: {
         **MOVING,
         DeleteRequested: Rule(departure_rules.refer),
-        Spawned: Rule(leave_rules.follow_kept_machine),
-        TimedOut: Rule(leave_rules.clear_again),
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: COMMAND_AGAIN,
         Destroyed: Rule(leave_rules.clear_destroyed, (State.RELEASING_KEPT,)),
-        HostRuns: Rule(leave_rules.follow_kept_machine),
+        HostRuns: CONFIRM_RUNNING,
         MoveRequested: Rule(departure_rules.refer),
         HostFenced: Rule(fence_rules.clear, (State.RELEASING_KEPT,)),
     },

@@ -15,6 +15,7 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
 from . import steps
+from .desires import DESIRES, Wish
 from .events import (
     BuildRequested,
     Claimed,
@@ -179,23 +180,17 @@ def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, 
 
 
 def confirm_running(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The current attempt runs, as recorded, perhaps under another service now. An older one is destroyed."""
+    """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
+    and that its host was not commanded to destroy, is destroyed.
+    """
     if steps.is_ours(instance, event):
         moved = steps.at_service(instance, event.service)
         return Step(
             instance if moved is instance else replace(moved, up_at=steps.by_its_clock(event), up_scan=event.scan)
         )
+    if steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE:
+        return Step(steps.source_at_service(instance, event))
     return destroy_orphan(instance, event, context)
-
-
-def repeat_destroy(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """It still runs, and its destroy order is on its way; if the host has another service now, that one gets the order,
-    too.
-    """
-    if not steps.is_ours(instance, event):
-        return destroy_orphan(instance, event, context)
-    moved = steps.at_service(instance, event.service)
-    return Step(moved, (steps.destroy_here(moved, context),)) if moved is not instance else Step(instance)
 
 
 def fail_over(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
@@ -228,8 +223,7 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
         wait_s = context.answer_timeout_s
         if instance.queried:
             wait_s = min(max(wait_s, event.at - instance.since), context.destroy_retry_max_s)
-        order = replace(steps.destroy_here(instance, context), unless_built=True)
-        return Step(replace(instance, queried=True, deadline=event.at + wait_s), (order,))
+        return Step(replace(instance, queried=True, deadline=event.at + wait_s), again=True)
     return _over_time(instance, event, context)
 
 
@@ -327,18 +321,7 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
         since=event.at,
         cause=event.cause or instance.cause,
     )
-    return steps.announce(
-        leaving, BuildState.DELETING, event.at, context, first=(steps.destroy_here(leaving, context),)
-    )
-
-
-def destroy_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The host has not confirmed: the command is repeated, without a limit. The allocation stays claimed.
-
-    Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
-    """
-    wait_s = min(max(context.destroy_retry_s, event.at - instance.since), context.destroy_retry_max_s)
-    return Step(replace(instance, deadline=event.at + wait_s), (steps.destroy_here(instance, context),))
+    return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
 def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:

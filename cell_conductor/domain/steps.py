@@ -6,6 +6,7 @@ waits for placement, order a destroy, and announce a state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from msgspec import Struct
@@ -67,10 +68,14 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
 
 class Step(Struct, frozen=True):
-    """The instance after an event, and the messages to send once that is committed."""
+    """The instance after an event, and the messages to send once that is committed.
+
+    again: with them every order of the record, also those that were sent before (`orders`).
+    """
 
     instance: Instance
     commands: tuple[Message, ...] = ()
+    again: bool = False
 
 
 def ask(instance: Instance, state: State, at: float, context: StepContext) -> Instance:
@@ -118,14 +123,27 @@ _ENDS = (BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED)
 
 def destroy_here(instance: Instance, context: StepContext) -> Destroy:
     """The order to destroy the current attempt."""
-    here: Selection = instance.here
+    return destroy_at(instance, instance.here, instance.attempt, context)
+
+
+def destroy_at(
+    instance: Instance, where: Selection, attempt: int, context: StepContext, *, unless_built: bool = False
+) -> Destroy:
+    """The order to destroy an attempt there. unless_built: a complete machine stays, and is reported."""
     return Destroy(
         instance_uuid=instance.uuid,
-        attempt=instance.attempt,
-        host_uuid=here.host_uuid,
-        service=here.service,
+        attempt=attempt,
+        host_uuid=where.host_uuid,
+        service=where.service,
         deployment=context.deployment,
+        unless_built=unless_built,
     )
+
+
+def is_doubted(instance: Instance, context: StepContext) -> bool:
+    """Whether the database was set back in the middle of this move: it may have advanced beyond its record."""
+    began = instance.move.began if instance.move is not None else math.inf
+    return instance.doubted and context.may_lack(began)
 
 
 def at_service(instance: Instance, service: str) -> Instance:
@@ -137,6 +155,22 @@ def at_service(instance: Instance, service: str) -> Instance:
     selections = list(instance.selections)
     selections[instance.position] = replace(instance.here, service=service)
     return replace(instance, selections=tuple(selections))
+
+
+def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
+    """Whether its machine is that of the move's source, on a host of its own."""
+    return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
+
+
+def source_at_service(instance: Instance, event: Spawned | HostRuns) -> Instance:
+    """As `at_service`, of the host of the move's source."""
+    move = instance.move
+    assert move is not None and move.source is not None
+    if move.source.service == event.service:
+        return instance
+    source = replace(move.source, service=event.service)
+    moved = replace(move, source=source, source_up_at=by_its_clock(event), source_up_scan=event.scan)
+    return replace(instance, move=moved)
 
 
 def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:

@@ -38,6 +38,7 @@ from .moves_table import (
     ACTIVE_AGAIN,
     AGAIN,
     ARRIVED_CELL,
+    COMMAND_AGAIN,
     CONFIRM_RUNNING,
     DESTROY_LEFTOVER,
     DESTROY_ORPHAN,
@@ -46,6 +47,7 @@ from .moves_table import (
     REFUSE,
     Rule,
 )
+from .orders import with_orders
 from .steps import Step, StepContext
 from .way_back import SourceQuery, source_query_of
 
@@ -255,14 +257,14 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
     State.DELETING: {
         BuildRequested: REPORT_DELETING,
         DeleteRequested: REPORT_DELETING,
-        Spawned: Rule(delete_rules.repeat_destroy_both),
+        Spawned: CONFIRM_RUNNING,
         SpawnFailed: Rule(delete_rules.report_undestroyed),
-        TimedOut: Rule(delete_rules.destroy_both_again),
+        TimedOut: COMMAND_AGAIN,
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
         Destroyed: Rule(delete_rules.release_both, (State.RELEASING,)),
         Released: IGNORE,
-        HostRuns: Rule(delete_rules.repeat_destroy_both),
+        HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(delete_rules.release_both, (State.RELEASING,)),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
         MoveRequested: REFUSE,
@@ -318,6 +320,10 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
 
 def step(instance: Instance, event: Event, context: StepContext) -> Step:
     """The instance after an event, and the commands that follow. Raises IllegalStep with the history."""
+    return with_orders(instance, _stepped(instance, event, context), context)
+
+
+def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     rule = TABLE[instance.state][type(event)]
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")

@@ -9,10 +9,11 @@ from msgspec.structs import replace
 
 from bus.contracts.moves import (
     MACHINE_ABSENT,
-    ChangeKind,
+    MoveState,
 )
 
-from . import steps
+from . import steps, way_back
+from .desires import DESIRES, Wish
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -22,23 +23,14 @@ from .events import (
 )
 from .instance import Instance, Power, State
 from .move_events import (
+    MoveEnd,
     after,
     answer,
     move_of,
     report_silent,
 )
-from .move_steps import (
-    change,
-    end_here,
-    end_undone,
-    ending_of,
-    here_gone,
-    is_awaited,
-    order,
-    repeat_at,
-    resize_back,
-    revert_book,
-)
+from .move_steps import change, end_undone, ending_of, here_gone, is_awaited, revert_book
+from .orders import repeated
 from .steps import Step, StepContext
 
 DESTINATION_SILENT = "move.destination_silent"  # of a move that is undone: it has not answered that nothing is left
@@ -59,17 +51,6 @@ def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context
     if instance.is_in_place or not here_gone(instance, event, context):
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
-
-
-def undo_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The destination has not confirmed: the command is repeated, without a limit, and less and less often.
-
-    A client that waits for the end of its revert is informed of that.
-    """
-    step = resize_back(instance, event.at, context) if instance.is_in_place else end_here(instance, context)
-    again = replace(step.instance, deadline=repeat_at(instance, event.at, context))
-    waits = report_silent(again, DESTINATION_SILENT, again.here, event.at, context)
-    return after(Step(again, step.commands), waits)
 
 
 def return_to_source(instance: Instance, event: Reverted, context: StepContext) -> Step:
@@ -96,7 +77,7 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
     if not move.handed_over or move.power is not Power.RUNNING:
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
-    return change(back, State.RESTARTING, ChangeKind.START, event.at, context)
+    return change(back, State.RESTARTING, event.at, context)
 
 
 def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -117,11 +98,23 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     return end_undone(left, event.at, context)
 
 
-def restart_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """The source has not reported that it runs: the command is repeated, and the request does not wait for it."""
-    earlier = order(instance, ChangeKind.START, event.at, context)
-    step = Step(replace(earlier.instance, deadline=repeat_at(instance, event.at, context)), earlier.commands)
-    move = move_of(step.instance)
-    if move.answered:
-        return step
-    return after(step, answer(step.instance, ending_of(move), event.at, context))
+def command_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
+    """A host has not answered: what was commanded is commanded again. A client that waits for the end of its confirm or
+    revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
+    """
+    again = repeated(instance, event.at, context)
+    desire, move = DESIRES[instance.state], instance.move
+    if move is None:
+        return again
+    if desire.source is Wish.DESTROY and move.source is not None:
+        waits = report_silent(again.instance, way_back.SOURCE_SILENT, move.source, event.at, context)
+    elif desire.here is Wish.DESTROY:
+        waits = report_silent(again.instance, DESTINATION_SILENT, instance.here, event.at, context)
+    elif desire.here is Wish.STAY:
+        reason = f"no answer within {move.step_timeout_s:g} s; the command is repeated"
+        is_back = desire.progress is MoveState.UNDOING
+        ending = ending_of(move) if is_back else MoveEnd(MoveState.FAILED, "change.timeout", reason)
+        waits = answer(again.instance, ending, event.at, context)
+    else:
+        return again
+    return after(again, waits)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import asyncpg
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
+from sqlalchemy import RowMapping
 
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
@@ -43,26 +44,6 @@ TRIM = """
 DELETE FROM object_log WHERE (revision, kind, name) IN (
     SELECT revision, kind, name FROM object_log ORDER BY revision DESC, kind, name OFFSET $1)
 """
-ENTRIES = """
-SELECT revision, kind, name, before, after, at, who, why, forced FROM object_log
-WHERE ($1::text IS NULL OR kind = $1) AND ($2::text IS NULL OR name = $2)
-  AND ($3::bigint IS NULL OR revision < $3 OR revision = $3 AND (kind, name) > ($4::text, $5::text))
-ORDER BY revision DESC, kind, name LIMIT $6
-"""
-BUILDS_OF_GROUP = """
-SELECT count(*) FROM (SELECT FROM build_requests WHERE project_id = $1 AND state = ANY($4::text[])
-                      AND request::json #>> '{server_group,uuid}' = $2 LIMIT $3) found
-"""
-BUILDS_IN_CELL = """
-SELECT count(*) FROM (SELECT 1 FROM build_requests WHERE cell = $1 AND state = ANY($3::text[])
-                      UNION ALL
-                      SELECT 1 FROM instances WHERE handed <> '' AND handed::json #>> '{kept,cell}' = $1
-                      LIMIT $2) found
-"""
-BUILDS_OF = """
-SELECT count(*) FROM (SELECT FROM build_requests WHERE flavor = $1
-                      AND state = ANY($3::text[]) LIMIT $2) found
-"""
 
 
 async def lock(connection: asyncpg.Connection) -> RecordedObjects:
@@ -93,11 +74,8 @@ async def write(connection: asyncpg.Connection, changed: Sequence[ChangedObject]
     return revision
 
 
-async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[ObjectLogEntry]:
-    """Entries of the log of changes, newest first."""
-    kind = None if query.kind is None else query.kind.value
-    name = query.name and clean(query.name)
-    after = tuple(map(clean, query.before_object)) if query.before_object else (None, None)
+def entries(found: Iterable[RowMapping]) -> list[ObjectLogEntry]:
+    """Rows of the log of changes, without those of kinds that only a newer scheduler has."""
     return [
         ObjectLogEntry(
             revision=row["revision"],
@@ -110,7 +88,7 @@ async def log(connection: asyncpg.Connection, query: ObjectLogQuery) -> list[Obj
             after=_body(row["after"]),
             forced=row["forced"],
         )
-        for row in await connection.fetch(ENTRIES, kind, name, query.before, *after, query.limit)
+        for row in found
         if row["kind"] in KINDS
     ]
 

@@ -8,8 +8,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 import structlog
+from sqlalchemy import Select
 
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
@@ -36,7 +37,7 @@ from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
 from scheduler_worker.store import drains as drain_rows
-from scheduler_worker.store import objects, rows
+from scheduler_worker.store import objects, queries, rows
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, Purged
 from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
 
@@ -58,10 +59,7 @@ LOCK = (
 # order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
-READ = """
-SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code, run
-FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
-"""
+READ = f"SELECT {rows.BUILD}, digest FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 # Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
 # without an index a bounded number of builds is examined.
@@ -101,12 +99,6 @@ WITH gone AS (
 SELECT count(*), coalesce(max(created_at), $3) FROM gone
 """
 
-MOVES = f"""
-SELECT {rows.MOVE}, updated_at FROM moves
-WHERE ($1::uuid IS NULL OR request_id = $1) AND ($2::uuid IS NULL OR instance_uuid = $2)
-  AND ($3::text IS NULL OR project_id = $3) AND ($4::boolean IS NULL OR terminal <> $4)
-ORDER BY created_at DESC LIMIT $5
-"""
 ACTIVE_ON = """
 SELECT instance_uuid FROM build_requests
 WHERE host_uuid = ANY($1::uuid[]) AND state = 'active' AND instance_uuid > $3
@@ -213,15 +205,7 @@ class PostgresBuildUnit:
         if not instances:
             return {}
         return {
-            row["instance_uuid"]: BuildStatus(
-                state=BuildState(row["state"]),
-                digest=row["digest"],
-                delete_requested=row["delete_requested"],
-                project_id=row["project_id"],
-                cell=row["cell"],
-                code=row["code"],
-                run=row["run"],
-            )
+            row["instance_uuid"]: BuildStatus(rows.recorded(row), row["digest"])
             for row in await self._connection.fetch(READ, instances)
         }
 
@@ -402,26 +386,24 @@ class PostgresBuilds:
 
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Along the primary key."""
-        async with self._database.raw() as connection:
-            return await objects.log(connection, query)
+        async with self._database.transaction() as connection:
+            return objects.entries((await connection.execute(queries.log_of(query))).mappings())
 
     async def builds_of(self, flavor: str, limit: int) -> int:
         """A scan that ends at the limit."""
-        async with self._database.raw() as connection:
-            states = objects.BUILDS_WITH_A_MACHINE
-            return int(await connection.fetchval(objects.BUILDS_OF, flavor, limit, states))
+        return await self._count(queries.builds_of(flavor, limit))
 
     async def builds_of_group(self, project: str, group: str, limit: int) -> int:
         """A scan of the project's builds that ends at the limit."""
-        async with self._database.raw() as connection:
-            states = objects.BUILDS_WITH_A_MACHINE
-            return int(await connection.fetchval(objects.BUILDS_OF_GROUP, project, group, limit, states))
+        return await self._count(queries.builds_of_group(project, group, limit))
 
     async def builds_in_cell(self, cell: str, limit: int) -> int:
         """A scan that ends at the limit."""
-        async with self._database.raw() as connection:
-            states = objects.BUILDS_WITH_A_MACHINE
-            return int(await connection.fetchval(objects.BUILDS_IN_CELL, cell, limit, states))
+        return await self._count(queries.builds_in_cell(cell, limit))
+
+    async def _count(self, statement: Select[int]) -> int:
+        async with self._database.transaction() as connection:
+            return (await connection.execute(statement)).scalar_one()
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
@@ -432,11 +414,9 @@ class PostgresBuilds:
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
-        async with self._database.raw() as connection:
-            found = await connection.fetch(
-                MOVES, query.request_id, query.instance_uuid, query.project_id, query.under_way, query.limit
-            )
-        return [rows.move_record(row) for row in found]
+        async with self._database.transaction() as connection:
+            found = (await connection.execute(queries.moves_of(query))).mappings()
+            return [rows.move_record(row) for row in found]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
         """Along the index of those under way."""

@@ -13,7 +13,6 @@ from uuid import UUID
 import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import text
 
 from berth.in_process import WorkerEnded
 from berth.settings import Settings
@@ -70,12 +69,12 @@ async def test_a_migrated_database_has_exactly_the_tables(empty_database: str, w
 async def test_a_schema_at_head_is_known_without_alembic(empty_database: str, worker: str) -> None:
     package = f"{worker}.store.migrations"
     database = await opened(empty_database, "migrated")
-    async with database.transaction() as connection:
+    async with database.raw() as connection:
         assert not await is_migrated(connection, package, "migrated"), "it is empty"
     await database.open(package)
-    async with database.transaction() as connection:
+    async with database.raw() as connection:
         assert await is_migrated(connection, package, "migrated")
-        await connection.execute(text(f"UPDATE {APPLIED} SET version_num = '0000_older'"))
+        await connection.execute(f"UPDATE {APPLIED} SET version_num = '0000_older'")
         assert not await is_migrated(connection, package, "migrated")
     await database.close()
     assert known_revisions(package)[-1] == ScriptDirectory.from_config(config(package)).get_current_head()

@@ -41,6 +41,22 @@ def is_two(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and node.value == 2
 
 
+def members_listed(statement: ast.stmt, enumeration: str) -> set[str]:
+    """The members of an enumeration that stand in one expression of a statement, where there are several."""
+    for expression in ast.iter_child_nodes(statement):
+        found = {
+            node.attr
+            for node in ast.walk(expression)
+            if isinstance(expression, ast.expr)
+            and isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == enumeration
+        }
+        if len(found) > 1:
+            return found
+    return set()
+
+
 def slots_of(node: ast.ClassDef) -> list[str]:
     """The names of a class's `__slots__`; none when some of them do not stand there as texts."""
     for one in node.body:

@@ -288,8 +288,9 @@ def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:
     confirm = move_steps.confirm
 
     def confirmed(instance: Any, at: float, context: Any) -> Step:
-        stepped = confirm(instance, at, context)
-        return Step(stepped.instance, (*stepped.commands, move_steps.destroy_source(instance, context)))
+        stepped, move = confirm(instance, at, context), instance.move
+        destroyed = steps.destroy_at(instance, move.source, move.source_attempt, context)
+        return Step(stepped.instance, (*stepped.commands, destroyed))
 
     return _shared("confirm", confirmed)
 

@@ -1,0 +1,142 @@
+"""The orders of a record: what its hosts are commanded for as long as it is as it is, and until they have answered.
+
+They follow from the record alone. `table.step` sends all of them when a state is entered, and within a state those that
+have changed: the machine is under another service, or its host is queried now. A deadline sends all once more
+(`repeated`). Three kinds are sent once, and are none of these: `Spawn`, because the number of an attempt is used once;
+the destroy of an attempt that the record leaves behind, which nobody awaits; and that of a machine which a host lists
+though it is over.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from bus.contracts.cell import Destroy
+from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind
+
+from .departure_steps import order_epoch
+from .desires import DESIRES, Wish
+from .instance import Instance, Move, State
+from .steps import Step, StepContext, destroy_at, is_doubted
+
+CHANGES = {
+    MoveKind.START: ChangeKind.START,
+    MoveKind.UNSHELVE: ChangeKind.START,
+    MoveKind.STOP: ChangeKind.STOP,
+    MoveKind.REBUILD: ChangeKind.REBUILD,
+    MoveKind.SHELVE: ChangeKind.SNAPSHOT,
+    MoveKind.RESCUE: ChangeKind.RESCUE,
+    MoveKind.UNRESCUE: ChangeKind.UNRESCUE,
+}
+MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
+_OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
+_ASKED = frozenset({Wish.BUILD, Wish.RUN})
+_DESTROYED = frozenset({Wish.DESTROY, Wish.CLEAR})
+
+
+def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:
+    """The orders, in which a host that was queried is to end its attempt unless it is complete."""
+    if (kind := change_of(instance)) is not None:
+        return (change_order(instance, kind, context),)
+    desire, move = DESIRES[instance.state], instance.move
+    is_queried = instance.queried and desire.here in _ASKED
+    orders: list[Destroy] = []
+    if (is_queried or desire.here in _DESTROYED) and not (move is not None and move.here_gone):
+        # In doubt a complete machine at the destination of a move that is undone has arrived.
+        is_spared = desire.source is Wish.STAY and is_doubted(instance, context) and not _is_deleted(move)
+        orders.append(
+            destroy_at(instance, instance.here, instance.attempt, context, unless_built=is_queried or is_spared)
+        )
+    if move is None or move.source is None or instance.source_host_uuid is None or move.source_gone:
+        return tuple(orders)
+    if desire.source is Wish.DESTROY or (is_queried and desire.here is Wish.RUN):
+        orders.append(destroy_at(instance, move.source, move.source_attempt, context, unless_built=is_queried))
+    return tuple(orders)
+
+
+def _is_deleted(move: Move | None) -> bool:
+    return move is not None and move.delete
+
+
+def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
+    """The step with the orders that follow from it, before its other messages."""
+    after = stepped.instance
+    orders = orders_of(after, context)
+    if orders and after.state is before.state and not stepped.again:
+        known = orders_of(before, context)
+        orders = tuple(one for one in orders if one not in known)
+    return replace(stepped, commands=(*orders, *stepped.commands)) if orders else stepped
+
+
+def repeated(instance: Instance, at: float, context: StepContext) -> Step:
+    """No answer: every order is sent again, without a limit, a change under a new number."""
+    is_queried = instance.queried or DESIRES[instance.state].here in _ASKED
+    again = replace(instance, queried=is_queried, deadline=repeat_at(instance, at, context))
+    return Step(again if change_of(again) is None else numbered(again, at), again=True)
+
+
+def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
+    """When what has not been answered is sent once more.
+
+    Less and less often: the orders wait in the service's queue while it is down, so their number has to stay small.
+    """
+    return at + min(max(context.destroy_retry_s, at - instance.since), context.destroy_retry_max_s)
+
+
+def change_of(instance: Instance) -> ChangeKind | None:
+    """The change of one machine that is awaited in this state; None: none is."""
+    move, kind = instance.move, DESIRES[instance.state].change
+    if move is None:
+        return None
+    if instance.state is State.CHANGING:
+        return CHANGES[move.kind]
+    if kind is ChangeKind.RESIZE:  # the only one that is undone where it was done
+        return kind if instance.is_in_place else None
+    if kind is ChangeKind.HAND_OVER and move.kind is MoveKind.LIVE_MIGRATE:
+        return ChangeKind.HAND_OVER_LIVE
+    return kind
+
+
+def numbered(instance: Instance, at: float) -> Instance:
+    """Number the change that is commanded next above all before: also above those that a restored database has
+    forgotten.
+    """
+    assert instance.move is not None
+    number = max(instance.order + 1, order_epoch(instance) + int(at * 1000))
+    return replace(instance, order=number, move=replace(instance.move, order=number))
+
+
+def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> ChangeMachine:
+    """The command of a change, under the number that is on record."""
+    move = instance.move
+    assert move is not None and instance.spec is not None
+    where, attempt, spec = instance.here, instance.attempt, instance.spec
+    is_back = kind is ChangeKind.RESIZE and (move.resizing_back or DESIRES[instance.state].here in _DESTROYED)
+    if kind in _OF_SOURCE or is_back:
+        assert move.source is not None
+        # In place, as `here`: under the service that has the host now.
+        where = replace(move.source, service=where.service) if is_back else move.source
+        attempt, spec = move.source_attempt, move.spec
+    return ChangeMachine(
+        change=kind,
+        spec=spec,
+        attempt=attempt,
+        order=move.order,
+        host_uuid=where.host_uuid,
+        service=where.service,
+        allocations=where.allocations,
+        deployment=context.deployment,
+        to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
+        rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
+        timeout_s=step_s(move, kind, context),
+    )
+
+
+def step_s(move: Move, kind: ChangeKind, context: StepContext) -> float:
+    """The most seconds that a host may take for one change: those of one step, and for a live migration those of
+    copying the memory that the source holds.
+    """
+    if kind is not ChangeKind.HAND_OVER_LIVE or move.source is None or not context.live_copy_mb_s:
+        return move.step_timeout_s
+    memory_mb = sum(amounts.get("MEMORY_MB", 0) for amounts in move.source.allocations.values())
+    return min(move.step_timeout_s + memory_mb / context.live_copy_mb_s, MAX_STEP_S)
