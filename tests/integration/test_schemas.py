@@ -13,6 +13,7 @@ from uuid import UUID
 import asyncpg
 import pytest
 from alembic.script import ScriptDirectory
+from sqlalchemy import text
 
 from berth.in_process import WorkerEnded
 from berth.settings import Settings
