@@ -21,17 +21,19 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.build import DeleteRequest
+from bus.contracts.build import BuildState, DeleteRequest
 from bus.contracts.stages import Stamps
+from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.cancellations import Cancellations
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, admit, first_of_each, is_clash_of_first
-from scheduler_worker.domain.builds import Author, BuildStatus
-from scheduler_worker.domain.decision_messages import messages_of, to_clients
+from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
+from scheduler_worker.domain.decision_messages import cell_build, to_clients
 from scheduler_worker.domain.decisions import (
     Circumstances,
     Conclusion,
@@ -43,8 +45,9 @@ from scheduler_worker.domain.decisions import (
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
+from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.pending import PendingBuild, accepted, first_event, new_build, stamps_of
+from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, stamps_of
 from scheduler_worker.domain.placement import PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.placing import Placer, ReplicaFollower
@@ -61,9 +64,9 @@ BUILDS_AT_ONCE = 64
 class RequestRecorder:
     """Puts build requests on record, a batch in one transaction. One per scheduler process."""
 
-    def __init__(self, store: SchedulerStore, cancellations: Cancellations, *, clock: Clock, process: str) -> None:
+    def __init__(self, store: SchedulerStore, deletes: Deletes, *, clock: Clock, process: str) -> None:
         self._store = store
-        self._cancellations = cancellations
+        self._deletes = deletes
         self._clock = clock
         self._who = process
 
@@ -82,30 +85,31 @@ class RequestRecorder:
             metrics.count_requests("build", admission.label)
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
-        pairs = zip(builds, admissions, strict=True)
-        await self._cancellations.release([replace(pending, run=one.run) for pending, one in pairs if one.release])
+        await self._deletes.release([one.ended for one in admissions if one.ended is not None])
         return admissions
 
     async def _insert(
         self, unit: BuildUnit, builds: Sequence[PendingBuild], firsts: Mapping[str, PendingBuild], author: Author
     ) -> list[Admission]:
         """The transaction. The record of a gang's first member stands for the whole request, so it goes first."""
-        new, known = set[str](), dict[str, BuildStatus]()
+        new, known, records = set[str](), dict[str, BuildStatus](), dict[str, NewBuild]()
         for later in (False, True):
             part = {
                 uuid: pending
                 for uuid, pending in firsts.items()
                 if pending.is_later_member is later and not (later and is_clash_of_first(pending, firsts, known))
             }
-            records = [
-                new_build(pending, author) async for some in InParts(part.values(), BUILDS_AT_ONCE) for pending in some
-            ]
-            new |= await unit.insert(records, author.at)
+            async for some in InParts(part.items(), BUILDS_AT_ONCE):
+                records |= {uuid: new_build(pending, author) for uuid, pending in some}
+            new |= await unit.insert([records[uuid] for uuid in part], author.at)
             known |= await unit.read([uuid for uuid in part if uuid not in new])
         async for firsts_of_part in InParts(firsts.items(), BUILDS_AT_ONCE):
             for uuid, pending in firsts_of_part:
                 if uuid in new:
-                    unit.emit(to_clients(first_event(pending, author.at)))
+                    for message in effects(
+                        None, records[uuid].build, author.at, None, stamps_of(pending, None, author.at)
+                    ):
+                        unit.emit(message)
         admissions = [
             admit(pending, firsts, new, known) async for some in InParts(builds, BUILDS_AT_ONCE) for pending in some
         ]
@@ -134,8 +138,8 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._cancellations = Cancellations(store, claims, selector.table.last_cell_of, clock=clock, process=self._who)
-        self._recorder = RequestRecorder(store, self._cancellations, clock=clock, process=self._who)
+        self._deletes = Deletes(store, claims, selector.table.last_cell_of, clock=clock, process=self._who)
+        self._recorder = RequestRecorder(store, self._deletes, clock=clock, process=self._who)
         self._placer = Placer(claims, selector, follower, clock=clock, rng=rng, config=config)
         self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
 
@@ -149,20 +153,18 @@ class SchedulingEngine:
             admissions = await self._record(builds, chosen, speculate=not deletes)
             deleted: set[str] = set()
             if deletes:
-                of_deletes, deleted = await self._cancellations.delete(deletes)
+                of_deletes, deleted = await self._deletes.delete(deletes)
                 outcomes |= of_deletes
-            to_cancel: list[PendingBuild] = []
             to_place: list[PendingBuild] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
                 pending = replace(taken, run=admission.run) if admission.run else taken
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
-                elif admission.cancelled or pending.instance_uuid in deleted:
-                    to_cancel.append(pending)
+                elif pending.instance_uuid in deleted:
+                    outcomes[pending.position] = accepted(pending.instance_uuid)
                 else:
                     to_place.append(without_withdrawn(pending, withdrawn))
-            outcomes |= await self._cancellations.cancel(to_cancel)
             outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._placer.drop(chosen.values())
@@ -177,11 +179,11 @@ class SchedulingEngine:
 
     async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
         """The requests of these that may have claimed, for a member at least, though they are not on record."""
-        return await self._cancellations.may_have_claimed(builds)
+        return await self._deletes.may_have_claimed(builds)
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
         """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""
-        await self._cancellations.refuse(deletes)
+        await self._deletes.refuse(deletes)
 
     async def _record(
         self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState], *, speculate: bool
@@ -259,9 +261,7 @@ class SchedulingEngine:
                 for one, decided in part:
                     if one.pending.instance_uuid in written:
                         stages.append(stamps_of(one.pending, one.claimed, now))
-                        for message in messages_of(
-                            decided, one.pending.request, one.claimed, now, stages[-1], self._selector.config
-                        ):
+                        for message in self._effects(one, decided, now, stages[-1]):
                             unit.emit(message)
             return written
 
@@ -272,16 +272,34 @@ class SchedulingEngine:
         await self._follow_up(scheduled, written)
         return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
 
+    def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
+        claimed = one.claimed
+        command = (
+            None if claimed is None else cell_build(one.pending.request, claimed, now, stamps, self._selector.config)
+        )
+        return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
+
     async def _follow_up(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
-        """Release the claims of builds that failed, and cancel those that another scheduler has decided meanwhile."""
-        failed = [one for one in scheduled if one.decision.build.terminal]
-        for one in failed:
-            build = one.decision.build
-            uuid = build.instance_uuid
-            log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
-        # A failed build is dispatched by no scheduler; the release also fences a claim that is still in flight.
-        await self._cancellations.release([one.pending for one in failed if one.pending.instance_uuid in written])
-        await self._cancellations.cancel([one.pending for one in scheduled if one.pending.instance_uuid not in written])
+        """Release the claims of builds that have ended: those that failed, and those that another scheduler, or a
+        delete, has ended meanwhile. Raises Transient: a record is gone, or placement did not answer.
+        """
+        ended = [one.decision.build for one in scheduled if one.pending.instance_uuid in written]
+        for build in ended:
+            if build.terminal:
+                uuid = build.instance_uuid
+                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        runs = {one.pending.instance_uuid: one.pending.run for one in scheduled}
+        unwritten = [uuid for uuid in runs if uuid not in written]
+        if unwritten:
+            async with self._store.unit() as unit:
+                known = await unit.read(unwritten)
+            if len(known) < len(unwritten):
+                # The transaction of a record does not wait for the disk, and the database has crashed since: record and
+                # decide again.
+                raise Transient("a request is not on record any more", code="request.forgotten")
+            # By the run of this decision: where the record has another, nothing was ever dispatched for this one.
+            ended += [replace(known[uuid].build, run=runs[uuid]) for uuid in unwritten]
+        await self._deletes.release(ended)
 
     def _circumstances(self) -> Circumstances:
         now_s = self._clock.monotonic()

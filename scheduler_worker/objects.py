@@ -156,7 +156,7 @@ class ObjectRegistry:
         *,
         clock: Clock,
         cells: Sequence[str] = (),
-        stall_watch: StallWatch | None = None,
+        stall_watch: StallWatch,
     ) -> None:
         self._store = store
         self._selector = selector
@@ -184,8 +184,7 @@ class ObjectRegistry:
         """Read the revision every RELOAD_S, and soon after each reconnect."""
         due = self._clock.monotonic() + RELOAD_S
         while True:
-            if self._stall_watch is not None:
-                self._stall_watch.look(self._clock.monotonic())
+            self._stall_watch.look(self._clock.monotonic())
             await self._clock.sleep(RELOAD_CHECK_S)
             if not self._is_fresh or self._clock.monotonic() >= due:
                 self._is_fresh = True  # read before: a connection that is lost meanwhile has it read again

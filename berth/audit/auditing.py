@@ -16,9 +16,8 @@ from bus.persistence.database import Database
 from scheduler_worker.domain.flavors import ZONE_KEY
 
 _HELD_BY_BUS = "SELECT uuid::text, run FROM consumers WHERE released_at IS NULL AND attempt > 0"
-# A delete stays requested when the instance is deleted.
 _OPEN_REQUESTS = """
-SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR (delete_requested AND state <> 'deleted')
+SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'deleting'
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
 _ENDED = """

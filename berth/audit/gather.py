@@ -98,7 +98,7 @@ _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FR
 _SENT = """timeline LIKE '%"what":"dispatched"%'"""
 _GANGS = f"""
 SELECT gang::text, max(gang_min), count(*), count(*) FILTER (WHERE {_SENT}),
-       count(*) FILTER (WHERE NOT {_SENT} AND delete_requested), min(created_at)
+       count(*) FILTER (WHERE NOT {_SENT} AND state IN ('deleting', 'deleted')), min(created_at)
 FROM build_requests WHERE gang IS NOT NULL GROUP BY gang
 """
 _UNSENT = "SELECT count(*) FROM outbox"

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
-from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus
+from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild, accepted
 
@@ -20,16 +20,15 @@ DUPLICATE = "request.duplicate"
 class Admission(Struct, frozen=True, kw_only=True):
     """The consequence of a pending build's record: its outcome, or how to go on.
 
-    label: for the metrics. run: of its record (empty: that of the delivery). cancelled: a delete came before the
-    decision. release: a claim of it may be left that no cell will use. event: published to the project, because no
-    other event of this request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
+    label: for the metrics. run: of its record (empty: that of the delivery). ended: its record, if it has ended: the
+    scheduler that wrote it may have died before it told placement. event: published to the project, because no other
+    event of this request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
     """
 
     outcome: Outcome | None = None
     label: str = ""
     run: str = ""
-    cancelled: bool = False
-    release: bool = False
+    ended: RecordedBuild | None = None
     event: BuildEvent | None = None
     withdrawn: bool = False
 
@@ -69,7 +68,7 @@ def is_clash_of_first(
     assert pending.gang is not None
     first, on_record = firsts[pending.gang.uuid], known.get(pending.gang.uuid)
     return first.digest != pending.digest or (
-        on_record is not None and on_record.digest != pending.digest and on_record.code != UNKNOWN
+        on_record is not None and on_record.digest != pending.digest and on_record.build.code != UNKNOWN
     )
 
 
@@ -90,7 +89,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     nothing.
     """
     refusal = pending.refusal
-    if known is not None and known.state is BuildState.ACCEPTED and refusal is not None:
+    if known is not None and known.build.state is BuildState.ACCEPTED and refusal is not None:
         # The request is still on record, however old it is, so its record was not purged. If an object that it names
         # has been deleted since, the decision ends it.
         refusal = None
@@ -98,25 +97,19 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         reason = "the same request is being recorded by another scheduler"
         return Admission(outcome=Retry("request.concurrent", reason))
-    if known.code == UNKNOWN and known.project_id == pending.request.project_id:
+    if known.build.code == UNKNOWN and known.build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
         return Admission(outcome=accepted(pending.instance_uuid), label="deleted", withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
-    if known.state is BuildState.REFUSED and refusal is not None:
+    if known.build.state is BuildState.REFUSED and refusal is not None:
         return Admission(outcome=Done(reply=refusal))
-    if known.state is not BuildState.ACCEPTED or refusal is not None:
-        # The scheduler that wrote this record may have died before it could release the claim.
-        withdrawn = known.delete_requested or known.state is BuildState.DELETED
-        return Admission(
-            outcome=accepted(pending.instance_uuid),
-            label="repeated",
-            run=known.run,
-            release=is_unused(known),
-            withdrawn=withdrawn,
-        )
-    return Admission(cancelled=known.delete_requested, withdrawn=known.delete_requested, run=known.run)
+    if known.build.state is not BuildState.ACCEPTED or refusal is not None:
+        withdrawn = known.build.state in (BuildState.DELETING, BuildState.DELETED)
+        repeated = accepted(pending.instance_uuid)
+        return Admission(outcome=repeated, label="repeated", ended=known.build, withdrawn=withdrawn)
+    return Admission(run=known.build.run)
 
 
 def admit_without_first(pending: PendingBuild) -> Admission:
@@ -140,9 +133,3 @@ def _clash(pending: PendingBuild) -> Admission:
         at=pending.taken_at,
     )
     return Admission(outcome=Done(reply=refusal), label="duplicate", event=event)
-
-
-def is_unused(known: BuildStatus) -> bool:
-    """Whether no cell has the build, and none will: a claim of it is to be released."""
-    ended = known.delete_requested or known.state in (BuildState.FAILED, BuildState.DELETED)
-    return ended and known.cell is None

@@ -48,10 +48,9 @@ class Author(Struct, frozen=True):
 class RecordedBuild(Struct, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
-    terminal: the request's one terminal event was announced. delete_requested: it is to be deleted, and its scheduler
-    has not decided yet. history: the attempts that its cell has reported. attempt: that holds its claim, as its cell
-    has announced it last (0: none was claimed for it). run: the name by which schedulers claim and release for this
-    record. An earlier record of the same request, which is lost, had another.
+    terminal: the request's one terminal event was announced. history: the attempts that its cell has reported. attempt:
+    that holds its claim, as its cell has announced it last (0: none was claimed for it). run: the name by which
+    schedulers claim and release for this record. An earlier record of the same request, which is lost, had another.
     """
 
     instance_uuid: str
@@ -66,27 +65,19 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     code: str = ""
     reason: str = ""
     history: tuple[AttemptRecord, ...] = ()
-    delete_requested: bool = False
     run: str = ""
 
     @property
     def awaits_decision(self) -> bool:
-        """Whether a decision may be written: the build is still being scheduled, and no delete has come."""
-        return self.state is BuildState.ACCEPTED and not self.delete_requested
+        """Whether a decision may be written: the build is still being scheduled."""
+        return self.state is BuildState.ACCEPTED
 
 
-class BuildStatus(Struct, frozen=True, kw_only=True):
-    """The record of a request that came again. cell: where it was dispatched to, together with its claim. run: as in
-    RecordedBuild.
-    """
+class BuildStatus(Struct, frozen=True):
+    """The record of a request that came again. digest: of its whole content."""
 
-    state: BuildState
+    build: RecordedBuild
     digest: bytes
-    delete_requested: bool
-    project_id: str
-    cell: str | None = None
-    code: str = ""
-    run: str = ""
 
 
 class Gang(Struct, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The messages of a decision: the command to its cell, and the event to its client. Pure."""
+"""The command to the cell that a build is dispatched to, and events of requests that are not on record. Pure."""
 
 from __future__ import annotations
 
@@ -18,40 +18,15 @@ from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.builds import OFF_RECORD, BuildDecision
+from scheduler_worker.domain.builds import OFF_RECORD
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
-from scheduler_worker.domain.placement import (
-    FIRST_ATTEMPT,
-    HostClaimed,
-)
+from scheduler_worker.domain.placement import HostClaimed
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not
 # the node's own), and the capabilities that Ironic gets as the instance's.
 TRAIT = "trait:"
 CAPABILITY = "capabilities:"
 NO_FLAVOR = Flavor()
-
-
-def decided_event(
-    one: BuildDecision, at: float, stamps: Stamps | None = None, attempt: int = FIRST_ATTEMPT
-) -> BuildEvent:
-    """The event of a decision; with how long the stages took when it is terminal. attempt: that holds its claim."""
-    build = one.build
-    return BuildEvent(
-        instance_uuid=build.instance_uuid,
-        project_id=build.project_id,
-        state=build.state,
-        sequence=build.sequence,
-        terminal=build.terminal,
-        cell=build.cell,
-        host=build.host,
-        attempt=attempt if build.host is not None else 0,
-        code=build.code,
-        reason=build.reason,
-        funnel=one.funnel,
-        at=at,
-        stamps=stamps if build.terminal else None,
-    )
 
 
 def instance_spec(
@@ -96,22 +71,6 @@ def cell_build(
         stamps=replace(stamps, lost_claims=len(claimed.lost)) if claimed.lost else stamps,
         attempt=claimed.attempt,
     )
-
-
-def messages_of(  # noqa: PLR0917  (hot, so no keywords)
-    decided: BuildDecision,
-    request: BuildRequest,
-    claimed: HostClaimed | None,
-    at: float,
-    stamps: Stamps,
-    config: SchedulerConfig,
-) -> list[OutboxMessage]:
-    """The messages of a decision once it is written: the command to the cell, and the event to clients."""
-    if claimed is None:
-        return [to_clients(decided_event(decided, at, stamps))]
-    event = to_clients(decided_event(decided, at, stamps, claimed.attempt))
-    command = cell_build(request, claimed, at, stamps, config)
-    return [OutboxMessage(claimed.cell, command, request.instance_uuid), event]
 
 
 def to_clients(event: BuildEvent) -> OutboxMessage:

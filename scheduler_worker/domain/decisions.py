@@ -19,6 +19,7 @@ from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author,
 from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     ClaimsContended,
@@ -136,7 +137,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     """
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
-    is_short = started < (1 if gang is None else gang.min_count)
+    is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
     retry = next((retry for one in members if (retry := _retry_of(one, circumstances)) is not None), None)
     if is_short and retry is not None:
         return [(one.pending, retry) for one in members]

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
-from bus.contracts.cell import CellDelete
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
@@ -27,6 +26,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
@@ -47,12 +47,14 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
-    late; unbuilt: of builds that no cell has, which are planned once it is known what their instances hold.
+    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; ended: their records that have
+    ended by now; unknown: without a record, late; unbuilt: of builds that no cell has, which are planned once it is
+    known what their instances hold.
     """
 
     outcomes: dict[int, Outcome]
     accepted: set[str]
+    ended: list[RecordedBuild]
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
@@ -65,13 +67,6 @@ class KeptAllocation(Struct, frozen=True):
     run: str
     attempt: int
     cell: str | None
-
-
-class BuildEnd(Struct, frozen=True):
-    """The effect of a delete on one build: its new record, and the messages that it leads to."""
-
-    update: BuildUpdate
-    messages: tuple[OutboxMessage, ...] = ()
 
 
 def pending_delete(received: Received, position: int) -> PendingDelete:
@@ -88,10 +83,9 @@ def plan_deletes(
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
 
-    kept: as of `end_without_cell`; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
+    kept: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
-    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
-    ended: set[str] = set()
+    plan = DeletePlan(outcomes={}, accepted=set(), ended=[], updates=[], messages=[], unknown=[], unbuilt=[])
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
@@ -103,71 +97,48 @@ def plan_deletes(
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
-        elif kept is None and _may_be_forgotten(build):
+        elif kept is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
+            if uuid not in plan.accepted:
+                _delete(plan, build, author, (kept or {}).get(uuid))
             plan.accepted.add(uuid)
-            if uuid not in ended and (end := _delete(build, author, kept or {})) is not None:
-                ended.add(uuid)
-                plan.updates.append(end.update)
-                plan.messages.extend(end.messages)
     return plan
 
 
-def _may_be_forgotten(build: RecordedBuild) -> bool:
-    """Whether an instance of an earlier request, whose record is lost, may run under this build's uuid."""
-    return build.cell is None and build.state in (BuildState.FAILED, BuildState.REFUSED)
-
-
-def _delete(build: RecordedBuild, author: Author, kept: Mapping[str, KeptAllocation]) -> BuildEnd | None:
-    """The effect of a delete on one build; None: it was requested before."""
-    if build.state in (BuildState.DELETING, BuildState.DELETED):
-        return None
-    if build.state is BuildState.ACCEPTED:
-        # The scheduler that decides the build sees this before it dispatches; it releases the claim and publishes
-        # `deleted`.
-        if build.delete_requested:
-            return None
-        return BuildEnd(
-            BuildUpdate(build=replace(build, delete_requested=True), timeline=(author.entry("delete_requested"),))
-        )
-    if build.cell is None:
-        return end_without_cell(build, author, kept, "it was never built")
-    begun = build.state in (BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED)
-    return delete_in_cell(build, build.cell, author, begun=begun)
-
-
-def delete_in_cell(build: RecordedBuild, cell: str, author: Author, *, begun: bool) -> BuildEnd:
-    """Pass a delete to the cell that has the instance. begun: as in CellDelete."""
-    command = CellDelete(instance_uuid=build.instance_uuid, project_id=build.project_id, begun=begun)
-    line = author.entry("delete_requested", f"passed to cell {cell}")
-    deleting = replace(build, state=BuildState.DELETING, delete_requested=True, cell=cell)
-    return BuildEnd(BuildUpdate(build=deleting, timeline=(line,)), (OutboxMessage(cell, command, build.instance_uuid),))
-
-
-def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, KeptAllocation], detail: str) -> BuildEnd:
-    """The end, by a delete, of a build that its record gives to no cell.
-
-    kept: what instances hold. An allocation of another run is not released: its record is lost, as after a restore,
-    and the instance may run. detail: for the timeline.
+def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: KeptAllocation | None) -> None:
+    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. An allocation of
+    another run is not released: its record is lost, as after a restore, and the instance may run.
     """
-    uuid = build.instance_uuid
-    held = kept.get(uuid)
-    if held is None or (held.run, held.attempt) == (build.run, FIRST_ATTEMPT):
-        deleted = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, delete_requested=True)
-        event = _end(build, BuildState.DELETED, DELETED, author)
-        return BuildEnd(
-            BuildUpdate(build=deleted, timeline=(author.entry("deleted", detail),)), (OutboxMessage(API, event, uuid),)
-        )
-    if held.cell is not None:
-        return delete_in_cell(build, held.cell, author, begun=True)
-    why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-    refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), uuid)  # of the delete
-    if build.terminal:
-        line = author.entry("delete_refused", f"{STRANDED}: {STRANDED_REASON}")
-        return BuildEnd(BuildUpdate(build=build, timeline=(line,)), (refused,))
-    failed = replace(
+    is_own = held is None or (held.run, held.attempt) == (build.run, FIRST_ATTEMPT)
+    cell = build.cell or (None if held is None or is_own else held.cell)
+    after, lines = build, tuple[TimelineEntry, ...]()
+    if build.state in (BuildState.DELETING, BuildState.DELETED):
+        pass  # it was requested before
+    elif cell is not None:
+        after = replace(build, state=BuildState.DELETING, cell=cell)
+        lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
+    elif is_own:
+        detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
+        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True)
+        lines = (author.entry("deleted", detail),)
+    else:
+        why = Refusal(code=STRANDED, reason=STRANDED_REASON)
+        refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), build.instance_uuid)
+        plan.messages.append(refused)  # of the delete
+        after, what = build, "delete_refused"
+        if build.awaits_decision:
+            after, what = _failed(build, why), "failed"
+        lines = (author.entry(what, f"{STRANDED}: {STRANDED_REASON}"),)
+    if lines:
+        plan.updates.append(BuildUpdate(build=after, timeline=lines))
+    plan.messages.extend(effects(build.state, after, author.at))
+    plan.ended.append(after)
+
+
+def _failed(build: RecordedBuild, why: Refusal) -> RecordedBuild:
+    return replace(
         build,
         state=BuildState.FAILED,
         sequence=FAILED_OR_REFUSED,
@@ -175,9 +146,6 @@ def end_without_cell(build: RecordedBuild, author: Author, kept: Mapping[str, Ke
         code=why.code,
         reason=why.reason,
     )
-    event = _end(build, BuildState.FAILED, FAILED_OR_REFUSED, author, why)
-    line = author.entry("failed", f"{STRANDED}: {STRANDED_REASON}")
-    return BuildEnd(BuildUpdate(build=failed, timeline=(line,)), (OutboxMessage(API, event, uuid), refused))
 
 
 def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author) -> list[NewBuild]:
@@ -210,7 +178,6 @@ def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None
     """
     if build is not None and (
         build.project_id != request.project_id
-        or (build.delete_requested and build.state is BuildState.ACCEPTED)
         or build.code == UNKNOWN
         or build.state in (BuildState.DELETING, BuildState.DELETED)
     ):

@@ -250,7 +250,7 @@ def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_F
 
 def _is_there(known: MoveContext) -> bool:
     build = known.build
-    return build is not None and build.state is BuildState.ACTIVE and not build.delete_requested
+    return build is not None and build.state is BuildState.ACTIVE
 
 
 def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> DrainMove | None:
@@ -319,9 +319,9 @@ def held_as_instance(host: DrainedHost, known: MoveContext) -> HeldInstance | No
     build = known.build
     if build is None:
         return None
-    if build.state in _UNBUILT and not build.delete_requested:
+    if build.state in _UNBUILT:
         return _held(host, known, BUILDING, f"its build is {build.state}")
-    if build.state is not BuildState.ACTIVE or build.delete_requested:
+    if build.state is not BuildState.ACTIVE:
         return _held(host, known, _leaving(build), f"it is {build.state}, and its resources are not released yet")
     if _is_on(host, known):
         return _held(host, known)
@@ -342,7 +342,7 @@ def held_by_migration(
         return HeldInstance(
             instance_uuid=uuid, project_id=holder.project_id, source=host, code=UNCONFIRMED, reason=reason
         )
-    if known.build.state is not BuildState.ACTIVE or known.build.delete_requested:
+    if known.build.state is not BuildState.ACTIVE:
         reason = f"it is {known.build.state}, and its source is not released yet"
         return _held(host, known, _leaving(known.build), reason)
     if _is_on(host, known):

@@ -56,7 +56,7 @@ def is_restarted(known: MoveContext, config: SchedulerConfig) -> bool:
     """Whether this instance is on record on its host, and is to be rebuilt elsewhere when that host is fenced."""
     if known.build is None or known.build_request is None or known.build.state is not BuildState.ACTIVE:
         return False
-    if known.build.delete_requested or known.now.condition not in _ON_HOST:
+    if known.now.condition not in _ON_HOST:
         return False
     flavor = config.flavors.get(flavor_of(known))
     return policy_of(known.build_request.on_host_failure, flavor, config.on_host_failure) is EvacuationPolicy.RESTART

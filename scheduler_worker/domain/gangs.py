@@ -16,11 +16,13 @@ from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
 from placement_worker.replica.query import total_resources
 from scheduler_worker.domain.admission import Admission
+from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
     PlacementRefused,
+    PlacementResult,
     PlacementState,
     PlacementUnavailable,
 )
@@ -69,7 +71,7 @@ def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
     """The states, in their order, with the results that one member's result means for the others of its gang.
 
     If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
-    that run has decided which start. If fewer than `min_count` are left, none starts.
+    that run has decided which start. If fewer than must start together are left, none starts.
     """
     if all(one.gang is None for one in states):
         return list(states)
@@ -86,12 +88,18 @@ def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]
     if any(isinstance(one.result, HostClaimed) for one in members):
         left = PlacementRefused(LEFT_OUT, f"an earlier run of the request started gang {gang.uuid} without it")
         return [replace(one, result=left) if one.result is None else one for one in members]
-    if len(open_) >= gang.min_count:
+    if len(open_) >= needed(gang, [one.result for one in members]):
         return members
     return [
         one if one.result is not None else replace(one, result=GangIncomplete(gang, len(open_), one.claims))
         for one in members
     ]
+
+
+def needed(gang: Gang, results: Sequence[PlacementResult | None]) -> int:
+    """How many members must start together: of those that a delete has taken out meanwhile none."""
+    withdrawn = sum(isinstance(one, PlacementRefused) and one.is_fenced for one in results)
+    return min(gang.min_count, max(gang.size - withdrawn, 1))
 
 
 def claimable(states: Sequence[PlacementState]) -> list[list[PlacementState]]:
@@ -125,4 +133,4 @@ def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) ->
     if gang is None or gang.uuid not in withdrawn_of:
         return pending
     left = gang.size - withdrawn_of[gang.uuid]
-    return replace(pending, gang=replace(gang, min_count=min(gang.min_count, left)))
+    return replace(pending, gang=replace(gang, size=left, min_count=min(gang.min_count, left)))

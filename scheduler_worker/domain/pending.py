@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import MAX_REASON, Refusal
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, FlavorCount, member_uuids
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.groups import ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
@@ -204,22 +204,6 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
         ),
         timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
         gang=pending.gang,
-    )
-
-
-def first_event(pending: PendingBuild, now: float) -> BuildEvent:
-    """The first event of a new request: accepted, or refused at once."""
-    refusal = pending.refusal
-    return BuildEvent(
-        instance_uuid=pending.request.instance_uuid,
-        project_id=pending.request.project_id,
-        state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
-        sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
-        terminal=refusal is not None,
-        code=refusal.code if refusal else "",
-        reason=refusal.reason if refusal else "",
-        at=now,
-        stamps=stamps_of(pending, None, now) if refusal else None,
     )
 
 

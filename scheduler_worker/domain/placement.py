@@ -71,11 +71,14 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
 
 
 class PlacementRefused(Struct, frozen=True):
-    """Placement refused for good; the request must not be tried again."""
+    """Placement refused for good; the request must not be tried again. is_fenced: what was claimed for it has been
+    released, and it holds nothing: it was deleted meanwhile.
+    """
 
     code: str
     reason: str
     lost: tuple[ClaimLoss, ...] = ()
+    is_fenced: bool = False
 
 
 class ClaimsContended(Struct, frozen=True):

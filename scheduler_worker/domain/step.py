@@ -151,8 +151,9 @@ def _after_refusal(state: PlacementState, answer: ClaimResult) -> PlacementState
         case ClaimOutcome.OVER_LIMIT:
             stopped = PlacementRefused("quota.exceeded", f"project {state.request.project_id}, {answer.reason}")
         case ClaimOutcome.CONSUMER_CHANGED:
-            reason = answer.reason or (FENCED if answer.consumer_generation is None else ANOTHERS)
-            stopped = PlacementRefused(CONSUMER_CHANGED, reason)
+            is_fenced = answer.consumer_generation is None and not answer.reason
+            reason = answer.reason or (FENCED if is_fenced else ANOTHERS)
+            stopped = PlacementRefused(CONSUMER_CHANGED, reason, is_fenced=is_fenced)
         case _:
             reason = answer.reason or "placement can never accept this claim"
             stopped = PlacementRefused("claim.invalid", reason)

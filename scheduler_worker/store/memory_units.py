@@ -64,15 +64,7 @@ class MemoryBuildUnit:
         await self._transaction.statement()
         table = self._table
         return {
-            uuid: BuildStatus(
-                state=build.state,
-                digest=table.digests[uuid],
-                delete_requested=build.delete_requested,
-                project_id=build.project_id,
-                cell=build.cell,
-                code=build.code,
-                run=build.run,
-            )
+            uuid: BuildStatus(build, table.digests[uuid])
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None
         }

@@ -10,7 +10,7 @@ import asyncpg
 import structlog
 from sqlalchemy import Select
 
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
@@ -59,10 +59,7 @@ LOCK = (
 # order.
 LOCK_ONLY = "SELECT FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) ORDER BY instance_uuid FOR UPDATE"
 
-READ = """
-SELECT instance_uuid, state, digest, delete_requested, project_id, cell, code, run
-FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
-"""
+READ = f"SELECT {rows.BUILD}, digest FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
 # Along an index, whose order is that of the answer; builds that were requested together have one time. For a column
 # without an index a bounded number of builds is examined.
@@ -208,15 +205,7 @@ class PostgresBuildUnit:
         if not instances:
             return {}
         return {
-            row["instance_uuid"]: BuildStatus(
-                state=BuildState(row["state"]),
-                digest=row["digest"],
-                delete_requested=row["delete_requested"],
-                project_id=row["project_id"],
-                cell=row["cell"],
-                code=row["code"],
-                run=row["run"],
-            )
+            row["instance_uuid"]: BuildStatus(rows.recorded(row), row["digest"])
             for row in await self._connection.fetch(READ, instances)
         }
 

@@ -46,7 +46,7 @@ FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], 
      n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, run, funnel, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid AND build_requests.run = n.run
-  AND build_requests.state = 'accepted' AND NOT build_requests.delete_requested
+  AND build_requests.state = 'accepted'
 RETURNING build_requests.instance_uuid
 """
 
@@ -57,18 +57,17 @@ RECORD = """b.instance_uuid, project_id, coalesce(nullif(i.flavor, ''), b.flavor
        code, reason, funnel, history, timeline, created_at, updated_at, i.condition, i.under_way, gang, gang_min"""
 
 BUILD = """instance_uuid, project_id, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason,
-       history, delete_requested, run"""
+       history, run"""
 
 UPDATE = """
 UPDATE build_requests
 SET state = n.state, sequence = n.sequence, attempt = n.attempt, terminal = n.terminal,
-    delete_requested = n.delete_requested, cell = n.cell, host = n.host,
+    cell = n.cell, host = n.host,
     host_uuid = n.host_uuid, code = n.code, reason = n.reason, history = n.history,
     timeline = build_requests.timeline || n.timeline, updated_at = t.now
-FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::boolean[],
-            {}::text[], {}::text[], {}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[])
-     n(instance_uuid, state, sequence, attempt, terminal, delete_requested, cell, host, host_uuid, code, reason,
-       history, timeline),
+FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], {}::text[],
+            {}::text[], {}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[])
+     n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, history, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid
 """
@@ -156,7 +155,6 @@ def _update_row(update: BuildUpdate) -> tuple[Any, ...]:
         build.sequence,
         build.attempt,
         build.terminal,
-        build.delete_requested,
         build.cell,
         build.host and clean(build.host),
         build.host_uuid,
@@ -187,7 +185,6 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         code=row["code"],
         reason=row["reason"],
         history=_histories.decode(row["history"]),
-        delete_requested=row["delete_requested"],
         run=row["run"],
     )
 

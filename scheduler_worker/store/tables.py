@@ -46,7 +46,6 @@ build_requests = Table(
     needed("sequence", BigInteger),
     needed("attempt", Integer, default=ZERO),
     needed("terminal", Boolean),
-    needed("delete_requested", Boolean, default=false()),
     needed("run", Text),
     Column("cell", Text),
     Column("host", Text),

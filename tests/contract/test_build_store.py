@@ -106,7 +106,7 @@ async def test_a_request_is_recorded_once(make: Make, store: SchedulerStore) -> 
     async with store.unit() as unit:
         known = await unit.read([A, C])
     assert list(known) == [A]
-    assert (known[A].state, known[A].digest, known[A].delete_requested) == (BuildState.ACCEPTED, b"1", False)
+    assert (known[A].build.state, known[A].digest) == (BuildState.ACCEPTED, b"1")
 
 
 async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(store: SchedulerStore) -> None:
@@ -115,7 +115,7 @@ async def test_a_decision_of_another_run_than_that_of_the_record_is_not_written(
     assert await decide(store, placed(A)) == set()
     mine = replace(placed(A).build, run="later")
     async with store.unit() as unit:
-        assert ((await unit.read([A]))[A].run, (await unit.lock([A]))[A].run) == ("later", "later")
+        assert ((await unit.read([A]))[A].build.run, (await unit.lock([A]))[A].run) == ("later", "later")
     assert await decide(store, replace(placed(A), build=mine)) == {A}
     async with store.unit() as unit:
         assert (await unit.lock([A]))[A].run == "later"
@@ -129,15 +129,15 @@ async def test_two_schedulers_dispatch_a_request_once(make: Make, store: Schedul
     assert sorted(uuid for one in both for uuid in one) == [A, B]
 
 
-async def test_what_is_to_be_deleted_is_not_dispatched(store: SchedulerStore) -> None:
+async def test_what_is_deleted_is_not_dispatched(store: SchedulerStore) -> None:
     await insert(store, new(A))
     async with store.unit() as unit:
         kept = await unit.lock([A, B])
         assert list(kept) == [A]
-        await unit.update([BuildUpdate(build=replace(kept[A], delete_requested=True))], 2.0)
+        await unit.update([BuildUpdate(build=replace(kept[A], state=BuildState.DELETED))], 2.0)
     assert await decide(store, placed(A)) == set()
     async with store.unit() as unit:
-        assert (await unit.lock([A]))[A].delete_requested
+        assert (await unit.lock([A]))[A].state is BuildState.DELETED
 
 
 async def test_the_messages_of_a_unit_are_published_when_it_has_committed(store: SchedulerStore, sent: Sent) -> None:
@@ -374,21 +374,24 @@ async def test_a_conflict_writes_nothing(make: Make, sent: Sent) -> None:
         async with one.unit(optimistic=True) as unit:
             kept = await unit.lock([A, B])
             assert kept[A].sequence == 1  # as this store left it
-            await unit.update([BuildUpdate(build=replace(kept[B], delete_requested=True))], 5.0)
+            await unit.update([BuildUpdate(build=replace(kept[B], reason="changed"))], 5.0)
     with pytest.raises(Conflict):
         async with one.unit(optimistic=True) as unit:
             await unit.insert([new(C), new(A)], 5.0)
             unit.emit(event(BuildState.ACCEPTED))
     async with one.unit() as unit:
         kept = await unit.lock([A, B])
-        await unit.update([BuildUpdate(build=replace(kept[B], delete_requested=True))], 5.0)
+        await unit.update([BuildUpdate(build=replace(kept[B], state=BuildState.DELETED))], 5.0)
     with pytest.raises(Conflict):
         async with other.unit(optimistic=True) as unit:
             await unit.write_decisions([placed(A), placed(B)], 5.0)
             unit.emit(event(BuildState.SCHEDULED))
     assert [row for row, _ in sent.rows if row is not None] == before
     found = await one.builds(BuildQuery())
-    assert {r.instance_uuid: (r.state, r.cell) for r in found} == dict.fromkeys((A, B), (BuildState.ACCEPTED, None))
+    assert {r.instance_uuid: (r.state, r.cell) for r in found} == {
+        A: (BuildState.ACCEPTED, None),
+        B: (BuildState.DELETED, None),
+    }
 
 
 @pytest.mark.postgres

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from berth.audit.gather import _gangs
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.persistence.database import Database
 from scheduler_worker.domain.builds import (
     FAILED_OR_REFUSED,
@@ -17,7 +17,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import KeptAllocation, end_without_cell
+from scheduler_worker.domain.deletes import KeptAllocation, PendingDelete, plan_deletes
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
@@ -53,10 +53,12 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
     async with store.unit() as unit:
         await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
         builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
-        deleted = [replace(builds[uuid], delete_requested=True) for uuid in (KEPT_DELETED, DELETED)]
         kept = dict.fromkeys((KEPT, KEPT_DELETED), KeptAllocation("another", 1, "c1"))
-        ends = [end_without_cell(build, AUTHOR, kept, "") for build in (builds[KEPT], *deleted)]
-        await unit.update([end.update for end in ends], 3.0)
+        deletes = [
+            PendingDelete(position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=0)
+            for at, uuid in enumerate((KEPT, KEPT_DELETED, DELETED))
+        ]
+        await unit.update(plan_deletes(deletes, builds, AUTHOR, kept).updates, 3.0)
     try:
         (gang,) = await _gangs(database, 0.0)
     finally:

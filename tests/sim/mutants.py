@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
+from bus.contracts.build import BuildState
 from bus.contracts.cell import Destroy
 from bus.contracts.placement import Claim, ClaimOutcome, InventoryResult, Release
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows
@@ -28,8 +29,9 @@ from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker import announcements
-from scheduler_worker.cancellations import Cancellations
+from scheduler_worker import announcements, deletes
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.effects import release_of
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS, UNPROVEN_OF_HOSTS
 from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES
@@ -217,10 +219,10 @@ def deadline_forgotten() -> AbstractContextManager[Any]:
 def delete_keeps_the_claim() -> AbstractContextManager[Any]:
     """A build that is deleted while it is scheduled is written off, and its claim is not released."""
 
-    async def release(self: Cancellations, builds: Sequence[Any]) -> None:
-        pass
+    def release(build: RecordedBuild) -> Release | None:
+        return None if build.state is BuildState.DELETED else release_of(build)
 
-    return patch.object(Cancellations, "release", release)
+    return patch.object(deletes, "release_of", release)
 
 
 def handled_twice() -> AbstractContextManager[Any]:

@@ -9,17 +9,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildState
 from bus.contracts.placement import Release
-from scheduler_worker import cancellations
+from scheduler_worker import deletes
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.deletes import (
-    BuildEnd,
-    DeletePlan,
-    KeptAllocation,
-    PendingDelete,
-    end_without_cell,
-    plan_deletes,
-)
+from scheduler_worker.domain.deletes import DeletePlan, KeptAllocation, PendingDelete, plan_deletes
+from scheduler_worker.domain.effects import release_of
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.placing import Placer
 
@@ -27,10 +24,11 @@ from scheduler_worker.placing import Placer
 def claims_are_released_without_a_name() -> AbstractContextManager[Any]:
     """An allocation is released with the request that has ended, whatever run has claimed it (red: scheduler 1)."""
 
-    def nameless(*, by: str, **fields: Any) -> Release:
-        return Release(**fields)
+    def nameless(build: RecordedBuild) -> Release | None:
+        release = release_of(build)
+        return release and replace(release, by=None)
 
-    return patch.object(cancellations, "Release", nameless)
+    return patch.object(deletes, "release_of", nameless)
 
 
 def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
@@ -42,27 +40,30 @@ def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
     return patch.object(Placer, "_recover_forgotten", unchanged)
 
 
-def failed_builds_are_not_looked_up() -> AbstractContextManager[Any]:
-    """A delete ends a failed build, whatever its instance holds."""
+def _unless(state: BuildState) -> AbstractContextManager[Any]:
+    """Deletes of builds of this state are planned as if their instances held nothing."""
 
     def plan(
-        deletes: Sequence[PendingDelete],
+        requested: Sequence[PendingDelete],
         builds: Mapping[str, RecordedBuild],
         author: Author,
         kept: Mapping[str, KeptAllocation] | None = None,
     ) -> DeletePlan:
-        return plan_deletes(deletes, builds, author, {})
+        if kept is not None:
+            kept = {uuid: held for uuid, held in kept.items() if builds[uuid].state is not state}
+        return plan_deletes(requested, builds, author, kept)
 
-    return patch.object(cancellations, "plan_deletes", plan)
+    return patch.object(deletes, "plan_deletes", plan)
+
+
+def failed_builds_are_not_looked_up() -> AbstractContextManager[Any]:
+    """A delete ends a failed build, whatever its instance holds."""
+    return _unless(BuildState.FAILED)
 
 
 def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
     """A delete that comes before the decision ends the build, though its instance runs."""
-
-    def end(build: RecordedBuild, author: Author, kept: Mapping[str, KeptAllocation], detail: str) -> BuildEnd:
-        return end_without_cell(build, author, {}, detail)
-
-    return patch.object(cancellations, "end_without_cell", end)
+    return _unless(BuildState.ACCEPTED)
 
 
 MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
@@ -72,10 +73,10 @@ MUTANTS_OF_FORGOTTEN_REQUESTS: tuple[Callable[[], AbstractContextManager[Any]], 
     kept_instances_are_called_deleted,
 )
 FOUND_BY: dict[str, int] = {
-    "claims_are_released_without_a_name": 1,
+    "claims_are_released_without_a_name": 18,
     "full_clouds_are_not_looked_up": 1,
     "failed_builds_are_not_looked_up": 18,
-    "kept_instances_are_called_deleted": 7,
+    "kept_instances_are_called_deleted": 1,
 }
 BREAKS: dict[str, str] = {
     "claims_are_released_without_a_name": "never_running_unclaimed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +11,11 @@ from bus.contracts.placement import ClaimAll, ClaimOutcome
 from placement_worker.domain import claims
 from placement_worker.domain.claim_verdict import ClaimVerdict
 from scheduler_worker import placing
-from scheduler_worker.domain import gangs
+from scheduler_worker.domain import decisions, gangs
+from scheduler_worker.domain.placement import PlacementRefused
+from scheduler_worker.domain.selector import NoValidHost
+
+REFUSED = PlacementRefused("", "", is_fenced=True)
 
 
 def gang_claimed_one_by_one() -> AbstractContextManager[Any]:
@@ -54,13 +58,28 @@ def too_few_go_on() -> AbstractContextManager[Any]:
     return patch.object(placing, "with_gang_results", too_soon)
 
 
+def members_without_a_host_are_withdrawn() -> AbstractContextManager[Any]:
+    """A gang waits for no member that has no host, as if a delete had fenced each."""
+    needed = gangs.needed
+
+    def any_refusal(gang: Any, results: Any) -> int:
+        return needed(gang, [REFUSED if isinstance(one, PlacementRefused | NoValidHost) else one for one in results])
+
+    stack = ExitStack()
+    stack.enter_context(patch.object(gangs, "needed", any_refusal))
+    stack.enter_context(patch.object(decisions, "needed", any_refusal))
+    return stack
+
+
 MUTANTS_OF_GANGS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
     gang_claimed_one_by_one,
     refused_gang_written_all_the_same,
     too_few_go_on,
+    members_without_a_host_are_withdrawn,
 )
 FOUND_BY: dict[str, int] = {
     "gang_claimed_one_by_one": 27,
     "refused_gang_written_all_the_same": 27,
     "too_few_go_on": 15,
+    "members_without_a_host_are_withdrawn": 11,
 }

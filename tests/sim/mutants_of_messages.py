@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import InFlightDelivery
 from bus.consuming.outcome_handling import OutcomeHandler
-from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.contracts.build import BuildState
+from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
 from bus.faults import Transient
 from bus.persistence.relay import Relay
 from bus.port import BusUnavailable
@@ -23,9 +24,10 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker import placing
-from scheduler_worker.domain import admission, step
-from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker import deletes, placing
+from scheduler_worker.domain import step
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.effects import release_of
 from scheduler_worker.hosts_listener import HostsListener
 
 
@@ -78,19 +80,10 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
     """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
 
-    async def follow_up(self: SchedulingEngine, scheduled: Any, written: Any) -> None:
-        pending = [one.pending for one in scheduled if one.pending.instance_uuid not in written]
-        await self._cancellations.cancel(pending)
+    def release(build: RecordedBuild) -> Release | None:
+        return None if build.state is BuildState.FAILED else release_of(build)
 
-    admitted = admission.admit_known
-
-    def admit_known(pending: Any, known: Any) -> Any:
-        return replace(admitted(pending, known), release=False)
-
-    stack = ExitStack()
-    stack.enter_context(patch.object(admission, "admit_known", admit_known))
-    stack.enter_context(patch.object(SchedulingEngine, "_follow_up", follow_up))
-    return stack
+    return patch.object(deletes, "release_of", release)
 
 
 def release_leaves_no_fence() -> AbstractContextManager[Any]:

@@ -18,9 +18,10 @@ from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
-from scheduler_worker.cancellations import Cancellations
+from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain import pending
 from scheduler_worker.domain.admission import Admission
+from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.decisions import DecidedBuild, given_up
 from scheduler_worker.domain.pending import CLOCKS_APART_S, PendingBuild
 from scheduler_worker.domain.placement import PlacementState
@@ -183,7 +184,7 @@ class Planted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
-        self._write, self._release = SchedulingEngine._write, Cancellations.release
+        self._write, self._release = SchedulingEngine._write, Deletes.release
         self.begun = asyncio.Event()
         self.is_unavailable = True
 
@@ -207,7 +208,7 @@ class Planted:
             decided = [DecidedBuild(one, replace(end, build=replace(end.build, run=one.run))) for one, end in ends]
             return await self._write(engine, decided)
 
-        async def unanswered(engine: Cancellations, releases: Sequence[PendingBuild]) -> None:
+        async def unanswered(engine: Deletes, releases: Sequence[RecordedBuild]) -> None:
             if releases and self.is_unavailable:
                 self.begun.set()
                 self.is_unavailable = isinstance(error, DatabaseUnavailable)  # any other is met once
@@ -215,7 +216,7 @@ class Planted:
             await self._release(engine, releases)
 
         self._patch.setattr(SchedulingEngine, "_write", fails)
-        self._patch.setattr(Cancellations, "release", unanswered)
+        self._patch.setattr(Deletes, "release", unanswered)
 
 
 @pytest.mark.parametrize("step", ["claim", "write", "release"])
@@ -462,7 +463,7 @@ async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkey
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Cancellations, "delete", crashes)
+        patched.setattr(Deletes, "delete", crashes)
         await world.delete(request)
         refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
     assert (refused.code, refused.terminal) == ("delivery.given_up", True)

@@ -70,6 +70,7 @@ async def test_a_row_of_which_one_message_waits_for_its_confirm_stays() -> None:
     table, bus = Forgotten(), SlowLast("c1")
     relay = Relay(table, {"c1": bus}, clock=SystemClock())  # type: ignore[dict-item]
     running = asyncio.create_task(relay.run())
+    await asyncio.sleep(0)  # it runs: a drain waits for it
     message = CellDelete(instance_uuid=UUID, project_id="p")
     relay.send([1], [OutboxMessage("c1", message), OutboxMessage("c1", message)])
     async with asyncio.timeout(30):

@@ -195,8 +195,8 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     28 ms when they were put on record.
     """
     cluster = cluster_of([WIDE] * 8)
-    recorded = ("new_build", "first_event", "admit")
-    steps = Turns(monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "stamps_of", "messages_of")))
+    recorded = ("new_build", "admit")
+    steps = Turns(monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "stamps_of", "effects")))
     monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
@@ -214,8 +214,8 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     async with steps.counting():
         outcomes = await engine.process(builds, [])
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
-    for name in (*recorded, "prepare", "conclude", "messages_of"):
-        assert steps.total(name) == BATCH and steps.most(name) <= BUILDS_AT_ONCE, name
+    for name in (*recorded, "prepare", "conclude", "effects"):
+        assert steps.total(name) == BATCH * (2 if name == "effects" else 1) and steps.most(name) <= BUILDS_AT_ONCE, name
     assert steps.total("step") >= BATCH and steps.most("step") <= ANSWERS_AT_ONCE
 
 

@@ -41,7 +41,6 @@ def kept_by(run: str, cell: str | None = "c1", attempt: int = 1) -> dict[str, Ke
 @pytest.mark.parametrize(
     ("build", "after", "message"),
     [
-        (recorded(BuildState.ACCEPTED), BuildState.ACCEPTED, None),
         (recorded(BuildState.SCHEDULED, "c1"), BuildState.DELETING, CellDelete),
         (recorded(BuildState.ACTIVE, "c1"), BuildState.DELETING, CellDelete),
         (recorded(BuildState.DELETING, "c1"), None, None),
@@ -54,11 +53,11 @@ def test_a_delete_by_the_state_of_its_build(
     plan = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
     assert [isinstance(plan.outcomes[at], Done) for at in (0, 1)] == [True, True] and plan.accepted == {UUID}
     assert [update.build.state for update in plan.updates] == ([after] if after else [])
-    assert all(update.build.delete_requested for update in plan.updates)
+    assert [one.state for one in plan.ended] == [after or build.state]
     assert [type(one.message) for one in plan.messages] == ([message] if message else [])
 
 
-@pytest.mark.parametrize("state", [BuildState.FAILED, BuildState.REFUSED])
+@pytest.mark.parametrize("state", [BuildState.ACCEPTED, BuildState.FAILED, BuildState.REFUSED])
 @pytest.mark.parametrize(
     ("kept", "after", "message"),
     [
@@ -92,6 +91,16 @@ def test_a_delete_is_refused_while_it_is_not_known_which_cell_has_the_instance()
     assert [update.build for update in plan.updates] == [build], "so the next delete queries placement again"
 
 
+def test_a_delete_of_what_is_being_scheduled_ends_both_while_it_is_not_known_which_cell_has_the_instance() -> None:
+    plan = plan_deletes([requested()], {UUID: recorded(BuildState.ACCEPTED)}, AUTHOR, kept_by("another", None))
+    events = [one.message for one in plan.messages if isinstance(one.message, BuildEvent)]
+    assert [(one.state, one.code) for one in events] == [
+        (BuildState.REFUSED, "claim.stranded"),
+        (BuildState.FAILED, "claim.stranded"),
+    ]
+    assert [one.state for one in plan.ended] == [BuildState.FAILED]
+
+
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
 def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state: BuildState) -> None:
     """A conductor without a record of it has lost it, and queries its compute services."""
@@ -117,8 +126,7 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
 
 
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
-    """An earlier delete of it was refused; that of a build that is being scheduled is still to come."""
+    """An earlier delete of it was refused."""
     why = Refusal(code="bus.given_up", reason="")
-    stranded = replace(recorded(BuildState.FAILED), delete_requested=True)
-    assert refusal_of(requested().request, why, stranded, AUTHOR) is not None
-    assert refusal_of(requested().request, why, replace(stranded, state=BuildState.ACCEPTED), AUTHOR) is None
+    assert refusal_of(requested().request, why, recorded(BuildState.FAILED), AUTHOR) is not None
+    assert refusal_of(requested().request, why, recorded(BuildState.DELETING, "c1"), AUTHOR) is None

@@ -9,6 +9,7 @@ import pytest
 
 from bus.bus import Bus
 from bus.clock import SystemClock
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message
 from bus.contracts.fences import CellFence
 from bus.contracts.objects import FenceRecord
@@ -41,7 +42,9 @@ async def test_a_fence_that_is_lifted_while_another_is_published_is_left_out(mon
     """Seed 1795360394: the task ended with a KeyError, and its scheduler with it."""
     monkeypatch.setattr(fences, "REPUBLISH_S", 0.001)
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
-    registry = ObjectRegistry(store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock())
+    registry = ObjectRegistry(
+        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
+    )
     registry.fences = {FIRST: FENCED, SECOND: FENCED}
     published: list[str] = []
     twice = asyncio.Event()

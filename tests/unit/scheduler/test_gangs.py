@@ -20,7 +20,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
-from scheduler_worker.domain.gangs import claimable, with_gang_results, with_shared_findings, within_bounds
+from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.placement import (
     GangIncomplete,
@@ -182,3 +182,13 @@ def test_item_16_the_options_of_a_gang_name_no_more_providers_than_one_message_m
     assert [one.options for one in sent] == [offered[:left]] * MAX_MEMBERS, "the best ones stay, in their order"
     named = sum(len(option.allocations) for one in sent for option in one.options)
     assert named <= MAX_GANG_PROVIDERS and {one.consumer for one in sent} == {UUID_}
+
+
+def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_without_it() -> None:
+    """Its delete has ended it; the record says so, and its gang does not wait for it."""
+    fenced = PlacementRefused("claim.consumer_changed", "", is_fenced=True)
+    assert results(with_gang_results(states(None, None, fenced, least=3))) == [None, None, fenced]
+    left, *_ = results(with_gang_results(states(None, REFUSED, fenced, least=3)))
+    assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
+    gang = Gang(uuid=UUID_, size=3, min_count=3)
+    assert needed(gang, [CLAIMED, CLAIMED, fenced]) == 2 and needed(gang, [fenced] * 3) == 1

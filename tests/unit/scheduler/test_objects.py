@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 from bus.clock import SystemClock
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Refusal
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.objects import (
@@ -259,7 +260,7 @@ async def test_objects_of_settings_that_cannot_be_used_are_not_written() -> None
     await store.open()
     bad = SchedulerConfig(groups={"web": GroupDefinition(policy=GroupPolicy.AFFINITY)})
     with pytest.raises(SettingsError, match="PROJECT/NAME"):
-        await ObjectRegistry(store, Hosts([]).selector, bad, clock=SystemClock()).reload()
+        await ObjectRegistry(store, Hosts([]).selector, bad, clock=SystemClock(), stall_watch=StallWatch()).reload()
     found = await store.objects()
     assert found is not None and found.revision == 0
     await store.close()

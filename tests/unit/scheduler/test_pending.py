@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
-from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated, is_unused
-from scheduler_worker.domain.builds import Author, BuildStatus
+from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated
+from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import TOO_OLD, PendingBuild, new_build, pending_build
 from tests.unit.scheduler.hosts import Hosts
@@ -24,9 +24,9 @@ def taken(request: BuildRequest = REQUEST, **meta: float) -> PendingBuild:
     return pending_build(received, 0, now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
 
 
-def status(state: BuildState = BuildState.ACCEPTED, **more: object) -> BuildStatus:
-    base = BuildStatus(state=state, digest=taken().digest, delete_requested=False, project_id="p")
-    return replace(base, **more)
+def status(state: BuildState = BuildState.ACCEPTED, digest: bytes | None = None, **more: object) -> BuildStatus:
+    build = RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=1, **more)  # type: ignore[arg-type]
+    return BuildStatus(build, taken().digest if digest is None else digest)
 
 
 def test_a_new_request_is_accepted_or_refused_at_once() -> None:
@@ -41,8 +41,7 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
 def test_a_request_goes_on_under_the_run_of_its_record() -> None:
     """A redelivery repeats its message's id, a copy has another, and a client may set none."""
     assert new_build(taken(), Author("s", 1.0)).build.run == taken().run != ""
-    for known in (status(run="r"), status(BuildState.FAILED, run="r")):
-        assert admit_known(taken(), known).run == "r"
+    assert admit_known(taken(), status(run="r")).run == "r"
     later = pending_build(Received(REQUEST, Meta(id="m"), "api", "q"), 0, now=1001.0, flavors=NO_FLAVORS, max_age_s=9.0)
     assert later.run != taken().run, "a record that is lost may have been dispatched: it had another run"
     nameless = [
@@ -79,33 +78,30 @@ def assert_clash(admission: Admission) -> None:
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
     admission = admit_known(taken(), status())
-    assert (admission.outcome, admission.cancelled) == (None, False)
-    assert admit_known(taken(), status(delete_requested=True)).cancelled
+    assert (admission.outcome, admission.ended) == (None, None)
     old = admit_known(taken(sent_at=1.0), status())
     assert old.outcome is None, "on record, however old: it was not purged"
     assert isinstance(admit_known(taken(), None).outcome, Retry)
 
 
 @pytest.mark.parametrize(
-    ("known", "releases"),
+    ("known", "is_withdrawn"),
     [
         (status(BuildState.ACTIVE, cell="c1"), False),
-        (status(BuildState.SCHEDULED, cell="c1"), False),
-        (status(BuildState.FAILED), True),
-        (status(BuildState.FAILED, code="claim.consumer_changed"), True),
+        (status(BuildState.FAILED), False),
+        (status(BuildState.DELETING, cell="c1"), True),
         (status(BuildState.DELETED), True),
-        (status(BuildState.DELETED, code=UNKNOWN, digest=b""), False),  # its delete came first: it never had a claim
     ],
 )
-def test_a_repeated_request_changes_nothing_and_leaves_no_claim_of_its_run_behind(
-    known: BuildStatus, releases: bool
+def test_a_repeated_request_changes_nothing_and_what_follows_from_its_record_is_done_again(
+    known: BuildStatus, is_withdrawn: bool
 ) -> None:
+    """The scheduler that wrote the record may have died before it told placement."""
     admission = admit_known(taken(), known)
     assert isinstance(admission.outcome, Done) and isinstance(admission.outcome.reply, BuildAccepted)
-    assert admission.release is releases
+    assert (admission.ended, admission.withdrawn) == (known.build, is_withdrawn)
 
 
-def test_a_build_that_a_cell_has_keeps_its_claim() -> None:
-    assert is_unused(status(delete_requested=True))
-    assert not is_unused(status(delete_requested=True, cell="c1"))
-    assert not is_unused(status())
+def test_what_was_deleted_before_it_came_never_had_a_claim() -> None:
+    admission = admit_known(taken(), status(BuildState.DELETED, b"", code=UNKNOWN))
+    assert isinstance(admission.outcome, Done) and (admission.ended, admission.withdrawn) == (None, True)

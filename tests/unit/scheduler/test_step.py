@@ -117,6 +117,13 @@ def test_what_is_known_to_be_held_is_recovered_before_any_claim() -> None:
         assert isinstance(ended, PlacementRefused) and ended.code == CONSUMER_CHANGED
 
 
+def test_a_claim_that_was_released_before_it_came_is_fenced() -> None:
+    result = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED).state.result
+    assert isinstance(result, PlacementRefused) and result.is_fenced
+    foreign = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3).state.result
+    assert isinstance(foreign, PlacementRefused) and not foreign.is_fenced
+
+
 def test_the_allocation_of_another_client_has_no_attempt() -> None:
     case = ClaimCase()
     ended = case.step(ClaimOutcome.CONSUMER_CHANGED, consumer_generation=3, holding={case.hosts.uuids[1]: {"VCPU": 1}})

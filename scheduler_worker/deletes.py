@@ -1,4 +1,4 @@
-"""Deletes and cancelled builds: a build that is deleted, or that another scheduler decided, leaves no claim behind."""
+"""Deletes, and what placement is told of builds that have ended without a cell: they leave no claim behind."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState, DeleteRequest, member_uuids
-from bus.contracts.placement import Release
-from bus.faults import Fault, Transient
+from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
-from scheduler_worker.domain.admission import is_unused
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.deletes import (
     DeletePlan,
     KeptAllocation,
     PendingDelete,
-    end_without_cell,
     plan_deletes,
     refusal_of,
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.pending import PendingBuild, accepted
-from scheduler_worker.domain.placement import FIRST_ATTEMPT, unavailable_after
+from scheduler_worker.domain.effects import release_of
+from scheduler_worker.domain.pending import PendingBuild
+from scheduler_worker.domain.placement import unavailable_after
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
 
-class Cancellations:
-    """Carries out deletes, cancels builds that are not to be dispatched, and releases their claims."""
+class Deletes:
+    """Carries out deletes, and releases the claims of builds that have ended. One per scheduler process."""
 
     def __init__(
         self,
@@ -64,9 +62,11 @@ class Cancellations:
         """
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
+            await self.release(plan.ended)
             return plan.outcomes, plan.accepted
         kept = await self._kept({one.request.instance_uuid: one.request.project_id for one in plan.unbuilt})
         of_unbuilt = await self._carry_out(plan.unbuilt, kept)
+        await self.release([*plan.ended, *of_unbuilt.ended])
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
@@ -105,41 +105,6 @@ class Cancellations:
                 if event is not None:
                     unit.emit(OutboxMessage(API, event, request.instance_uuid))
 
-    async def cancel(self, builds: Sequence[PendingBuild]) -> dict[int, Outcome]:
-        """Cancel builds that are deleted or that another scheduler decided first: release the claim, unless a cell has
-        the build.
-
-        If another scheduler has dispatched the build, the claim is the same one and belongs to the cell until the
-        machine is gone. The claim is released before the result is written, so that after a crash all of it is
-        repeated. Raises Transient: a record is gone, or placement did not answer.
-        """
-        if not builds:
-            return {}
-        async with self._store.unit() as unit:
-            known = await unit.read([pending.instance_uuid for pending in builds])
-        if len(known) < len({pending.instance_uuid for pending in builds}):
-            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
-            # decide again.
-            raise Transient("a request is not on record any more", code="request.forgotten")
-        unused = [pending for pending in builds if is_unused(known[pending.instance_uuid])]
-        await self.release(unused)
-        deleted = [one for one in unused if known[one.instance_uuid].delete_requested]
-        kept = await self._kept({one.instance_uuid: one.request.project_id for one in deleted})
-        author = self._author()
-        async with self._store.unit() as unit:
-            locked = await unit.lock([pending.instance_uuid for pending in unused])
-            ended = [
-                end_without_cell(build, author, kept, "while it was being scheduled")
-                for build in locked.values()
-                if build.delete_requested and build.state is BuildState.ACCEPTED
-            ]
-            for end in ended:
-                for message in end.messages:
-                    unit.emit(message)
-            await unit.update([end.update for end in ended], author.at)
-        metrics.count_ended(end.update.build for end in ended)
-        return {pending.position: accepted(pending.instance_uuid) for pending in builds}
-
     async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
         """The requests of these of which an instance holds what they may have claimed. Raises Transient when placement
         does not answer.
@@ -148,14 +113,11 @@ class Cancellations:
         held = await self._held({uuid: one.request.project_id for uuid, one in looks.items()})
         return {looks[uuid].instance_uuid for uuid in held}
 
-    async def release(self, builds: Sequence[PendingBuild]) -> None:
-        """Release the claims of builds that have ended, and fence those that are still in flight. Raises Transient when
-        placement does not answer.
+    async def release(self, builds: Sequence[RecordedBuild]) -> None:
+        """Tell placement what these records mean to it. Safe to repeat, and repeated by whoever reads the record again.
+        Raises Transient when placement does not answer.
         """
-        releases = [
-            Release(consumer=one.instance_uuid, attempt=FIRST_ATTEMPT, project_id=one.request.project_id, by=one.run)
-            for one in builds
-        ]
+        releases = [release for one in builds if (release := release_of(one)) is not None]
         for answer in await self._claims.release(releases) if releases else ():
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer

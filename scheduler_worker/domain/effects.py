@@ -1,0 +1,72 @@
+"""What follows from a build's record: the messages of a change to it, and what placement is told of it. Pure.
+
+The twin of the cell's `question_of`: nothing else decides whether the claim of a build is released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bus.bus import API
+from bus.contracts.build import BuildEvent, BuildState, FunnelStep
+from bus.contracts.cell import CellBuild, CellDelete
+from bus.contracts.placement import Release
+from bus.contracts.stages import Stamps
+from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.placement import FIRST_ATTEMPT
+
+
+def effects(  # noqa: PLR0917  (hot, so no keywords)
+    before: BuildState | None,
+    after: RecordedBuild,
+    at: float,
+    command: CellBuild | None = None,
+    stamps: Stamps | None = None,
+    funnel: Sequence[FunnelStep] = (),
+) -> list[OutboxMessage]:
+    """The messages of a change to a record, which are published with it: to its cell, and to clients.
+
+    before: its state (None: it is new). command: of one that is dispatched. stamps, funnel: of its event. at: seconds
+    since the epoch.
+    """
+    uuid = after.instance_uuid
+    if after.state is before:
+        return []
+    if after.state is BuildState.DELETING:
+        assert after.cell is not None, after
+        # A build that its cell has not announced may not have come there yet. One without a cell before is another
+        # record's, which was dispatched.
+        begun = before is not BuildState.SCHEDULED
+        delete = CellDelete(instance_uuid=uuid, project_id=after.project_id, begun=begun)
+        return [OutboxMessage(after.cell, delete, uuid)]
+    ends_well = after.state is BuildState.DELETED
+    event = BuildEvent(
+        instance_uuid=uuid,
+        project_id=after.project_id,
+        state=after.state,
+        sequence=after.sequence,
+        terminal=after.terminal,
+        cell=after.cell,
+        host=after.host,
+        attempt=after.attempt if after.host is not None else 0,
+        code="" if ends_well else after.code,
+        reason="" if ends_well else after.reason,
+        funnel=tuple(funnel),
+        at=at,
+        stamps=stamps if after.terminal else None,
+    )
+    to_clients = OutboxMessage(API, event, uuid)
+    if command is None:
+        return [to_clients]
+    assert after.cell is not None, after
+    return [OutboxMessage(after.cell, command, uuid), to_clients]
+
+
+def release_of(build: RecordedBuild) -> Release | None:
+    """What placement is told of a record, as often as it is read: one that has ended and that no cell has holds
+    nothing, and no claim of its run is granted any more. None: it may hold something, or never did.
+    """
+    if build.state not in (BuildState.FAILED, BuildState.DELETED) or build.cell is not None or not build.run:
+        return None
+    return Release(consumer=build.instance_uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
