@@ -111,7 +111,7 @@ class Placer:
         self, requests: Sequence[PlacementRequest], chosen: dict[str, PlacementState] | None = None
     ) -> list[PlacementResult]:
         """Decide and claim in rounds until each request has a result; returns the results in order. chosen: speculative
-        choices.
+        choices, of which those of these requests are taken out.
         """
         speculative = chosen or {}
         states = [
@@ -121,7 +121,10 @@ class Placer:
         ]
         states = with_gang_results(await self._with_peers(states))
         rounds = Retrying(self._claim_rounds, self._clock, self._rng)
-        speculative.clear()  # from here on each round drops the choices that it does not claim
+        for (
+            one
+        ) in requests:  # from here on each round drops the choices that it does not claim; others stay the caller's
+            speculative.pop(one.request.instance_uuid, None)
 
         async def next_round() -> bool:
             nonlocal states
