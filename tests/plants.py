@@ -274,8 +274,8 @@ PLANTS = (
     Plant(
         name="destroy_waits_no_longer",
         does="a destroy that is not confirmed is asked again without ever waiting longer",
-        file="cell_conductor/domain/rules.py",
-        old="max(context.destroy_retry_s, event.at - instance.since)",
+        file="cell_conductor/domain/orders.py",
+        old="max(context.destroy_retry_s, at - instance.since)",
         new="context.destroy_retry_s",
         tests="tests/unit/conductor",
     ),

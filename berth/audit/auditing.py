@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Mapping
 
 import msgspec
 from msgspec import Struct
@@ -10,6 +10,7 @@ from msgspec import Struct
 from berth.audit.findings import AuditFacts, AuditFinding, Confirmed, findings
 from berth.audit.gather import gather
 from berth.audit.invariants import Facts
+from berth.audit.readable import unreadable
 from berth.site import Site
 from bus.contracts.objects import Aggregate
 from bus.persistence.database import Database
@@ -44,12 +45,13 @@ WHERE a.aggregate = ANY($1::uuid[]) ORDER BY 1, 2
 
 
 class AuditPass(Struct, frozen=True):
-    """The changes of one pass. confirmed: every finding that is confirmed by now."""
+    """The changes of one pass. confirmed: every finding that is confirmed by now. unread: why a cell was not read."""
 
     new: tuple[AuditFinding, ...]
     gone: tuple[AuditFinding, ...]
     confirmed: Confirmed
     at_s: float
+    unread: Mapping[str, Exception]
 
 
 async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
@@ -77,15 +79,16 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
         await book.close()
 
 
-async def watch(site: Site, *, every_s: float, unread: Collection[str] = ()) -> AsyncGenerator[AuditPass]:
+async def watch(site: Site, *, every_s: float) -> AsyncGenerator[AuditPass]:
     """One pass every `every_s` seconds, counted from the begin of the last; at once where a pass takes longer."""
     confirmed = Confirmed()
     while True:
         began_s = site.clock.monotonic()
+        unread = await unreadable(site)
         found = findings(await read_facts(site, unread))
         now_s = site.clock.monotonic()
         new, gone = confirmed.apply(found, now_s)
-        yield AuditPass(tuple(new), tuple(gone), confirmed, now_s)
+        yield AuditPass(tuple(new), tuple(gone), confirmed, now_s, unread)
         await site.clock.sleep(max(0.0, began_s + every_s - site.clock.monotonic()))
 
 

@@ -195,7 +195,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
     cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
     deadline = site.clock.monotonic() + timeout_s
     try:
-        while not await _at_rest(scheduler, cells):
+        while not await _at_rest(scheduler, cells, all_read=not unread):
             if site.clock.monotonic() > deadline:
                 return False
             await site.clock.sleep(REST_POLL_S)
@@ -205,14 +205,14 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
             await database.close()
 
 
-async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
+async def _at_rest(scheduler: Database, cells: dict[str, Database], *, all_read: bool) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
     settled = ", ".join(f"'{state}'" for state in sorted(AT_REST | {KEPT}))
     down_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
     # A machine that is kept is at rest while its instance awaits its confirm in another cell.
-    if sum([(await _rows(database, _LOOSE))[0][0] for database in cells.values()]):
+    if all_read and sum([(await _rows(database, _LOOSE))[0][0] for database in cells.values()]):
         return False
     for database in cells.values():
         going, down = (await _rows(database, under_way))[0]

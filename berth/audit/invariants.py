@@ -178,10 +178,9 @@ class Facts(Struct, frozen=True, kw_only=True):
         if not self.unread:
             return set()
         theirs = {uuid for uuid in self.requests if self.cells.get(uuid) in self.unread}
-        moves = self.moves or ()
-        migrations = {one.request_id for one in moves}
-        theirs |= {one.request_id for one in moves if one.instance_uuid in theirs}
-        return theirs | (self.allocations.keys() - self.requests.keys() - migrations)
+        # The other end of a move may be there, whatever cell the request has now.
+        theirs |= {one.request_id for one in self.moves or ()}
+        return theirs | (self.allocations.keys() - self.requests.keys())
 
 
 class InvariantVerdict(Struct, frozen=True, kw_only=True):
@@ -364,7 +363,7 @@ def _agreement(facts: Facts) -> Iterator[str]:
     unsettled = {i.instance_uuid for i in facts.instances if i.state not in AT_REST}
     silent = _down(facts)
     down = {i.instance_uuid for i in facts.instances if (i.cell, i.service) in silent}
-    for uuid in sorted(unsettled - down):
+    for uuid in sorted(unsettled - down - facts.in_unread_cells()):
         yield f"{uuid}: not at rest"
     yield from _held(facts, alive, unsettled)
     if facts.running is not None:

@@ -13,6 +13,7 @@ import structlog
 
 from berth.audit.auditing import read_facts
 from berth.audit.findings import AuditFinding, FindingKind, findings
+from berth.audit.readable import unreadable
 from berth.settings import AuditSettings
 from berth.site import Site
 from bus.contracts.base import MAX_REASON
@@ -55,7 +56,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     try:
         async with database.raw() as connection:
             attempts = dict(await connection.fetch(_ATTEMPTS, [one.subject for one in proven]))
-        audited = await read_facts(site)
+        audited = await read_facts(site, await unreadable(site))
         still = {one.key: one for one in findings(audited) if one.proof}
         due = [still[one.key] for one in proven if one.key in still and one.subject in attempts]
         if not due:

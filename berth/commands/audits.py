@@ -51,7 +51,7 @@ async def check(
     site = database_of(settings)
     try:
         async with asyncio.timeout(wait + CHECK_TIMEOUT_S):
-            unread = await _unread(site)
+            unread = _explained(await unreadable(site))
             at_rest = await rest(site, timeout_s=wait, unread=unread)
             verdicts = check_invariants(await gather(site, unread=unread))
     except TimeoutError as fault:
@@ -68,10 +68,9 @@ async def check(
     return _status(unread) if all(verdict.holds for verdict in verdicts) else Exit.NO
 
 
-async def _unread(site: Site) -> dict[str, Stop]:
+def _explained(unread: Mapping[str, Exception]) -> dict[str, Stop]:
     """{cell that cannot be read: why, in the words of a user}."""
-    why = {cell: (fault, explain(fault)) for cell, fault in (await unreadable(site)).items()}
-    return {cell: stop or Stop(Exit.NO, "fault", str(fault)) for cell, (fault, stop) in why.items()}
+    return {cell: explain(fault) or Stop(Exit.NO, "fault", str(fault)) for cell, fault in unread.items()}
 
 
 def _show_unread(unread: Mapping[str, Stop]) -> None:
@@ -114,11 +113,12 @@ async def audit(
     is not judged; the exit status is then 2 or 3. Exit status 1 when something is wrong.
     """
     here, passes = database_of(settings), 0
-    unread = await _unread(here)
-    _show_unread(unread)
-    async with aclosing(watch(here, every_s=every, unread=unread)) as stream:
+    unread: dict[str, Stop] = {}
+    async with aclosing(watch(here, every_s=every)) as stream:
         async for seen in stream:
             passes += 1
+            before, unread = unread, _explained(seen.unread)
+            _show_unread({cell: stop for cell, stop in unread.items() if cell not in before})
             for state, changed in (("found", seen.new), ("gone", seen.gone)):
                 for one in changed:
                     if as_json:

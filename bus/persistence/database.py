@@ -271,10 +271,11 @@ class Database:
         try:
             connection = await self._connect(BY_KEY)
         except (*CONNECTION_LOST, TimeoutError) as error:
-            if not self._opened:  # what is wrong with the address is told apart from what a wait helps against
-                raise
-            self._probe_server()
-            raise_fault(error, closed=True)
+            # Before it was ever reached, what is wrong with the address is told apart from what a wait helps against.
+            closed = self._opened or isinstance(error, asyncpg.InterfaceError | asyncpg.InternalClientError)
+            if self._opened:
+                self._probe_server()
+            raise_fault(error, closed=closed)
         connection.add_termination_listener(self._ended)
         self._usable.add(connection)
         return connection

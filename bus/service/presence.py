@@ -17,6 +17,7 @@ from bus.service.service import Service
 MAX_NOT_READY = 16
 MAX_QUEUES = 64
 MAX_TEXT = 255
+LEAVE_S = 1.0
 
 
 def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -> None:
@@ -24,7 +25,7 @@ def announce_presence(service: Service, env: Environment, bus: Bus, role: str) -
     if env.heartbeat_s is not None:
         presence = Presence(service, bus, role=role, every_s=env.heartbeat_s)
         service.add_task("presence", presence.run)
-        service.add_drain(lambda _: presence.leave())
+        service.add_drain(presence.leave)
 
 
 class Presence:
@@ -46,10 +47,12 @@ class Presence:
             await self._publish(self._service.phase)
             await self._pause()
 
-    async def leave(self) -> None:
-        """Publish the last one."""
+    async def leave(self, grace_s: float) -> None:
+        """Publish the last one; a broker that does not confirm it keeps nobody waiting."""
         self._left = True
-        await self._publish(STOPPED)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(grace_s, LEAVE_S)):
+                await self._publish(STOPPED)
 
     async def _publish(self, phase: str) -> None:
         with suppress(BusError):  # lost without harm: the next one follows, or the worker counts as silent

@@ -16,7 +16,9 @@ from bus.clock import Clock
 from bus.faults import Fault, first_fault
 
 DEFAULT_GRACE_S = 10.0
-CLOSE_TIMEOUT_S = 5.0  # one resource; a connection that does not close is left to the operating system
+# One resource; a connection that does not close is left to the operating system. Longer than the bounds within: a bus
+# sends what is gathered for 5 s, and its connection closes within 5 s.
+CLOSE_TIMEOUT_S = 12.0
 CANCEL_TIMEOUT_S = 5.0  # side tasks, together
 REFRESH_TIMEOUT_S = 2.0  # gauges that ask a server for their value, together
 
