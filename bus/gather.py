@@ -95,7 +95,7 @@ class Gather(Generic[T]):
                     self._spawn(self._run(batch))
                 else:
                     first = batch
-        except Exception as error:
+        except Exception as error:  # the owner decides what it ends
             self._on_error(error)
         finally:
             self._next = None
@@ -116,7 +116,7 @@ class Gather(Generic[T]):
         timer = asyncio.get_running_loop().call_later(SLOW_S, become_slow)
         try:
             await self._handle(batch)
-        except Exception as error:
+        except Exception as error:  # the owner decides what it ends
             self._on_error(error)
         finally:
             timer.cancel()
