@@ -357,14 +357,15 @@ class Relay:
         while True:
             self._sweep_now.clear()
             left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
-            while await self._sweep_batch(left):
-                pass
+            is_all = False
+            while not is_all:
+                is_all = await self._sweep_batch(left)
             delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
             await self._wait_to_sweep(delay_s)
 
     async def _sweep_batch(self, left: dict[int, str]) -> bool:
-        """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether there
-        may be more.
+        """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
+        was all.
         """
         lanes = self._lanes.items()
         shut = (name for name, lane in lanes if lane.bus.unavailable_reason or self._has_its_share(lane))
@@ -375,7 +376,7 @@ class Relay:
                 found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
         except Transient as fault:
             log.warning("outbox.database_unavailable", code=fault.code)
-            return False
+            return True
         is_all = len(found) < SWEEP_BATCH
         for row in back if is_all else [row for row, _ in found]:  # what is not found is gone
             left.pop(row, None)
@@ -383,7 +384,7 @@ class Relay:
         for row, body in found:
             if row not in self._tickets and row not in self._confirmed:
                 self._send_again(row, body)
-        return not is_all
+        return is_all
 
     async def _wait_to_sweep(self, delay_s: float) -> None:
         waits = [asyncio.create_task(self._clock.sleep(delay_s)), asyncio.create_task(self._sweep_now.wait())]
