@@ -25,9 +25,10 @@ class Gather(Generic[T]):
     context in which the `Gather` was made.
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
-    batch; it raises nothing, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills
-    a batch. pause: waits before a batch is taken; what arrives meanwhile is part of it. on_idle: called when nothing
-    is under way any more.
+    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. pause:
+    waits before a batch is taken; what arrives meanwhile is part of it. on_idle: called when nothing is under way any
+    more. on_error: called with what take, pause or handle raised, because nobody awaits the tasks of the batches; what
+    was taken before is handled.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Gather(Generic[T]):
         is_full: Callable[[], bool] = lambda: False,
         pause: Callable[[], Awaitable[None]] | None = None,
         on_idle: Callable[[], None] = lambda: None,
+        on_error: Callable[[Exception], None],
     ) -> None:
         self.under_way = 0  # batches
         self.slow = 0  # of these
@@ -52,6 +54,7 @@ class Gather(Generic[T]):
         self._is_full = is_full
         self._pause = pause
         self._on_idle = on_idle
+        self._on_error = on_error
         self._context = copy_context()
         self._next: asyncio.Task[None] | None = None  # takes the next batch, and has not done so yet
         self._tasks: set[asyncio.Task[None]] = set()
@@ -82,15 +85,21 @@ class Gather(Generic[T]):
 
     async def _begin(self) -> None:
         """Take the next batch and handle it; further ones that may begin, too, are tasks of their own."""
-        if self._pause is not None:
-            await self._pause()
-        self._next = None
-        first = self._take() if self._may_begin() else ()
-        if first:
-            self.under_way += 1
-            while self._may_begin() and (further := self._take()):
+        first: Sequence[T] = ()
+        try:
+            if self._pause is not None:
+                await self._pause()
+            while self._may_begin() and (batch := self._take()):
                 self.under_way += 1
-                self._spawn(self._run(further))
+                if first:
+                    self._spawn(self._run(batch))
+                else:
+                    first = batch
+        except Exception as error:  # the owner decides what it ends
+            self._on_error(error)
+        finally:
+            self._next = None
+        if first:
             await self._run(first)
         elif not self.under_way:
             self._on_idle()
@@ -107,6 +116,8 @@ class Gather(Generic[T]):
         timer = asyncio.get_running_loop().call_later(SLOW_S, become_slow)
         try:
             await self._handle(batch)
+        except Exception as error:  # the owner decides what it ends
+            self._on_error(error)
         finally:
             timer.cancel()
             self.under_way -= 1

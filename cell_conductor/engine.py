@@ -105,9 +105,6 @@ class NoFences:
 class Sender(Protocol):
     """Publishes the messages of outbox rows, once they are committed (`bus.persistence.relay.Relay`)."""
 
-    async def wait_for_capacity(self) -> None:
-        """Wait while too much is in flight."""
-
     def send(self, rows: Sequence[int], outgoing: Sequence[OutboxMessage]) -> None:
         """Publish soon; delete each row after its confirm."""
 
@@ -189,7 +186,6 @@ class Engine:
 
     async def sweep(self) -> int:
         """Apply passed deadlines, one bounded batch of them. Returns how many."""
-        await self._relay.wait_for_capacity()
         now = self._clock.time()
         if not await self._store.has_due(now):
             return 0
@@ -220,7 +216,6 @@ class Engine:
         As with deadlines the database is compared first, in the same transaction: in one that was set back the silence
         of a service proves nothing, so its builds are doubted, and wait for their hosts.
         """
-        await self._relay.wait_for_capacity()
         async with self._store.transaction() as transaction:
             change = await transaction.recognise()
             if change is None:
@@ -235,7 +230,6 @@ class Engine:
 
     async def _apply(self, incoming: Sequence[InstanceEvent]) -> list[PendingQuestion]:
         """One transaction: the new ones of these events, on the locked instances. Returns the requests that follow."""
-        await self._relay.wait_for_capacity()
         uuids = sorted({instance_event.uuid for instance_event in incoming})
         new = {one.uuid for one in incoming if isinstance(one.event, BuildRequested) and not one.event.is_query}
         for number in range(MAX_STALE):

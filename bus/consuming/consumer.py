@@ -126,12 +126,13 @@ class Consumer:
         self._broken: BrokenInvariant | None = None
         self._gather: Gather[InFlightMessage] = Gather(
             self._take,
-            self._handle,
+            self._settle_all,
             waiting=lambda: self._waiting() if self._failed is not None else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
             pause=self._turn,
             on_idle=self._end_if_broken,
+            on_error=self._fail,
         )
         self._failed: asyncio.Future[None] | None = None
         self._consumed = metrics.CONSUMED.labels(bus.name, queue)
@@ -215,15 +216,10 @@ class Consumer:
         self._gather.wake()
 
     def _fail(self, error: Exception) -> None:
+        """End the consumer: `run` raises the error."""
         if self._failed is not None and not self._failed.done():
             self._failed.set_exception(error)
             self._failed.exception()  # a caller that drains without running must not be warned about it
-
-    async def _handle(self, items: Sequence[InFlightMessage]) -> None:
-        try:
-            await self._settle_all(items)
-        except Exception as error:  # it ends the consumer, and `run` raises it
-            self._fail(error)
 
     def _end_if_broken(self) -> None:
         if self._broken is not None:

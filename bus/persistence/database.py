@@ -165,7 +165,7 @@ class Database:
 
     def raw(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
         """An asyncpg connection inside a transaction: commits at the end, rolls back on an exception. Savepoints are
-        not for it: asyncpg's `Connection.transaction` refuses to begin one.
+        not for it: asyncpg's `Connection.transaction` refuses to begin one. A json column comes back as text.
         """
         return self._raw(begin=True)
 

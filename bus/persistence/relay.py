@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-MAX_ROWS = 10_000  # the bound of rows in a relay's memory; further rows stay in the table for the sweep
-# Messages under way on a bus above which its workers make no further ones by choice, and above which no further unit
-# of work begins: the publisher has room for as many of others.
-MAX_BEHIND = 2_000
+# The bounds of a relay's memory. Each bus has a share (`Relay._has_its_share`); further rows stay in the table for the
+# sweep. Of messages the publisher has room for as many of others.
+MAX_ROWS = 10_000
 MAX_UNDER_WAY = 20_000
+MAX_BEHIND = 2_000  # messages under way on a bus above which its workers make no further ones by choice
 # Confirmed rows gather about this long before they are deleted together, at the times at which commits are flushed
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
@@ -81,11 +81,13 @@ _Item = tuple[_Ticket, OutboxMessage]
 
 
 class _Lane:
-    """What a relay knows of one bus. under_way: the messages that its broker has not confirmed."""
+    """What a relay knows of one bus. under_way: the messages that its broker has not confirmed. rows: their rows, and
+    those of messages that linger.
+    """
 
     def __init__(self, bus: Bus, clock: Clock, lingering: Lingering) -> None:
         self.bus = bus
-        self.under_way = 0
+        self.rows = self.under_way = 0
         self.lingering: LingeringItems[_Item] = LingeringItems(lingering, self._drop)
         self._clock = clock
         self._outage: LogInterval | None = None  # None: it is available, as far as is known
@@ -185,13 +187,14 @@ class Relay:
             if bus not in self._unknown:  # once is enough, until the bus is added
                 self._unknown.add(bus)
                 log.error("outbox.unknown_bus", row=row_id, bus=bus)
-        elif len(self._tickets) >= self._max_rows:
+        elif self._has_its_share(lane):
             self._leave(row_id, bus, "full")
         elif reason := lane.bus.unavailable_reason:
             lane.note_unavailable(reason)
             self._leave(row_id, bus, "bus_unavailable")
         else:
             ticket = self._tickets[row_id] = _Ticket(row_id, lane, self._end)
+            lane.rows += 1
             _held.inc()
             ticket.pending = len(messages)  # each until it is dropped, or given to the publisher
             leaving = [one for item in traced(messages) for one in lane.lingering.put(item.message, (ticket, item))]
@@ -241,17 +244,17 @@ class Relay:
 
     def _forget(self, ticket: _Ticket) -> None:
         del self._tickets[ticket.row_id]
+        ticket.lane.rows -= 1
         ticket.lane.under_way -= ticket.count
         _held.dec()
         self._changed.set()
 
-    async def wait_for_capacity(self) -> None:
-        """Wait until `send` would keep a row in memory."""
-        while (
-            len(self._tickets) >= self._max_rows
-            or sum(lane.under_way for lane in self._lanes.values()) >= MAX_UNDER_WAY
-        ):
-            await self._change()
+    def _has_its_share(self, lane: _Lane) -> bool:
+        """Whether a bus has as much in memory as all buses leave free: so a busy one gets half, and of those that
+        confirm nothing, however many they are, each leaves room for a further one.
+        """
+        under_way = sum(one.under_way for one in self._lanes.values())
+        return lane.rows >= self._max_rows - len(self._tickets) or lane.under_way >= MAX_UNDER_WAY - under_way
 
     async def keep_up(self, bus: str) -> None:
         """Wait while much is under way on a bus. A worker calls it before it takes a batch whose messages go there:
@@ -353,25 +356,35 @@ class Relay:
         """Publish the rows that were left behind: at intervals, and when a bus is back."""
         while True:
             self._sweep_now.clear()
-            closed = {*self._unknown, *(name for name, lane in self._lanes.items() if lane.bus.unavailable_reason)}
-            back = [row for row, bus in self._left.items() if bus not in closed]
-            try:
-                with self._deleting() as confirmed:
-                    found = await self._rows.claim_stale(
-                        self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back
-                    )
-            except Transient as fault:
-                log.warning("outbox.database_unavailable", code=fault.code)
-                back, found = [], []
-            is_all = len(found) < SWEEP_BATCH
-            for row in back if is_all else (row for row, _ in found):  # what is not found is gone
-                self._left.pop(row, None)
-            for row, body in found:
-                if row not in self._tickets and row not in self._confirmed:
-                    await self._send_again(row, body)
-            if is_all:
-                delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
-                await self._wait_to_sweep(delay_s)
+            left = dict(self._left)  # what is left meanwhile, again or at first, waits for the next sweep
+            is_all = False
+            while not is_all:
+                is_all = await self._sweep_batch(left)
+            delay_s = shared_delay_s(self._clock.monotonic(), self._sweep_every_s)
+            await self._wait_to_sweep(delay_s)
+
+    async def _sweep_batch(self, left: dict[int, str]) -> bool:
+        """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
+        was all.
+        """
+        lanes = self._lanes.items()
+        shut = (name for name, lane in lanes if lane.bus.unavailable_reason or self._has_its_share(lane))
+        closed = {*self._unknown, *shut}
+        back = [row for row, bus in left.items() if bus not in closed]
+        try:
+            with self._deleting() as confirmed:
+                found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
+        except Transient as fault:
+            log.warning("outbox.database_unavailable", code=fault.code)
+            return True
+        is_all = len(found) < SWEEP_BATCH
+        for row in back if is_all else [row for row, _ in found]:  # what is not found is gone
+            left.pop(row, None)
+            self._left.pop(row, None)
+        for row, body in found:
+            if row not in self._tickets and row not in self._confirmed:
+                self._send_again(row, body)
+        return is_all
 
     async def _wait_to_sweep(self, delay_s: float) -> None:
         waits = [asyncio.create_task(self._clock.sleep(delay_s)), asyncio.create_task(self._sweep_now.wait())]
@@ -381,7 +394,7 @@ class Relay:
             for one in waits:
                 one.cancel()
 
-    async def _send_again(self, row_id: int, body: bytes) -> None:
+    def _send_again(self, row_id: int, body: bytes) -> None:
         """Publish a row that was left behind. A row that another version of berth has written is left to that
         version.
         """
@@ -391,7 +404,6 @@ class Relay:
             log.error("outbox.unreadable", row=row_id, reason=str(error))
             return
         _swept.inc()
-        await self.wait_for_capacity()
         self._send(row_id, outgoing[0].bus, outgoing)
 
     async def _purge_handled(self) -> None:

@@ -135,11 +135,8 @@ class OptimisticUnitOfWork(Generic[Row, Writes]):
 
 @asynccontextmanager
 async def published(relay: Relay | None, unit: AbstractAsyncContextManager[Emitting]) -> AsyncIterator[Emitting]:
-    """Run a unit, and pass its messages to the relay after the commit. The call first waits while the relay holds its
-    maximum of rows.
-    """
+    """Run a unit, and pass its messages to the relay after the commit."""
     assert relay is not None, "publish_through() first"
-    await relay.wait_for_capacity()
     async with unit as begun:
         yield begun
     relay.send(begun.rows, begun.outbox)

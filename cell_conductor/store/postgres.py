@@ -50,11 +50,10 @@ from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 MIGRATIONS = "cell_conductor.store.migrations"
 
-# As text: the pool decodes json columns into dictionaries, and these are decoded straight into structs.
-LOCK = "SELECT record::text FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
+LOCK = "SELECT record FROM instances WHERE uuid = ANY($1::uuid[]) ORDER BY uuid FOR UPDATE"
 
 LOCK_DUE = """
-SELECT record::text FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
+SELECT record FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR UPDATE SKIP LOCKED
 """
 
 IDENTITY = "SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
@@ -77,7 +76,7 @@ WHERE state = ANY($1)
 INSERT = rows.numbered(rows.INSERT)
 UPDATE = rows.numbered(rows.UPDATE)
 
-READ_VERSIONS = "SELECT xmin, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
+READ_VERSIONS = "SELECT xmin, record FROM instances WHERE uuid = ANY($1::uuid[])"
 
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _BRIEF = f"""

@@ -142,15 +142,13 @@ class PostgresSafety:
     async def breaker(self, service: str) -> Breaker | None:
         """One statement."""
         async with self._database.raw() as connection:
-            record = await connection.fetchval("SELECT record::text FROM breakers WHERE service = $1", service)
+            record = await connection.fetchval("SELECT record FROM breakers WHERE service = $1", service)
         return None if record is None else _decode(record)
 
     async def breakers(self) -> list[Breaker]:
         """One statement."""
         async with self._database.raw() as connection:
-            return [
-                _decode(row[0]) for row in await connection.fetch("SELECT record::text FROM breakers ORDER BY service")
-            ]
+            return [_decode(row[0]) for row in await connection.fetch("SELECT record FROM breakers ORDER BY service")]
 
     async def trip(self, breaker: Breaker) -> None:
         """One statement."""
@@ -160,9 +158,7 @@ class PostgresSafety:
     async def reset(self, service: str, by: str, now: float) -> bool:
         """Read with a lock and written back in one transaction."""
         async with self._database.raw() as connection:
-            record = await connection.fetchval(
-                "SELECT record::text FROM breakers WHERE service = $1 FOR UPDATE", service
-            )
+            record = await connection.fetchval("SELECT record FROM breakers WHERE service = $1 FOR UPDATE", service)
             if record is None or not (breaker := _decode(record)).is_open:
                 return False
             await connection.execute(TRIP, service, _encode(replace(breaker, reset_at=now, reset_by=by)).decode())

@@ -74,6 +74,7 @@ class Groups(Generic[Item, Result]):
             at_once=under_way,
             most=under_way + MAX_SLOW,
             pause=self._gather if under_way == 1 else None,
+            on_error=self._fail_waiting,
         )
         self._gathering: tuple[int, asyncio.Future[None]] | None = (
             None  # (the number of writes that are awaited, a future that is done when they are there)
@@ -100,6 +101,13 @@ class Groups(Generic[Item, Result]):
         await self._run(group)
         wanted = min(len(group) + len(self._waiting), self._group_max)
         self._awaited = wanted, asyncio.get_running_loop().time() + self._gather_s
+
+    def _fail_waiting(self, error: Exception) -> None:
+        """No group can be made of what waits: its callers get the error."""
+        while self._waiting:
+            _, future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(error)
 
     def _next_group(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         """Take the writes that have waited longest, within the bounds of a group."""

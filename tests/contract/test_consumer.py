@@ -618,5 +618,21 @@ async def test_deliveries_of_many_bytes_are_opened_in_several_batches(
     monkeypatch.setattr(consuming, "MAX_OPENED_BYTES", 1)
     monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
     await house.consume(bus, REQUESTS, handle, concurrency=1, max_batch=64, prefetch=64)
-    await settled(bus)
+    await until(lambda: sum(sizes) >= 6)  # the queue is empty before the last is handled
     assert sizes == [1] * 6
+
+
+async def test_an_error_between_batches_ends_the_consumer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost with the task that takes the next batch, and the consumer stood still."""
+
+    def broken(_: object) -> str:
+        raise ZeroDivisionError
+
+    bus = await house.bus()
+    consumer = await house.consume(bus, REQUESTS, Answering())
+    await bus.publish(boot(1))
+    await settled(bus)
+    monkeypatch.setattr(consuming, "new_uuid", broken)
+    await bus.publish(boot(2))
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(consumer.run(), PATIENCE_S)

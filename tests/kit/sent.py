@@ -13,9 +13,6 @@ class Sent:
     def __init__(self) -> None:
         self.rows: list[tuple[Sequence[int], list[OutboxMessage]]] = []
 
-    async def wait_for_capacity(self) -> None:
-        return None
-
     def send(self, rows: Sequence[int], outgoing: Sequence[OutboxMessage]) -> None:
         if outgoing:
             self.rows.append((rows, list(outgoing)))

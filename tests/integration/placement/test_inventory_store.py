@@ -182,15 +182,16 @@ async def test_names_of_a_transaction_that_was_lost_are_not_used(
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server goes away between a new name's row and its commit: the number this process has seen does not exist."""
-    commit = asyncpg.transaction.Transaction.__aexit__
+    execute = asyncpg.Connection.execute
     killer = await asyncpg.connect(book.url)
 
-    async def lost(this: asyncpg.transaction.Transaction, *error: object) -> object:
-        monkeypatch.setattr(asyncpg.transaction.Transaction, "__aexit__", commit)
-        await killer.execute("SELECT pg_terminate_backend($1, 5000)", this._connection.get_server_pid())
-        return await commit(this, *error)
+    async def lost(this: asyncpg.Connection, query: str, *args: object, **more: float) -> str:
+        if query == "COMMIT":
+            monkeypatch.setattr(asyncpg.Connection, "execute", execute)
+            await killer.execute("SELECT pg_terminate_backend($1, 5000)", this.get_server_pid())
+        return await execute(this, query, *args, **more)
 
-    monkeypatch.setattr(asyncpg.transaction.Transaction, "__aexit__", lost)
+    monkeypatch.setattr(asyncpg.Connection, "execute", lost)
     update = book.host(new_uuid(rng), CUSTOM_NEW=1)
     with pytest.raises(DatabaseUnavailable):
         await book.store.report([update])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 
@@ -149,7 +150,8 @@ async def blocks_read(book: Book, claims: Sequence[Claim], holders: Sequence[str
     """How many blocks the claims' read of their groups touches."""
     async with book.database.raw() as connection:
         columns = members.columns(wanted_members(claims, holders))
-        (plan,) = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
+        answer = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
+    (plan,) = json.loads(answer)
     blocks: int = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]
     return blocks
 

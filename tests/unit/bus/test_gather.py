@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextvars import ContextVar
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,10 @@ class HandLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self.now
+
+
+class Broken(Exception):
+    pass
 
 
 class Batch:
@@ -46,6 +51,8 @@ class World:
         self.go_on = asyncio.Event()
         self.idle = 0
         self.closed = False
+        self.broken = ""  # what raises
+        self.errors: list[Exception] = []
         self.gather: Gather[int] = Gather(
             self.take,
             self.handle,
@@ -55,6 +62,7 @@ class World:
             is_full=lambda: len(self.line) >= SIZE,
             pause=self.pause if paused else None,
             on_idle=self.on_idle,
+            on_error=self.errors.append,
         )
         if not paused:
             self.go_on.set()
@@ -65,12 +73,16 @@ class World:
 
     async def pause(self) -> None:
         await self.go_on.wait()
+        if self.broken == "pause":
+            raise Broken
 
     def on_idle(self) -> None:
         assert not self.under_way
         self.idle += 1
 
     def take(self) -> list[int]:
+        if self.broken == "take":
+            raise Broken
         was_full = len(self.line) >= SIZE
         items = [self.line.popleft() for _ in range(min(SIZE, len(self.line)))]
         self.batches.append(Batch(items, was_full=was_full, quick=sum(not batch.is_slow for batch in self.under_way)))
@@ -102,13 +114,33 @@ class World:
         if may_begin:
             assert len(under_way) - slow >= self.at_once and len(self.line) < SIZE, "what may begin has begun"
 
-    async def settle(self) -> None:
+    def make_slow(self) -> None:
+        for batch in self.under_way:
+            batch.is_slow = True
+
+    async def breaks(self, broken: str) -> None:
+        """For a while this raises, which ends nothing and keeps no slot."""
+        await self.settle()
+        seen = len(self.errors)
+        self.broken = broken
+        self.arrive(SIZE)
+        await self.turns()
+        if self.go_on.is_set() and len(self.under_way) < self.most and not self.closed:
+            assert len(self.errors) > seen, "it is told of the error"
+        self.broken = ""
+        self.gather.wake()
+        await self.settle()
+
+    async def turns(self) -> None:
         for _ in range(TURNS * self.most):
             await asyncio.sleep(0)
+
+    async def settle(self) -> None:
+        await self.turns()
         self.check()
 
 
-NAMES = ["arrive", "arrive", "end", "slow", "turn", "turns", "pause", "close"]
+NAMES = ["arrive", "arrive", "end", "slow", "turn", "turns", "pause", "break", "close"]
 STEPS = st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2 * SIZE)), min_size=4, max_size=30)
 
 
@@ -124,11 +156,12 @@ async def play(steps: Sequence[tuple[str, int]], at_once: int, extra: int, *, pa
             under_way[number % len(under_way)].end.set()
         elif step == "slow":
             await world.settle()
-            for batch in world.under_way:
-                batch.is_slow = True
+            world.make_slow()
             loop.now += SLOW_S
         elif step == "pause" and paused:
             (world.go_on.set if number % 2 else world.go_on.clear)()
+        elif step == "break":
+            await world.breaks("pause" if number % 2 and paused else "take")
         elif step == "close":
             world.closed = True
             began = len(world.batches)
@@ -165,6 +198,37 @@ def test_what_may_begin_begins_and_nothing_else_does(
         loop.close()
 
 
+def raise_it(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("raises", [1, 2, 3])
+async def test_a_take_or_handling_that_raises_is_told_of_and_loses_no_batch(raises: int) -> None:
+    """At the first or second take, or the first handling: asyncio swallowed it, and the slot was never given back."""
+    line, handled, errors = deque([1, 2, 3]), list[int](), list[Exception]()
+    left = raises if raises < 3 else 0
+
+    def take() -> list[int]:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Broken
+        return [line.popleft()]
+
+    async def handle(items: Sequence[int]) -> None:
+        handled.extend(items)
+        if items == [1] and raises == 3:
+            raise Broken
+
+    gather: Gather[int] = Gather(take, handle, waiting=line.__len__, most=2, at_once=2, on_error=errors.append)
+    gather.wake()
+    await asyncio.wait_for(gather.idle(), 30)
+    gather.wake()
+    await asyncio.wait_for(gather.idle(), 30)
+    assert [type(error) for error in errors] == [Broken]
+    assert (sorted(handled), gather.under_way) == ([1, 2, 3], 0)
+
+
 async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> None:
     """The one that wakes it handles another message, whose trace and process are no business of the batch."""
     where: ContextVar[str] = ContextVar("where", default="made")
@@ -173,7 +237,7 @@ async def test_a_batch_runs_in_the_context_in_which_the_gather_was_made() -> Non
     async def handle(items: Sequence[int]) -> None:
         seen.put_nowait(where.get())
 
-    gather: Gather[int] = Gather(lambda: [line.popleft()], handle, waiting=line.__len__, most=1)
+    gather: Gather[int] = Gather(lambda: [line.popleft()], handle, waiting=line.__len__, most=1, on_error=raise_it)
     where.set("woken")
     gather.wake()
     assert await asyncio.wait_for(seen.get(), 30) == "made"

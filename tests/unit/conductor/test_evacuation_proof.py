@@ -29,9 +29,6 @@ SECOND = "00000000-0000-4000-8000-0000000000ff"
 
 
 class Relay:
-    async def wait_for_capacity(self) -> None:
-        """At once."""
-
     def send(self, row_id: int | None, outgoing: Sequence[OutboxMessage]) -> None:
         """Nothing."""
 

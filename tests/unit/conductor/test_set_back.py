@@ -26,9 +26,6 @@ class Relay:
     def __init__(self) -> None:
         self.sent: list[object] = []
 
-    async def wait_for_capacity(self) -> None:
-        """Never full."""
-
     def send(self, row_id: int | None, outgoing: Any) -> None:
         """Keep it."""
         self.sent += outgoing
