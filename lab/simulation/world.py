@@ -212,7 +212,9 @@ class World:
 
         stop = asyncio.Event()
         book, hosts = (Book(), HostTable()) if name.startswith("scheduler") else (None, None)
-        service = self.wiring.build(name, environment, ProcessContext(process, transports, session, book, hosts))
+        # In its context, as what it makes keeps that one: else its tasks outlive a kill.
+        around = ProcessContext(process, transports, session, book, hosts)
+        service = process.context.run(self.wiring.build, name, environment, around)
         self.event_log.record("start", f"{name} {count}")
         self.harm.down_since.pop(name.removeprefix("compute-"), None)
         task = process.spawn(service.run(stop), name)
