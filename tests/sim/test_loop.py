@@ -7,11 +7,16 @@ import random
 import selectors
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from msgspec.structs import replace
 
 from bus.turns import next_turn
-from lab.simulation.loop import Deadlock, EndlessTurn, Livelock, Process, VirtualLoop, run
+from lab.simulation.draw import plan_of
+from lab.simulation.event_log import EventLog
+from lab.simulation.loop import PROCESS, Deadlock, EndlessTurn, Livelock, Process, VirtualLoop, run
+from lab.simulation.world import World
 
 
 def received(_: str) -> None:
@@ -232,3 +237,26 @@ def test_a_paused_process_goes_on_where_it_was_in_order() -> None:
     run(main, on_unseen=received)
     assert [name for _, name in seen] == ["a", "b"]
     assert all(at >= 5.0 for at, _ in seen)
+
+
+def test_what_a_process_makes_when_it_is_built_dies_with_it() -> None:
+    """A consumer's batches run in the context in which it was made: made elsewhere, they outlived a kill."""
+    built: dict[str, Process | None] = {}
+
+    async def main() -> None:
+        world = World(replace(plan_of(1), metal=None), EventLog())
+        build = world.wiring.build
+
+        def noting(name: str, *arguments: Any) -> Any:
+            built[name] = PROCESS.get()
+            return build(name, *arguments)
+
+        with patch.object(world.wiring, "build", noting):
+            names = ["placement0", f"compute-{next(iter(world.fleets))}", "scheduler0"]
+            lives = {name: world.start(name) for name in names}
+        assert built == {name: life.process for name, life in lives.items()}
+        for name in names:
+            world.kill(name)
+
+    run(main, on_unseen=received)
+    assert built
