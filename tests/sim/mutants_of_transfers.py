@@ -164,7 +164,7 @@ FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
     "map_names_the_former_cell": 5,
     "leaves_while_it_runs": 1,
-    "kept_one_starts_when_time_is_over": 2,
+    "kept_one_starts_when_time_is_over": 5,
     "kept_one_is_destroyed_too_early": 1,
     "allocation_is_released_before_the_machine_is_gone": 2,
     "given_back_with_its_machine": 1,
