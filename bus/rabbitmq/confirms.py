@@ -8,7 +8,7 @@ from typing import Any
 from aiormq import Channel
 from pamqp.commands import Basic
 
-from bus.port import CC, Outgoing, PublishRefused
+from bus.port import CC, BusUnavailable, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
 from bus.topology import QueueNames
 
@@ -66,6 +66,10 @@ class PublishChannel:
                     timeout=CONFIRM_TIMEOUT_S,
                     wait=False,
                 )
+        except BusUnavailable as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise BusUnavailable(f"no confirm within {CONFIRM_TIMEOUT_S:g} s") from error.__cause__
+            raise
         except PublishRefused:
             self._refused = True
             raise
