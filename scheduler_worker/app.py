@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -254,8 +254,7 @@ def _add_store_and_replica(parts: SchedulerParts, relay: Relay, follower: Follow
     service.add_preparation(partial(_prepare_search, follower))
     service.add_check("database", lambda: parts.store.ready)
     service.add_check("replica", follower.ready.is_set)
-    for name, bus in parts.buses.items():
-        service.add_refresh(partial(count_dead_letters, name, bus.transport))
+    service.add_refresh(partial(count_dead_letters, API, parts.api.transport))
 
 
 async def _prepare_search(follower: Follower) -> None:
@@ -405,18 +404,17 @@ def _add_cells(parts: SchedulerParts, registry: ObjectRegistry, links: CellLinks
     service = parts.service
     keeper = CellKeeper(registry, parts.store, links, tuple(parts.cell_buses), clock=parts.env.clock)
     service.add_drain(links.drain)
+    service.add_refresh(partial(_count_letters, links))  # of the buses as they are now: a cell may be entered anew
     if links.may_change:
         service.add_resource(open_nothing, links.close)
         service.add_task("added cells", links.run)
         service.add_task("cells", keeper.run)
-        service.add_refresh(partial(_count_letters_of_added, links, parts.cell_buses))
     return keeper
 
 
-async def _count_letters_of_added(links: CellLinks, configured: Collection[str]) -> None:
+async def _count_letters(links: CellLinks) -> None:
     for name, bus in list(links.buses.items()):
-        if name not in configured:
-            await count_dead_letters(name, bus.transport)
+        await count_dead_letters(name, bus.transport)
 
 
 def _add_requests(

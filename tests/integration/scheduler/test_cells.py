@@ -8,8 +8,13 @@ from typing import Any
 
 import asyncpg
 import pytest
+from prometheus_client import REGISTRY
 
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.catalogue import DEAD
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
 from bus.contracts.objects import (
     CellState,
@@ -23,6 +28,7 @@ from bus.contracts.objects import (
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
+from bus.wire import pack, single
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -171,6 +177,18 @@ async def test_a_removed_cell_of_the_settings_is_left_and_taken_back(running: Wo
     await only(running, "c2")
     await running.active(running.request())
     assert {bus for bus, _ in running.builds} == {"c1", "c2"}
+    await lies_dead(running, "c2")
+    await running.services["s1"][0].refresh()
+    assert REGISTRY.get_sample_value("berth_bus_dead_letters", {"bus": "c2"}) == 1
+
+
+async def lies_dead(world: World, cell: str) -> None:
+    """A dead letter on this cell's bus."""
+    bus = Bus(cell, MemoryTransport(world.brokers[cell], cell), process="parker", clock=SystemClock(), rng=world.rng)
+    await bus.open()
+    packed = pack(Release(consumer=ABSENT), Meta(id="m1", sent_at=bus.clock.time()))
+    await bus.transport.publish(single(packed, DEAD, "placement.requests", mandatory=True))
+    await bus.close()
 
 
 async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
