@@ -14,7 +14,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from bus import metrics
 from bus.clock import SystemClock
 from bus.contracts.catalogue import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
@@ -388,7 +388,7 @@ class RabbitTransport:
                     return
                 if isinstance(error, QueueLocked):
                     for callback in self._on_locked:
-                        callback()
+                        call_back(callback)
                 attempt = backoff.failures + 1
                 log.warning("bus.unavailable", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
                 await backoff.wait()
@@ -421,7 +421,7 @@ class RabbitTransport:
             return
         log.info("bus.back", bus=self.name)
         for callback in self._callbacks:
-            callback()
+            call_back(callback)
 
     def _alarm_changed(self) -> None:
         """The broker has run short of memory or disk, or has enough again: logged once each time."""
