@@ -31,7 +31,8 @@ READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMI
 HEAD = "SELECT number, history FROM feed_head"
 NEWEST = """
 SELECT number, history,
-    origin <> origin_of('feed_head') OR coalesce(history = $1::uuid AND number < $2, false) AS is_another, number > (SELECT number FROM feed_position) AS unpublished
+    origin <> origin_of('feed_head') OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
+    number > (SELECT number FROM feed_position) AS unpublished
 FROM feed_head
 """
 # When several processes find at once that the history has ended, only the first one sets a new id.
