@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
 from bus.bus import API, Bus
 from bus.consuming.outcome import Done, Outcome, Retry
+from bus.contracts.base import encode
+from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.contracts.moves import MoveAccepted, MoveKind, MoveRequest
 from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import Outgoing
 from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.moves import accepted
@@ -38,6 +42,7 @@ class Moves:
         self._clock = clock
         self._back_at_s = back_at_s
         self.begun_at_s: list[float] = []
+        self.ended: list[str] = []  # the codes of events
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         if moves and self._clock.monotonic() < self._back_at_s:
@@ -45,7 +50,9 @@ class Moves:
         return {one.position: self._outcome(one) for one in moves}
 
     def _outcome(self, one: PendingMove) -> Outcome:
-        if one.is_late:
+        if one.given_up is not None:
+            self.ended.append(one.given_up.code)
+        if one.is_late or one.given_up is not None:
             return Done()
         if one.delivery == 0:
             return UNLOCATED
@@ -68,11 +75,24 @@ def test_a_move_is_answered_while_its_requester_waits(patience_s: float, away_s:
 @pytest.mark.parametrize(("patience_s", "away_s"), [(10.0, 11.0), (60.0, 100.0)])
 def test_a_move_is_not_begun_when_its_requester_has_stopped_waiting(patience_s: float, away_s: float) -> None:
     moves, answer = requested(patience_s, away_s)
-    assert (answer, moves.begun_at_s) == (None, [])
+    assert (answer, moves.begun_at_s, moves.ended) == (None, [], [])
 
 
-def requested(patience_s: float, away_s: float) -> tuple[Moves, MoveAccepted | None]:
-    """A client requests a move of a scheduler whose database is away for some seconds. Its answer, if there is one."""
+def test_a_move_ends_with_an_event_when_its_expiration_is_over_and_nobody_waits_for_an_answer() -> None:
+    moves, _ = requested(10.0, 11.0, waits=False)
+    assert (moves.begun_at_s, moves.ended) == ([], ["broker.expired"])
+
+
+def test_an_expiration_counts_while_a_scheduler_has_the_move() -> None:
+    moves, _ = requested(60.0, 20.0, waits=False)
+    assert len(moves.begun_at_s) == 1 and not moves.ended
+
+
+def requested(patience_s: float, away_s: float, *, waits: bool = True) -> tuple[Moves, MoveAccepted | None]:
+    """A client requests a move of a scheduler whose database is away for some seconds. Its answer, if there is one.
+
+    waits: for the answer; otherwise it publishes the move with an expiration of `patience_s`.
+    """
     ended: list[tuple[Moves, MoveAccepted | None]] = []
 
     @on_virtual_time
@@ -92,11 +112,17 @@ def requested(patience_s: float, away_s: float) -> tuple[Moves, MoveAccepted | N
         consumer = scheduler.consumer(REQUESTS, handler, concurrency=2)
         await consumer.start()
         running = asyncio.create_task(consumer.run())
-        try:
-            ended.append((moves, await client.request(MOVE, MoveAccepted, timeout_s=patience_s)))
-        except RequestTimeout:
+        answer = None
+        if waits:
+            with suppress(RequestTimeout):
+                answer = await client.request(MOVE, MoveAccepted, timeout_s=patience_s)
+        else:
+            key, body = routing_key(MOVE), encode(MOVE)
+            expiring = Outgoing(exchange=COMMANDS, routing_key=key, body=body, expiration_s=patience_s)
+            await client.transport.publish(expiring)
+        if answer is None:
             await clock.sleep(away_s + 60.0)
-            ended.append((moves, None))
+        ended.append((moves, answer))
         await consumer.drain(1.0)
         await running
         for one in (client, scheduler):
