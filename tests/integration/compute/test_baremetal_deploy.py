@@ -530,7 +530,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     driver = await deployed(settings, build(node, image_source=old, name="web"))
     ironic.requested.clear()
     again = ConfigDrive(user_data="again")
-    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "image_source": old, "config_drive": again}
+    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "config_drive": again}
     async with asyncio.timeout(PATIENCE_S):
         assert (await driver.change(order(node, ChangeKind.REBUILD, 3, **wanted))).runs
     info = ironic.pool.nodes[node]["instance_info"]
@@ -550,6 +550,16 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     assert (failed.value.code, failed.value.runs) == ("node.rebuild_failed", False)
     await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
     assert ironic.pool.nodes[node]["instance_uuid"] is None
+
+
+async def test_a_rebuild_writes_the_image_of_the_source_that_it_names(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic, images={"debian-12": IMAGE}), build(node))
+    named = ImageSource(source="http://images/named.qcow2", checksum="http://images/SUMS")
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await driver.change(order(node, ChangeKind.REBUILD, 3, image="debian-12", image_source=named))).runs
+    info = ironic.pool.nodes[node]["instance_info"]
+    assert (info["image_source"], info["image_checksum"]) == (named.source, named.checksum)
 
 
 def rescue(node: str, number: int = 1) -> ChangeOrder:
