@@ -359,9 +359,9 @@ def change(instance: Instance, state: State, at: float, context: StepContext) ->
 
 
 def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:
-    """Whether this answers the change that was last commanded."""
-    answered = (event.order, event.attempt, event.host_uuid)
-    return answered == (move_of(instance).order, attempt, where.host_uuid)
+    """Whether this answers the change that was last commanded: that of the service that has the host now."""
+    answered = (event.order, event.attempt, event.host_uuid, event.service)
+    return answered == (move_of(instance).order, attempt, where.host_uuid, where.service)
 
 
 def as_left(instance: Instance, event: ChangeEnded) -> Instance:
@@ -381,7 +381,7 @@ def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepC
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
-        return event.attempt >= instance.attempt
+        return steps.is_destroyed(event, instance.here, instance.attempt)
     if is_unordered(event, instance.here.service, instance) or predates(
         event, instance.here.service, up_scan_here(instance)
     ):
@@ -399,7 +399,7 @@ def source_gone(instance: Instance, event: Destroyed | HostMissing, context: Ste
     if move.source is None or event.host_uuid != move.source.host_uuid:
         return False
     if isinstance(event, Destroyed):
-        return event.attempt >= move.source_attempt
+        return steps.is_destroyed(event, move.source, move.source_attempt)
     if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
         return False
     return event.seen_at > instance.since + context.report_grace_s

@@ -203,7 +203,7 @@ def offloaded() -> Scenario:
     made = begun(MoveKind.SHELVE, offload=True)
     made.end(1, 1, runs=False, image="kept")
     assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
-    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1), service="s1"))
     assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=211.0, consumer=UUID))
     return made
