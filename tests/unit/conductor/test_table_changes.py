@@ -27,7 +27,6 @@ from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import (
     MOVE,
     OTHER,
-    SERVICE_DOWN,
     Scenario,
     active,
     announced,
@@ -39,6 +38,7 @@ from tests.unit.conductor.move_scenario import (
     seen,
 )
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection, spawned
+from tests.unit.conductor.test_table_fences import fenced
 
 
 def test_a_resize_in_place_has_one_machine() -> None:
@@ -75,8 +75,8 @@ LARGER = replace(
 def test_a_destination_is_told_all_of_the_flavor_that_it_was_chosen_for(kind: MoveKind) -> None:
     """And the image that the instance has: a later evacuation deployed by the old traits and root disk."""
     rebuilt = replace(SPEC, image="now", image_source=ImageSource(source="http://images/now"), root_gb=20)
-    made = Scenario(replace(active(), spec=rebuilt), SERVICE_DOWN if kind is MoveKind.EVACUATE else PATIENCE)
-    made.apply(request(kind, 2, spec=LARGER, fenced=True))
+    made = Scenario(replace(active(), spec=rebuilt), replace(PATIENCE, fences=fenced(1)))
+    made.apply(request(kind, 2, spec=LARGER))
     assert made.instance.state is State.CLAIMING
     assert made.instance.spec == replace(LARGER, image="now", image_source=rebuilt.image_source)
     assert made.instance.move is not None and made.instance.move.spec == rebuilt
