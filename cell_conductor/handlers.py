@@ -513,4 +513,4 @@ def _result(message: ComputeResult, at: float) -> Event:
                 ended_at=message.at,
             )
         case ComputeOutcome.DESTROYED:
-            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid)
+            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid, service=message.service)

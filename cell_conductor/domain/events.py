@@ -119,10 +119,11 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
 
 
 class Destroyed(Event, frozen=True, kw_only=True):
-    """A host reports that no attempt up to this one runs or will run there."""
+    """A host reports that no attempt up to this one runs or will run there. service: which answers for the host."""
 
     attempt: int
     host_uuid: str
+    service: str
 
 
 class Released(Event, frozen=True, kw_only=True):

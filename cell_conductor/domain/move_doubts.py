@@ -71,7 +71,7 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
     """A host of a move in doubt has no machine of it: it was reverted, or confirmed."""
     if not is_doubted(instance, context):
         return Step(instance)
-    if event.host_uuid == instance.host_uuid and event.attempt >= instance.attempt:
+    if steps.is_destroyed(event, instance.here, instance.attempt):
         return undo_doubted(instance, event.at, context)
     if not source_gone(instance, event, context):
         return Step(instance)

@@ -361,7 +361,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The destination has ended the attempt: the next one is tried, or the move is undone."""
-    if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
+    if not steps.is_destroyed(event, instance.here, instance.attempt):
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
     if is_unsure(instance, context):

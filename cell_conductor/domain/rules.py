@@ -252,7 +252,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
     In doubt that proves less: a second service of the same name answers for machines that it has not. Another order to
     destroy is not sent then, and a machine of this attempt that is listed later is kept.
     """
-    if not steps.is_current(instance, event.attempt, event.host_uuid):
+    if event.attempt != instance.attempt or not steps.is_destroyed(event, instance.here, instance.attempt):
         return Step(instance)
     if instance.queried:
         ended = _over_time(instance, event, context)

@@ -183,12 +183,19 @@ def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
     return is_current(instance, event.attempt, event.host_uuid)
 
 
+def is_destroyed(event: Destroyed, where: Selection, attempt: int) -> bool:
+    """Whether this answers that no attempt up to this one is left there. Only the service that has the host by the
+    record knows: another one has had the host before, and its machine runs under the one that has it now.
+    """
+    return (event.host_uuid, event.service) == (where.host_uuid, where.service) and event.attempt >= attempt
+
+
 def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
     """Whether the current host's answer means that the current attempt does not run (any more)."""
     if event.host_uuid != instance.host_uuid:
         return False
     if isinstance(event, Destroyed):
-        return event.attempt >= instance.attempt
+        return is_destroyed(event, instance.here, instance.attempt)
     if is_unordered(event, instance.here.service, instance) or predates(
         event, instance.here.service, up_scan_here(instance)
     ):

@@ -217,7 +217,7 @@ def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
     """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
-    that this request names.
+    that this request names. The source of its present image is known to its cell alone.
     """
     built = known.build_request
     assert built is not None
@@ -227,6 +227,7 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
         flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
         image=request.image if is_rebuilt and request.image is not None else image_of(known),
         image_properties=dict(rebuilt_from(request, known) if is_rebuilt else image_properties_of(known)),
+        image_source=request.image_source,
         host=request.host,
         forced=request.forced,
         ignore_hosts=request.ignore_hosts,

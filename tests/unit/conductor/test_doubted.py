@@ -138,7 +138,7 @@ def test_a_build_that_was_deleted_before_it_came_again_holds_its_claim_until_its
         [(1, host(1))],
         None,
     )
-    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=left.instance).instance
+    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=left.instance).instance
     assert (over.state, isinstance(question_of(over), Release)) == (State.RELEASING, True)
 
 
@@ -214,11 +214,13 @@ def test_what_a_second_service_of_the_same_name_has_answered_for_is_kept_when_it
     restored = replace(in_doubt(), reused_from=0)
     if is_queried:
         restored = run(past(restored, 61.0), start=restored).instance
-    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1)), start=restored)
+    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1), service="s1"), start=restored)
     assert ended.instance.state is State.RECLAIMING and not destroys(ended), "an order would wait for the first service"
     second = run(claimed(2), start=ended.instance)
     records = [second.instance, run(spawned(2), start=second.instance).instance]
-    again = run(e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2)), start=second.instance)
+    again = run(
+        e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2), service="s1"), start=second.instance
+    )
     records += [again.instance, run(RELEASED, start=again.instance).instance]
     assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.GIVING_UP, State.FAILED]
     for record in records:
@@ -268,7 +270,7 @@ def test_a_failure_that_its_host_has_reported_leaves_no_doubt() -> None:
     waiting = in_doubt()
     failed = replace(run(RELEASED, start=given_up().instance).instance, doubted=False)
     assert is_over(failed, 1, host(1))
-    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=waiting)
+    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=waiting)
     assert run(claimed(), start=gone.instance).instance.state is State.BUILDING
 
 

@@ -109,7 +109,7 @@ class Hosts:
             assert len(self.machines) > 1, f"{place} is the only machine, and its host was not asked"
             self.machines.remove(place)
         self.ended.add(place)
-        return e.Destroyed(at=self.at, attempt=order.attempt, host_uuid=order.host_uuid)
+        return e.Destroyed(at=self.at, attempt=order.attempt, host_uuid=order.host_uuid, service="s1")
 
     def _there(self, uuid: str, attempt: int) -> e.Spawned:
         return e.Spawned(at=self.at, attempt=attempt, host_uuid=uuid, service="s1")

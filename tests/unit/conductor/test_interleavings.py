@@ -49,7 +49,7 @@ class Host:
         self.fence = max(self.fence, attempt)
         if self.running is not None and self.running <= attempt:
             self.running = None
-        return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid)
+        return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s1")
 
 
 class Book:

@@ -91,7 +91,7 @@ def last_event(made: Scenario) -> MoveEvent:
 
 
 def gone(instance: Instance, n: int) -> e.Destroyed:
-    return e.Destroyed(at=220.0, attempt=instance.attempt, host_uuid=host(n))
+    return e.Destroyed(at=220.0, attempt=instance.attempt, host_uuid=host(n), service="s1")
 
 
 def released_in(cell: str = "c2") -> e.MoveRequested:
@@ -294,7 +294,7 @@ def test_it_goes_back_only_when_nothing_is_left_of_it_there() -> None:
     there.apply(claimed(attempt), replace(ended_check(there, claimed(attempt)), attempt=attempt))
     there.apply(e.SpawnFailed(at=211.0, attempt=attempt, host_uuid=host(2), code="sim.spawn_failed"))
     assert there.instance.state is State.UNDOING and last_event(there).departure is None
-    there.apply(e.Destroyed(at=212.0, attempt=attempt, host_uuid=host(2)))
+    there.apply(e.Destroyed(at=212.0, attempt=attempt, host_uuid=host(2), service="s1"))
     assert (there.instance.state, last_event(there).departure) == (State.VACATING, None)
     there.apply(e.Released(at=213.0))
     back = departure_of(there)

@@ -10,7 +10,7 @@ from cell_conductor.domain.instance import Instance, State
 from tests.unit.conductor.scenario import DELETE, RELEASED, destroys, failed, host, queried, run, spawned
 
 MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0, service="s1")
-GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
+GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1), service="s1")
 SEQUENCES = {
     State.FAILED: (queried(), failed(final=True), RELEASED),
     State.DELETED: (queried(), spawned(), DELETE, GONE, RELEASED),

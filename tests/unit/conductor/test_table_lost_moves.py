@@ -34,7 +34,7 @@ def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made = to_resized()
     made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
     assert made.instance.state is State.UNDOING
-    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
 
@@ -46,7 +46,7 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
     (done,) = made.terminals
     assert done[1] is MoveState.DONE and small is not None
     made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
-    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     last = [one for one in made.commands if isinstance(one, MoveEvent)][-1]
     assert (last.state, last.terminal, last.condition) == (MoveState.UNDOING, False, Condition.ACTIVE)

@@ -50,11 +50,11 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
     """One result made it lost and released its allocation, past the breaker, though its machine might still run."""
     up = run(queried(), spawned(at=110.0)).instance
     for attempt in (1, 2):
-        reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
+        reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1), service="s1"), start=up)
         assert reported_gone.instance == up and not reported_gone.commands
     lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), start=up).instance
     assert lost.state is State.GIVING_UP
-    leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
+    leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), start=up).instance
     assert leaving.state is State.RELEASING, "the answer to a destroy of ours is accepted as before"
 
 
@@ -168,7 +168,9 @@ def test_what_is_newer_than_its_record_is_kept() -> None:
 def test_what_its_record_proves_over_is_destroyed() -> None:
     second = run(queried(), failed(), claimed(), spawned(2)).instance
     over = run(queried(hosts=1), failed(), RELEASED).instance
-    gone = run(queried(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED).instance
+    gone = run(
+        queried(), spawned(), DELETE, e.Destroyed(at=1.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED
+    ).instance
     buried = run(DELETE).instance
     for before, event in ((second, runs(1)), (over, runs(1)), (gone, runs(1)), (gone, runs(5, 3)), (buried, runs(1))):
         (order,) = step(before, event, PATIENCE).commands
