@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.outcome import never
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import (
     MAX_AT_ONCE,
@@ -61,7 +62,7 @@ from scheduler_worker.domain.drains import (
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import HOST_FENCED, SERVICE_DOWN, DrainPlanner, MadePlan
-from scheduler_worker.objects import Made, ObjectRegistry, never
+from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.outcome import never
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
@@ -85,11 +86,6 @@ TOO_LATE = "request.too_late"  # its requester waits no longer
 # The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
-
-
-def never() -> bool:
-    """Of a change that is not late, whenever it is made: no requester waits for it."""
-    return False
 
 
 def _too_late() -> Refusal:

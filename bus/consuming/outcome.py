@@ -89,5 +89,10 @@ class Received(Struct, frozen=True):
         return self.until - self.clock.monotonic()
 
 
+def never() -> bool:
+    """`is_late` of what no requester waits for."""
+    return False
+
+
 # A handler gets the gathered messages (at least one) and returns an outcome for each, in the same order.
 Handler = Callable[[Sequence[Received]], Awaitable[Sequence[Outcome]]]
