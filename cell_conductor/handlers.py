@@ -113,7 +113,7 @@ class RequestHandlers:
         command = received.message
         if self._forgetter is None or not isinstance(command, ForgetServiceInCell):
             return Refuse("message.unexpected", type(command).__name__)
-        if received.until is not None and received.until < self._clock.monotonic():
+        if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
         return await self._forgetter.forget(command)
 

@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Origin, Selection, Spawn
+from bus.contracts.cell import InstanceSpec, Origin, Selection, Spawn
 from bus.contracts.moves import (
     RESCUE_FAILED,
+    CellMove,
     MoveKind,
     MoveState,
 )
@@ -128,18 +129,10 @@ def adopt(
         force=request.force,
         began=event.at,
     )
-    # The owner of the instance never changes.
-    spec = instance.spec
-    if request.spec is not None:
-        spec = replace(spec, image=request.spec.image)
-    if request.spec is not None and request.kind is not MoveKind.REBUILD:
-        spec = replace(spec, flavor=request.spec.flavor)
-    if request.spec is not None and request.kind is MoveKind.RESIZE:
-        spec = replace(spec, on_host_failure=request.spec.on_host_failure)
     return replace(
         instance,
         move=move,
-        spec=spec,
+        spec=spec_after(instance.spec, request),
         selections=selections,
         position=0,
         server_group=request.server_group or instance.server_group,
@@ -147,6 +140,26 @@ def adopt(
         cause=event.cause,
         queried=False,
         order=max(instance.order, request.order),
+    )
+
+
+def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
+    """What the machine is to be: a rebuild changes its image, and every other request that names a target the flavor,
+    which its hosts were chosen for. Its owner, networks and volumes never change.
+    """
+    target = request.spec
+    if target is None:
+        return spec
+    if request.kind is MoveKind.REBUILD:
+        kept = spec.image_source if target.image == spec.image else None
+        return replace(spec, image=target.image, image_source=target.image_source or kept)
+    return replace(
+        spec,
+        flavor=target.flavor,
+        root_gb=target.root_gb,
+        traits=target.traits,
+        capabilities=target.capabilities,
+        on_host_failure=target.on_host_failure,
     )
 
 

@@ -188,11 +188,13 @@ def outage_uses_up_messages() -> AbstractContextManager[Any]:
 
 
 def patience_by_two_clocks() -> AbstractContextManager[Any]:
-    """A request's deadline, by the asker's clock, is compared with the answering side's."""
+    """The end of a request's patience, by the asker's clock, is compared with the answering side's."""
 
-    def until(self: Consumer, meta: Any) -> float | None:
+    def until(self: Consumer, delivery: Any, meta: Any, since: float) -> float | None:
         clock = self._bus.clock
-        return None if meta.deadline is None else float(clock.monotonic() + meta.deadline - clock.time())
+        if meta.patience_s is None:
+            return None
+        return float(clock.monotonic() + meta.sent_at + meta.patience_s - clock.time())
 
     return patch.object(Consumer, "_until", until)
 
