@@ -131,6 +131,7 @@ class Delivery(Protocol):
     redelivered: bool
     delivery_count: int  # earlier deliveries without an acknowledgement, where the broker counts them
     timestamp: float | None
+    expiration_s: float | None  # that its publisher gave it; None: none, or it is a dead letter, which has lost it
 
     @property
     def is_lost(self) -> bool:

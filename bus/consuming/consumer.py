@@ -350,16 +350,25 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            until = self._until(read.meta, arrival.since)
+            until = self._until(delivery, read.meta, arrival.since)
             received = Received(
-                read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
+                read.message,
+                read.meta,
+                self._bus.name,
+                self.queue,
+                delivery.redelivered,
+                exhausted,
+                given_up,
+                until,
+                self._bus.clock,
             )
-            goes_on = may_be_begun(self._row.name, delivery, read.meta)
+            # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
+            goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
         return sum(isinstance(read, Malformed) for read in reads)
 
-    def _until(self, meta: Meta, since: float) -> float | None:
-        return None if self._row.takes_letters else of_use_until(meta, since, self._bus.clock)
+    def _until(self, delivery: Delivery, meta: Meta, since: float) -> float | None:
+        return None if self._row.takes_letters else of_use_until(delivery, meta, since, self._bus.clock)
 
     def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.
@@ -369,7 +378,7 @@ class Consumer:
         """
         now, delivery = self._bus.clock.monotonic(), arrival.delivery
         ends = [
-            self._until(read.meta, arrival.since)
+            self._until(delivery, read.meta, arrival.since)
             for read in reads
             if isinstance(read, Read) and not (read.meta.attempt or may_be_begun(self._row.name, delivery, read.meta))
         ]

@@ -91,6 +91,7 @@ class MemoryDelivery:
         self.redelivered = stored.redelivered
         self.delivery_count = stored.returns
         self.timestamp: float | None = None
+        self.expiration_s = message.expiration_s
 
     @property
     def is_lost(self) -> bool:

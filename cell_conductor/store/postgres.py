@@ -82,7 +82,9 @@ _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'positio
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
-    attempt, since, newest, source_host_uuid, source_attempt,
+    attempt, since, newest, source_host_uuid,
+    coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
+    source_attempt,
     coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
