@@ -73,6 +73,11 @@ class Gather(Generic[T]):
         elif self._pause is not None and self._enough():
             self._pause.cancel()
 
+    def begin(self, batch: Sequence[T]) -> None:
+        """Handle a batch that was made elsewhere, beside those under way."""
+        self.under_way += 1
+        self._spawn(self._run(batch))
+
     async def idle(self) -> None:
         """Wait until nothing waits and nothing is under way."""
         while self._tasks:
@@ -99,10 +104,10 @@ class Gather(Generic[T]):
                 self._pause = self._spawn(self._sleep(seconds))
                 await asyncio.wait((self._pause,))
             while self._may_begin() and (batch := self._take()):
-                self.under_way += 1
                 if first:
-                    self._spawn(self._run(batch))
+                    self.begin(batch)
                 else:
+                    self.under_way += 1
                     first = batch
         except Exception as error:  # the owner decides what it ends
             self._on_error(error)
