@@ -31,14 +31,6 @@ class Plant(Struct, frozen=True, kw_only=True):
     tests: str
 
 
-# The steps between the report of a running machine and the next state, in the table of instances.
-_LAST_OF_FAILED = (
-    "        HostMissing: IGNORE,\n        ServiceLost: IGNORE,\n        MoveRequested: REFUSE,\n"
-    "        ChangeEnded: IGNORE,\n        Reverted: IGNORE,\n        HostFenced: IGNORE,\n"
-    "        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),\n"
-    "        SourceAnswered: IGNORE,\n    },\n    State.DELETING"
-)
-
 PLANTS = (
     Plant(
         name="doubted_build_begun_unsearched",
@@ -101,8 +93,8 @@ PLANTS = (
         name="failed_machine_left_running",
         does="a failed instance whose machine runs is left alone",
         file="cell_conductor/domain/table.py",
-        old=f"HostRuns: DESTROY_ORPHAN,\n{_LAST_OF_FAILED}",
-        new=f"HostRuns: IGNORE,\n{_LAST_OF_FAILED}",
+        old="        DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),\n",
+        new="        DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),\n        HostRuns: IGNORE,\n",
         tests="tests/unit/conductor",
     ),
     Plant(
@@ -259,8 +251,8 @@ PLANTS = (
         name="deleted_tombstone_builds",
         does="a build that comes after its delete is built",
         file="cell_conductor/domain/table.py",
-        old="BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),",
-        new="BuildRequested: Rule(rules.start_build, (State.BUILDING, State.RECLAIMING)),",
+        old="BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),",
+        new="BuildRequested: Rule(rules.start_build, (State.BUILDING, State.CLAIMING)),",
         tests="tests/unit/conductor",
     ),
     Plant(

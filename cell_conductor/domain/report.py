@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.cell import ComputeHosts, Running
 
-from .desires import DELETE_REQUESTED, DESIRES, EXPECTED, Wish
+from .desires import DELETE_REQUESTED, EXPECTED, Wish, desire_of
 from .events import Event, HostMissing, HostRuns
 from .instance import ScanId, State
 from .proof import (
@@ -109,13 +109,13 @@ def differences(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
             elif record is not None and not one.destroying and not _agrees(record, host_uuid, one, report.service):
-                unwanted = record.state not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
+                unwanted = record.phase not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
                 into = harmful if unwanted else events
                 into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
     anothers = {one.uuid for one in by_uuid.values() if _is_anothers(one, report.service, may_have)}
     missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s, anothers=anothers)
     for place, record in missing:
-        into = harmful if DESIRES[record.state].here is Wish.RUN else events
+        into = harmful if desire_of(record).here is Wish.RUN else events
         into.append((record.uuid, _missing(report, place, now, seen_at)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
 
@@ -142,8 +142,8 @@ def _not_listed(
         # The state machine knows the order of the times of the host's own service; another's clock may be minutes off.
         counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
         places: tuple[tuple[str | None, bool], ...] = (
-            (record.host_uuid, DESIRES[record.state].here in EXPECTED),
-            (record.source_host_uuid, DESIRES[record.state].source in EXPECTED),
+            (record.host_uuid, desire_of(record).here in EXPECTED),
+            (record.source_host_uuid, desire_of(record).source in EXPECTED),
         )
         for place, is_expected in places:
             if place is None or not is_expected or not counts or place not in running_on:
@@ -165,10 +165,15 @@ def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
     """
     if record is None:
         return False
-    is_built = DESIRES[record.state].here is not Wish.BUILD
-    if record.host_uuid == host_uuid and is_built and (record.state is State.DELETING or is_wanted_here(record)):
+    is_built = desire_of(record).here is not Wish.BUILD
+    if record.host_uuid == host_uuid and is_built and (_is_deleting(record) or is_wanted_here(record)):
         return True
     return record.source_host_uuid == host_uuid
+
+
+def _is_deleting(record: RecordedInstance) -> bool:
+    """Whether its host was commanded to destroy it by a client's word, and may list it until it has."""
+    return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
 
 
 def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
@@ -180,7 +185,7 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     if is_unsure(record, one.attempt, host_uuid):
         return UNSURE
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_commanded = is_here and DESIRES[record.state].here is not Wish.UNCOMMANDED
+    is_commanded = is_here and desire_of(record).here is not Wish.UNCOMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
     if is_commanded or is_source or is_wanted_at_home(record, one.attempt, host_uuid):
         return ""
@@ -201,9 +206,9 @@ def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str
         return is_wanted_at_source(record)
     if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
         return False
-    if DESIRES[record.state].here is Wish.BUILD:
+    if desire_of(record).here is Wish.BUILD:
         return not one.built  # its result has not arrived yet
-    return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
+    return (_is_deleting(record) or is_wanted_here(record)) and record.service == service
 
 
 def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_at: float) -> HostRuns:

@@ -17,7 +17,7 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
 
 from .closed_hosts import ClosedHosts
-from .desires import DESIRES, Wish
+from .desires import Wish, desire_of
 from .events import Destroyed, HostMissing, HostRuns, Spawned
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
@@ -78,9 +78,29 @@ class Step(Struct, frozen=True):
     again: bool = False
 
 
-def ask(instance: Instance, state: State, at: float, context: StepContext) -> Instance:
+def ask(instance: Instance, state: State, at: float, context: StepContext, *, then: State | None = None) -> Instance:
     """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + context.claim_retry_s, since=at)
+    return replace(instance, state=state, then=then, deadline=at + context.claim_retry_s, since=at)
+
+
+def claiming(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Placement is to claim for it. then: what it comes to when placement has."""
+    return ask(instance, State.CLAIMING, at, context, then=then)
+
+
+def releasing(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Placement is to release what it, or its migration, holds."""
+    return ask(instance, State.RELEASING, at, context, then=then)
+
+
+def released_after(instance: Instance, at: float, context: StepContext) -> Instance:
+    """The machines that were to be destroyed are gone: what they take is released, and what follows stays."""
+    return ask(instance, State.RELEASING, at, context, then=instance.then)
+
+
+def destroying(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Its hosts are to destroy what the desire of that row says (`orders`)."""
+    return replace(instance, state=State.DESTROYING, then=then, deadline=at + context.destroy_retry_s, since=at)
 
 
 def announce(
@@ -193,7 +213,7 @@ def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepCon
         event, instance.here.service, up_scan_here(instance)
     ):
         return False
-    if DESIRES[instance.state].here is Wish.RUN:
+    if desire_of(instance).here is Wish.RUN:
         if event.service != instance.here.service:
             return True  # its scan began after the record was active
         if instance.up_scan is not None and event.scan is not None:

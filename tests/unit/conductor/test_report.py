@@ -6,10 +6,11 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import ScanId, State
+from cell_conductor.domain.instance import Phase, ScanId, State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
+from tests.unit.conductor.scenario import phase_of
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
@@ -17,6 +18,9 @@ A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 ANOTHER = "dddddddd-0000-4000-8000-000000000002"
+
+
+DELETING: Phase = (State.DESTROYING, State.DELETED)
 
 
 def report(
@@ -45,13 +49,14 @@ def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> list[Ev
     return [event for _, event in (*differs.events, *differs.harmful)]
 
 
-def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
-    return Brief(A, state, host, service, attempt, SINCE)
+def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
+    state, then = phase_of(at)
+    return Brief(A, state, host, service, attempt, SINCE, then=then)
 
 
 def test_agreement_publishes_nothing() -> None:
     assert found(report((A, 1)), brief(State.ACTIVE)) == []
-    assert found(report((A, 1)), brief(State.DELETING)) == []
+    assert found(report((A, 1)), brief(DELETING)) == []
     assert found(report(named=False), brief(State.ACTIVE)) == []
     assert found(report(), brief(State.BUILDING)) == []
     assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
@@ -59,7 +64,7 @@ def test_agreement_publishes_nothing() -> None:
 
 def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> None:
     """Only a scan that began after the record was what it is proves a loss, and no clock shows that."""
-    for state in (State.ACTIVE, State.RESIZED, State.DELETING):
+    for state in (State.ACTIVE, State.RESIZED, DELETING):
         record = brief(state, service="former")
         differs = compared(report(), record)
         assert (differs.events, differs.harmful, differs.rescans) == ((), (), ((HOST, rescan_id(record)),))
@@ -79,7 +84,7 @@ def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None
 
 
 def test_a_machine_whose_mark_was_removed_is_neither_lost_nor_destroyed() -> None:
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         assert compared(report((A, 1), deployment=None), brief(state)) == Differences()
 
 
@@ -97,7 +102,12 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
 
 
 def test_what_its_host_is_destroying_already_is_no_difference() -> None:
-    for record in ([], [brief(State.FAILED)], [brief(State.RECLAIMING)], [brief(State.ACTIVE, attempt=2)]):
+    for record in (
+        [],
+        [brief(State.FAILED)],
+        [brief((State.CLAIMING, State.BUILDING))],
+        [brief(State.ACTIVE, attempt=2)],
+    ):
         assert compared(report((A, 1), destroying=True), *record) == Differences()
 
 
@@ -123,13 +133,13 @@ def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
 
 def test_a_host_that_changed_its_service_is_reported() -> None:
     """The heir of a dead service: what was sent to the dead one has to be sent again."""
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         (event,) = found(report((A, 1)), brief(state, service="dead"))
         assert isinstance(event, HostRuns) and event.service == "s"
 
 
 def test_what_another_service_misses_counts_after_the_grace_only() -> None:
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         record = brief(state, service="before")
         looked = replace(report(), rescans=(rescan_id(record),))
         (event,) = found(looked, record, seen_at=130.1)
@@ -146,7 +156,7 @@ def test_the_scan_of_a_report_goes_with_what_it_found() -> None:
 
 
 def test_what_its_own_service_misses_is_decided_by_the_machine() -> None:
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         (event,) = found(report(), brief(state), seen_at=1.0)
         assert isinstance(event, HostMissing) and event.service == "s"
         assert found(report(), brief(state), seen_at=0.0) == [], "a report without a time proves nothing missing"
@@ -168,7 +178,11 @@ def test_older_reports_lose() -> None:
 
 def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> None:
     """Seed 13006: attempt 1 counted as over, because the set-back record had passed over its host."""
-    for state, at, attempt in ((State.RECLAIMING, HOST, 1), (State.FAILED, HOST, 1), (State.ACTIVE, OTHER, 2)):
+    for state, at, attempt in (
+        ((State.CLAIMING, State.BUILDING), HOST, 1),
+        (State.FAILED, HOST, 1),
+        (State.ACTIVE, OTHER, 2),
+    ):
         record = replace(brief(state, host=at, attempt=attempt), first_not_tried=True)
         differs = compared(report((A, 1)), record)
         assert [(one.kind, one.why) for one in differs.unexplained] == [(UnexplainedKind.QUARANTINED, UNTRIED)]

@@ -33,7 +33,7 @@ from tests.unit.conductor.scenario import UUID, host, selection, spawned
 def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made = to_resized()
     made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
-    assert made.instance.state is State.UNDOING
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING)
     made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
@@ -90,15 +90,17 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     assert spawn.origin is not None
     assert spawn.origin.host_uuid is None
     made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
-    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.ACTIVE), [(1, host(1))])
     assert question_of(made.instance) is None
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
     made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is commanded
     missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
-    assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
+    assert made.apply(missing).instance.phase == (State.DESTROYING, State.ACTIVE), (
+        "its former service may have looked before that"
+    )
     made.apply(replace(missing, rescans=(rescan_id(made.instance),)))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
 
 
 def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_it_was_built() -> None:
@@ -109,7 +111,7 @@ def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_i
     assert made.instance.state is State.RESIZED and made.instance.is_in_place
     older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
     assert made.apply(older).instance.state is State.RESIZED
-    assert made.apply(replace(older, scan=ScanId(5, 4))).instance.state is State.GIVING_UP
+    assert made.apply(replace(older, scan=ScanId(5, 4))).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
@@ -131,7 +133,7 @@ def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_
     older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=20.0, service="s1", scan=ScanId(1, 4))
     assert made.apply(older).instance.state is State.ACTIVE
     made.apply(replace(older, scan=ScanId(1, 5)))
-    assert made.instance.state is State.GIVING_UP
+    assert made.instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_a_report_of_before_a_host_was_known_to_run_it_releases_neither_host_of_a_move() -> None:
@@ -144,11 +146,11 @@ def test_a_report_of_before_a_host_was_known_to_run_it_releases_neither_host_of_
     missing = e.HostMissing(at=230.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
     deleting = made.instance
     made.apply(missing, replace(missing, host_uuid=host(2), scan=ScanId(5, 7)))
-    assert (made.instance, deleting.state) == (deleting, State.DELETING)
+    assert (made.instance, deleting.phase) == (deleting, (State.DESTROYING, State.DELETED))
     made.apply(replace(missing, scan=ScanId(5, 4)))
     assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
     made.apply(replace(missing, host_uuid=host(2), scan=ScanId(5, 8)))
-    assert made.instance.state is State.RELEASING
+    assert made.instance.phase == (State.RELEASING, State.DELETED)
 
 
 def test_a_destination_that_was_never_reached_is_not_judged_by_the_scans_of_its_source() -> None:

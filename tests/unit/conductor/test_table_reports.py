@@ -41,7 +41,7 @@ def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event(
     young = e.HostMissing(at=141.0, host_uuid=host(1), seen_at=139.9, service="s1")
     assert run(young, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(young, seen_at=140.1), start=up.instance)
-    assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
+    assert lost.instance.phase == (State.RELEASING, State.FAILED) and destroys(lost) == [(1, host(1))]
     (event,) = announced(run(RELEASED, start=lost.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
 
@@ -53,9 +53,9 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
         reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1)), start=up)
         assert reported_gone.instance == up and not reported_gone.commands
     lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), start=up).instance
-    assert lost.state is State.GIVING_UP
+    assert lost.phase == (State.RELEASING, State.FAILED)
     leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=up).instance
-    assert leaving.state is State.RELEASING, "the answer to a destroy of ours is accepted as before"
+    assert leaving.phase == (State.RELEASING, State.DELETED), "the answer to a destroy of ours is accepted as before"
 
 
 @pytest.mark.parametrize("ahead_s", [240.0, -240.0])
@@ -65,7 +65,7 @@ def test_a_host_whose_clock_is_minutes_off_neither_kills_a_young_instance_nor_hi
     looked = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0 + ahead_s, service=up.instance.here.service)
     assert run(looked, start=up.instance).instance.state is State.ACTIVE
     lost = run(replace(looked, seen_at=111.0 + ahead_s), start=up.instance)
-    assert lost.instance.state is State.GIVING_UP
+    assert lost.instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_another_service_whose_clock_is_ahead_ends_no_healthy_instance() -> None:
@@ -79,7 +79,7 @@ def test_another_service_whose_clock_is_ahead_ends_no_healthy_instance() -> None
         replace(unordered, rescans=(rescan_id(replace(up, attempt=2)),)),
     ):
         assert run(one, start=up) == Step(up)
-    assert run(replace(unordered, rescans=(rescan_id(up),)), start=up).instance.state is State.GIVING_UP
+    assert run(replace(unordered, rescans=(rescan_id(up),)), start=up).instance.phase == (State.RELEASING, State.FAILED)
     resized = replace(up, state=State.RESIZED)
     assert run(unordered, start=resized) == Step(resized)
 
@@ -95,7 +95,7 @@ def test_a_host_whose_clock_is_set_neither_kills_a_young_instance_nor_hides_a_lo
     for earlier in (before, replace(before, scan=ScanId(4, 9))):
         assert run(earlier, start=up.instance).instance.state is State.ACTIVE
     gone = replace(before, seen_at=111.0, scan=after)
-    assert run(gone, start=up.instance).instance.state is State.GIVING_UP
+    assert run(gone, start=up.instance).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
@@ -106,7 +106,7 @@ def test_what_a_report_brought_up_is_missed_by_a_later_look_only() -> None:
         )
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
         missed = replace(missed, seen_at=1.0, scan=ScanId(5, 4))
-        assert run(missed, start=up.instance).instance.state is State.GIVING_UP
+        assert run(missed, start=up.instance).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_a_host_that_names_no_scan_is_compared_by_its_clock() -> None:
@@ -115,7 +115,7 @@ def test_a_host_that_names_no_scan_is_compared_by_its_clock() -> None:
         up = run(queried(), replace(spawned(at=110.0), ended_at=110.0, scan=named))
         missed = e.HostMissing(at=111.0, host_uuid=host(1), seen_at=109.0, service="s1", scan=seen)
         assert run(missed, start=up.instance).instance.state is State.ACTIVE
-        assert run(replace(missed, seen_at=111.0), start=up.instance).instance.state is State.GIVING_UP
+        assert run(replace(missed, seen_at=111.0), start=up.instance).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_a_young_build_is_not_killed_by_a_report() -> None:
@@ -129,9 +129,9 @@ def test_a_young_build_is_not_killed_by_a_report() -> None:
 def test_a_report_that_it_is_gone_ends_a_delete_whose_answer_was_lost() -> None:
     leaving = run(queried(), spawned(), DELETE).instance
     assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.0, service="s1"), start=leaving).instance == leaving
-    assert (
-        run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1, service="s1"), start=leaving).instance.state
-        is State.RELEASING
+    assert run(e.HostMissing(at=1.0, host_uuid=host(1), seen_at=150.1, service="s1"), start=leaving).instance.phase == (
+        State.RELEASING,
+        State.DELETED,
     )
 
 
@@ -144,7 +144,7 @@ def test_a_report_of_before_the_build_ends_no_delete_though_its_host_is_minutes_
     other = replace(ahead, service="heir")
     assert run(other, start=leaving).instance == leaving, "another service's scan may be older, too"
     for later in (replace(ahead, scan=ScanId(5, 4)), replace(other, rescans=(rescan_id(leaving),))):
-        assert run(later, start=leaving).instance.state is State.RELEASING
+        assert run(later, start=leaving).instance.phase == (State.RELEASING, State.DELETED)
 
 
 def runs(attempt: int, n: int = 1, *, built: bool = True) -> e.HostRuns:
