@@ -29,7 +29,7 @@ from .move_events import (
     answer_other,
     move_of,
 )
-from .move_steps import here_gone, leave, source_gone
+from .move_steps import leave
 from .repeat_rules import report_deleting
 from .steps import Step, StepContext
 
@@ -166,7 +166,7 @@ def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepCo
 
 
 def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """A host has destroyed its machine, or reports, long enough after, that it has none: when nothing is left that was
+    """A host has destroyed its machine, or reports that it has none: when nothing is left that was
     to be destroyed, what it takes is released.
     """
     desire, move = desire_of(instance), instance.move
@@ -176,8 +176,8 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
         and instance.source_host_uuid is not None
         and not (move is not None and move.source_gone)
     )
-    here = is_here_due and here_gone(instance, event, context)
-    source = is_source_due and source_gone(instance, event, context)
+    here = is_here_due and steps.here_gone(instance, event)
+    source = is_source_due and steps.source_gone(instance, event)
     if not here and not source:
         return Step(instance)
     if here is is_here_due and source is is_source_due:

@@ -314,8 +314,7 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
         return adopt_arrived(instance, event, context)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    here = steps.at_service(instance, event.service)
-    here = replace(here, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
+    here = replace(steps.at_service(instance, event.service), queried=False)
     return arrived(note(here, "active", event.at), event.at, context)
 
 
@@ -360,7 +359,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The destination has ended the attempt: the next one is tried, or the move is undone."""
-    if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
+    if not steps.here_gone(instance, event):
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
     if is_unsure(instance, context):
@@ -370,7 +369,7 @@ def lose_destination(instance: Instance, event: Destroyed, context: StepContext)
 
 def revert_lost(instance: Instance, event: HostMissing, context: StepContext) -> Step:
     """The destination is gone before it was confirmed: the source is still there, and is started again."""
-    if not steps.is_gone(instance, event, context):
+    if not steps.here_gone(instance, event):
         return Step(instance)
     if instance.is_in_place:
         return rules.lose(instance, event, context)

@@ -327,7 +327,7 @@ def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fence
     made = to_resized()
     made.apply(DELETE, fence(1))
     assert made.instance.phase == (State.DESTROYING, State.DELETED)
-    made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2), service="s1"))
     assert made.instance.phase == (State.RELEASING, State.DELETED)
     assert [one.host for one in made.instance.history if one.code == FENCED] == ["host-1"]
 
