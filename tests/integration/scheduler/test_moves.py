@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import new_uuid
+from bus.consuming.in_flight import CLOCKS_APART_S
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
@@ -34,7 +35,6 @@ from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.pending import CLOCKS_APART_S
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.test_given_up import BEGUN_S
@@ -100,13 +100,14 @@ async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> N
     """How long it has waited as an earlier copy is not known: it was begun whenever a scheduler was there again."""
     request = await one_active(world)
     late = world.move(request, MoveKind.REBUILD, image="a")
-    deadline = world.clock.time() - CLOCKS_APART_S - 1.0
-    headers = {"berth-attempt": 1, "berth-sent-at-ms": int((deadline - 600.0) * 1000)}  # 600 s from its arrival on
+    sent_at = world.clock.time() - PATIENCE_S - CLOCKS_APART_S - 1.0
+    headers = {"berth-attempt": 1, "berth-sent-at-ms": int(sent_at * 1000)}
     copy = Outgoing(
         exchange=COMMANDS,
         routing_key=routing_key(late),
         body=encode(late),
-        headers={**headers, "berth-deadline-ms": int(deadline * 1000)},
+        headers={**headers, "berth-patience-ms": int(PATIENCE_S * 1000)},
+        reply_to="client.reply.gone",
     )
     await world.buses[API].transport.publish(copy)
     other = world.move(request, MoveKind.REBUILD, image="b")
@@ -117,8 +118,7 @@ async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> N
 async def test_a_move_that_expired_at_the_broker_is_carried_out_when_its_client_repeats_it(world: World) -> None:
     request = await one_active(world)
     move = world.move(request, MoveKind.REBUILD, image="a")
-    now = world.clock.time()
-    await world.expires(move, sent_at=now, deadline=now + 10.0)
+    await world.expires(move, patience_s=10.0)
     await world.until_expired_are_handled()
     await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
     await world.dispatched(move)
