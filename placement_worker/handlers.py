@@ -41,7 +41,7 @@ from bus.contracts.placement import (
 )
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
-from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claim_group import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
 from placement_worker.domain.refusal import Why

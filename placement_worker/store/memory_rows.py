@@ -17,8 +17,8 @@ from bus.clock import Clock
 from bus.contracts.placement import Change, ClaimHolder, FeedHead
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.server_groups import usage_changes

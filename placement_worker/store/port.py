@@ -24,8 +24,8 @@ from bus.contracts.book import (
     ServiceHostsQuery,
 )
 from bus.contracts.placement import Change, ClaimHolder, FeedHead, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider

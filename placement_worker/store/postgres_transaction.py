@@ -12,8 +12,8 @@ import msgspec
 
 from bus.contracts.placement import Change, ClaimHolder, FeedHead
 from bus.turns import turn_for
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
