@@ -284,8 +284,8 @@ class ResourceBook:
             too_old = after < newest.sequence if oldest is None else after < oldest - 1
             if too_old or history not in ("", newest.history):
                 return ChangesPage(head=newest.sequence, too_old=True, history=newest.history)
-            changes = await view.changes(after, limit)
-            return ChangesPage(changes=tuple(changes), head=newest.sequence, history=newest.history)
+            rows = await view.changes(after, limit)
+            return ChangesPage(rows=tuple(rows), head=newest.sequence, history=newest.history)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """Return a page of whole providers in the order of their uuids, as of one number of the feed."""

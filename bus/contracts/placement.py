@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta as Bound
 from msgspec import Struct
 
@@ -441,9 +443,10 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
     causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
     id) or else ours. Several that were written together; none for changes that came by the bus.
+    sequence: its place in its row gives it (`FeedRow`).
     """
 
-    sequence: int
+    sequence: int = 0
     provider: Uuid
     generation: Generation
     state: ProviderState | None = None
@@ -457,11 +460,65 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
 History = Annotated[str, Bound(max_length=64)]
 
 
+class FeedRow(Struct, frozen=True, kw_only=True):
+    """Changes that were committed together, numbered by their places from `first` to `last`.
+
+    A sender passes on the bytes that were committed, as a msgspec.Raw in `changes`; a receiver has them decoded.
+    """
+
+    first: Version
+    last: Version
+    changes: Annotated[tuple[Change, ...], Bound(min_length=1)]
+
+    def __post_init__(self) -> None:
+        """Number the changes. Raises ValueError when there are more or fewer than numbers."""
+        changes: Any = self.changes
+        if not isinstance(changes, msgspec.Raw):
+            number(changes, self.first, self.last)
+
+
+_decode_changes = msgspec.json.Decoder(tuple[Change, ...]).decode
+
+
+def number(changes: tuple[Change, ...], first: int, last: int) -> tuple[Change, ...]:
+    """Give the changes these numbers, and return them. Raises ValueError when there are more or fewer than numbers."""
+    if len(changes) != last - first + 1:
+        raise ValueError(f"{len(changes)} changes from {first} to {last}")
+    for sequence, change in enumerate(changes, first):
+        msgspec.structs.force_setattr(change, "sequence", sequence)
+    return changes
+
+
+def changes_in(rows: Iterable[FeedRow]) -> tuple[Change, ...]:
+    """The changes of rows, in order, with their numbers."""
+    found: list[Change] = []
+    for row in rows:
+        changes: Any = row.changes
+        is_raw = isinstance(changes, msgspec.Raw)
+        found += number(_decode_changes(changes), row.first, row.last) if is_raw else changes
+    return tuple(found)
+
+
+def feed_rows(changes: Iterable[Change]) -> tuple[FeedRow, ...]:
+    """Numbered changes as rows, one for each consecutive run."""
+    runs: list[list[Change]] = []
+    for change in changes:
+        if not runs or runs[-1][-1].sequence + 1 != change.sequence:
+            runs.append([])
+        runs[-1].append(change)
+    return tuple(FeedRow(first=run[0].sequence, last=run[-1].sequence, changes=tuple(run)) for run in runs)
+
+
 class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.changes.v1"):
     """Changes in sequence order, consecutive from the first one's number. May repeat, never skip."""
 
-    changes: Annotated[tuple[Change, ...], Bound(min_length=1)]
+    rows: Annotated[tuple[FeedRow, ...], Bound(min_length=1)]
     history: History = ""
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The changes, in order."""
+        return changes_in(self.rows)
 
 
 class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
@@ -482,10 +539,15 @@ class ChangesRequest(Message, frozen=True, kw_only=True, tag="placement.changes.
 class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.page.v1"):
     """Reply. `too_old`: the feed no longer reaches back that far, or is of another history; take a snapshot."""
 
-    changes: tuple[Change, ...] = ()
+    rows: tuple[FeedRow, ...] = ()
     head: int = 0
     too_old: bool = False
     history: History = ""
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """The changes, in order."""
+        return changes_in(self.rows)
 
 
 class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapshot.v1"):

@@ -105,7 +105,7 @@ def decide(
 def changes_of(decision: Decision) -> list[Change]:
     """Return a decision as changes of the feed, one for each provider. `feed.append` numbers them."""
     return [
-        Change(sequence=0, provider=uuid, generation=generation, used=decision.used[uuid])
+        Change(provider=uuid, generation=generation, used=decision.used[uuid])
         for uuid, generation in decision.generations.items()
     ]
 

@@ -137,7 +137,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
     created_again = [uuid for uuid, old in before.items() if uuid in after and after[uuid].generation < old.generation]
     changes = [_removed(before[uuid]) for uuid in created_again]
     changes += [
-        Change(sequence=0, provider=uuid, generation=provider.generation, state=state_of(provider))
+        Change(provider=uuid, generation=provider.generation, state=state_of(provider))
         for uuid, provider in after.items()
         if before.get(uuid) is not provider
     ]
@@ -146,7 +146,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
 
 
 def _removed(provider: Provider) -> Change:
-    return Change(sequence=0, provider=provider.uuid, generation=provider.generation + 1, removed=True)
+    return Change(provider=provider.uuid, generation=provider.generation + 1, removed=True)
 
 
 class _Draft:

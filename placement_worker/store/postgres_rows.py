@@ -106,8 +106,8 @@ class PostgresBookRows:
             history, until = found[0]["history"], found[0]["until"]
             if until is None:
                 return Taken((), True, history, None)
-            changes, more = await feed.read(connection, found[0]["number"], limit, found)
-            return Taken(changes, more, history, until)
+            rows, more = await feed.read(connection, found[0]["number"], limit, found)
+            return Taken(rows, more, history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
