@@ -10,15 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from bus.contracts.placement import (
-    ChangesPage,
-    FeedChanges,
-    FeedHead,
-    InventoryResult,
-    InventoryUpdate,
-    ProviderState,
-    SnapshotPage,
-)
+from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
+from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
 from bus.faults import Transient
 from bus.turns import turn_for
 from placement_worker.domain import allocations

@@ -17,10 +17,10 @@ from bus.contracts.book import (
     ProjectUsageQuery,
     ServiceHostsQuery,
 )
+from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
-    ChangesRequest,
     Claim,
     ClaimAll,
     ClaimAllResult,
@@ -36,7 +36,6 @@ from bus.contracts.placement import (
     LocateRequest,
     ReleaseResult,
     RevertResult,
-    SnapshotRequest,
     SwapResult,
 )
 from placement_worker import metrics

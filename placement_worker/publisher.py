@@ -9,7 +9,7 @@ import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.placement import FeedChanges, changes_in
+from bus.contracts.feed import FeedChanges, changes_in
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
 from placement_worker import metrics

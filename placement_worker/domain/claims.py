@@ -12,16 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from bus.contracts.placement import (
-    Change,
-    Claim,
-    ClaimAll,
-    ClaimOption,
-    ClaimOutcome,
-    Release,
-    Revert,
-    Swap,
-)
+from bus.contracts.feed import Change
+from bus.contracts.placement import Claim, ClaimAll, ClaimOption, ClaimOutcome, Release, Revert, Swap
 from placement_worker.domain.claim_ledger import (
     ClaimLedger,
     ClaimVerdict,

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
+from bus.contracts.feed import Change
+from bus.contracts.placement import InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import (

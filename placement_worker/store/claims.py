@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 import asyncpg
 import msgspec
 
-from bus.contracts.placement import Change
+from bus.contracts.feed import Change
 from bus.faults import BrokenInvariant
 from bus.turns import turn_for
 from placement_worker.domain.claim_ledger import Decision

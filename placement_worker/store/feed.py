@@ -14,7 +14,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.base import encode
-from bus.contracts.placement import Change, FeedHead, FeedRow, changes_in
+from bus.contracts.feed import Change, FeedHead, FeedRow, changes_in
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from placement_worker.store.port import NewestHead
 

@@ -14,7 +14,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, FeedRow, feed_rows
+from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
+from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.claim_group import WantedMembers

@@ -23,7 +23,8 @@ from bus.contracts.book import (
     ServiceHostsPage,
     ServiceHostsQuery,
 )
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, FeedRow, LocatePage, LocateRequest
+from bus.contracts.feed import Change, FeedHead, FeedRow
+from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources

@@ -9,7 +9,7 @@ from typing import Any
 import asyncpg
 
 from bus.clock import SystemClock
-from bus.contracts.placement import FeedHead
+from bus.contracts.feed import FeedHead
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
 from placement_worker.store import feed, limits, members

@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 import asyncpg
 import msgspec
 
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, FeedRow
+from bus.contracts.feed import Change, FeedHead, FeedRow
+from bus.contracts.placement import ClaimHolder
 from bus.turns import turn_for
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bus.contracts.placement import FeedChanges
+from bus.contracts.feed import FeedChanges
 from placement_worker.store.port import BookRows
 
 # Much longer than a broker takes to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.

@@ -11,7 +11,8 @@ import asyncpg
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult
+from bus.contracts.feed import Change
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_group import ClaimReply

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Change, ChangesPage, Claim, FeedChanges, ProviderState, Release, changes_in
+from bus.contracts.feed import Change, ChangesPage, FeedChanges, changes_in
+from bus.contracts.placement import Claim, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker import book as resource_book

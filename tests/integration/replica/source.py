@@ -10,17 +10,17 @@ from msgspec import structs
 
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import (
+from bus.contracts.feed import (
     Change,
     ChangesPage,
     ChangesRequest,
     FeedChanges,
     FeedHead,
-    ProviderState,
     SnapshotPage,
     SnapshotRequest,
     feed_rows,
 )
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from tests.unit.replica.books import inventory, uuid
 

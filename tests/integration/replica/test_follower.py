@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.bus import Bus
-from bus.contracts.placement import FeedChanges, feed_rows
+from bus.contracts.feed import FeedChanges, feed_rows
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import SnapshotEndless

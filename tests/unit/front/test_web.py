@@ -40,8 +40,9 @@ from bus.contracts.build import (
     HostsQuery,
     TimelineEntry,
 )
+from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ClaimHolder, feed_rows
+from bus.contracts.placement import ClaimHolder
 from bus.contracts.stages import Stamps
 from bus.faults import RequestRefused, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport

@@ -10,7 +10,8 @@ from collections.abc import Awaitable
 import numpy as np
 import pytest
 
-from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage, feed_rows
+from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
+from bus.contracts.placement import ProviderState
 from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
 from placement_worker.replica.catch_up import AT_ONCE, Loading, apply
