@@ -138,12 +138,12 @@ async def test_an_image_is_known_by_name_or_the_build_is_given_up(ironic: Ironic
 
 async def test_ironics_own_words_explain_why_a_node_was_not_deployed(ironic: IronicStandIn) -> None:
     node = next(iter(ironic.pool.nodes))
-    ironic.pool.invalid[node] = "Missing are: ['instance_info.image_source']"
+    ironic.pool.invalid[node] = "Missing are: ['driver_info.deploy_kernel']"
     driver = await driver_of(config(ironic))
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(node))
     assert caught.value.code == "node.invalid"
-    assert caught.value.reason == "deploy: Missing are: ['instance_info.image_source']"
+    assert caught.value.reason == "deploy: Missing are: ['driver_info.deploy_kernel']"
     assert ironic.pool.nodes[node]["provision_state"] == "available", "nothing was begun"
     await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
     assert ironic.pool.nodes[node]["instance_uuid"] is None and ironic.pool.nodes[node]["instance_info"] == {}
@@ -154,6 +154,43 @@ async def test_ironics_own_words_explain_why_a_node_was_not_deployed(ironic: Iro
     words, _, history = caught.value.reason.partition("; its history: ")
     assert words == "the node is in deploy failed: Timeout reached while waiting for callback"
     assert history.endswith(" deploying: Timeout reached while waiting for callback")
+
+
+OF_REQUEST = [
+    "Cannot validate image information for node N because one or more parameters are missing from its instance_info.",
+    f"Validation of image href {IMAGE.source} failed, reason: Got HTTP code 404 instead of 200 in response to HEAD",
+    "Failed to prepare to deploy: The requested image is not valid for use.",
+    "The supplied image checksum is invalid or does not match.",
+]
+OF_NODE = "Validation of image href http://images/ipa.kernel failed, reason: Got HTTP code 404 instead of 200"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [*((words, BuildAbort) for words in OF_REQUEST), (OF_NODE, Reschedule), ("no IPMI", Reschedule)]
+)
+@pytest.mark.parametrize("begun", [False, True])
+async def test_what_ironic_refuses_of_the_request_is_not_tried_on_node_after_node(
+    ironic: IronicStandIn, words: str, kind: type[BuildFault], *, begun: bool
+) -> None:
+    """Each node was cleaned and charged for an image that no node accepts."""
+    node = next(iter(ironic.pool.nodes))
+    if begun:
+        ironic.pool.behaviour = replace(QUICK, deploy_fails=1.0, failure=words)
+    else:
+        ironic.pool.invalid[node] = words
+    driver = await driver_of(config(ironic))
+    with pytest.raises(kind) as caught:
+        async with asyncio.timeout(PATIENCE_S):
+            await driver.spawn(build(node, image_source=IMAGE))
+    assert caught.value.code == ("node.deploy_failed" if begun else "node.invalid")
+
+
+async def test_a_port_that_does_not_exist_ends_the_build(ironic: IronicStandIn) -> None:
+    ironic.pool.no_ports = {PORT}
+    driver = await driver_of(config(ironic, network="static"))
+    with pytest.raises(BuildAbort) as caught:
+        await driver.spawn(build(next(iter(ironic.pool.nodes)), networks=(NetworkRequest(port=PORT),)))
+    assert caught.value.code == "network.refused"
 
 
 async def test_ports_are_attached_before_the_deployment_and_detached_when_it_never_began(
@@ -530,7 +567,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     driver = await deployed(settings, build(node, image_source=old, name="web"))
     ironic.requested.clear()
     again = ConfigDrive(user_data="again")
-    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "image_source": old, "config_drive": again}
+    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "config_drive": again}
     async with asyncio.timeout(PATIENCE_S):
         assert (await driver.change(order(node, ChangeKind.REBUILD, 3, **wanted))).runs
     info = ironic.pool.nodes[node]["instance_info"]
@@ -550,6 +587,16 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(ironi
     assert (failed.value.code, failed.value.runs) == ("node.rebuild_failed", False)
     await driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
     assert ironic.pool.nodes[node]["instance_uuid"] is None
+
+
+async def test_a_rebuild_writes_the_image_of_the_source_that_it_names(ironic: IronicStandIn) -> None:
+    node = next(iter(ironic.pool.nodes))
+    driver = await deployed(config(ironic, images={"debian-12": IMAGE}), build(node))
+    named = ImageSource(source="http://images/named.qcow2", checksum="http://images/SUMS")
+    async with asyncio.timeout(PATIENCE_S):
+        assert (await driver.change(order(node, ChangeKind.REBUILD, 3, image="debian-12", image_source=named))).runs
+    info = ironic.pool.nodes[node]["instance_info"]
+    assert (info["image_source"], info["image_checksum"]) == (named.source, named.checksum)
 
 
 def rescue(node: str, number: int = 1) -> ChangeOrder:

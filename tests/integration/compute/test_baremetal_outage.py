@@ -290,6 +290,7 @@ async def test_a_look_that_ironic_did_not_answer_is_repeated_soon_however_long_i
 
 NET, UNKNOWN_NET = "a0000000-0000-4000-8000-000000000001", "a0000000-0000-4000-8000-00000000000f"
 PORT = "90000000-0000-4000-8000-000000000000"
+NAMED = {"id": PORT, "name": "eth0", "device_id": "", "network_id": NET}
 THEIRS = {"id": "theirs", "name": "web", "device_id": INSTANCE, "network_id": NET}
 
 
@@ -297,7 +298,7 @@ class Neutron:
     """As much of Neutron as is used here; it answers 401 to any token that is not its Keystone's."""
 
     def __init__(self, keystone: KeystoneStandIn) -> None:
-        self.ports: dict[str, dict[str, Any]] = {"theirs": dict(THEIRS)}
+        self.ports: dict[str, dict[str, Any]] = {"theirs": dict(THEIRS), PORT: dict(NAMED)}
         self.made = 0
         self.removals: list[str] = []
         self.status = 0  # what every request is answered with; 0: as it should be
@@ -305,7 +306,7 @@ class Neutron:
         self.app = Starlette(
             routes=[
                 Route("/v2.0/ports", self._ports, methods=["GET", "POST"]),
-                Route("/v2.0/ports/{port}", self._remove, methods=["DELETE"]),
+                Route("/v2.0/ports/{port}", self._port, methods=["GET", "DELETE"]),
             ]
         )
 
@@ -329,9 +330,12 @@ class Neutron:
         self.ports[port["id"]] = port
         return JSONResponse({"port": port}, 201)
 
-    async def _remove(self, request: Request) -> Response:
+    async def _port(self, request: Request) -> Response:
         if refusal := self._refusal(request):
             return refusal
+        if request.method == "GET":
+            port = self.ports.get(request.path_params["port"])
+            return JSONResponse({"port": port}, 404 if port is None else 200)
         self.removals.append(request.path_params["port"])
         gone = self.ports.pop(request.path_params["port"], None)
         return Response(status_code=404 if gone is None else 204)
@@ -395,7 +399,16 @@ async def test_a_port_is_made_attached_and_removed_and_others_are_left() -> None
         made = here.neutron.ports["made-1"]
         assert (made["device_id"], made["project_id"], made["binding:vnic_type"]) == (INSTANCE, "acme", "baremetal")
         await here.driver.destroy(node, INSTANCE, 1, DEPLOYMENT)
-        assert here.neutron.ports == {"theirs": THEIRS} and here.neutron.removals == ["made-1"]
+        assert here.neutron.ports == {"theirs": THEIRS, PORT: NAMED} and here.neutron.removals == ["made-1"]
+
+
+async def test_a_port_that_neutron_does_not_have_ends_the_build() -> None:
+    """Ironic answers as if it had failed itself, and every node was tried."""
+    async with region("east") as here:
+        unknown = NetworkRequest(port="90000000-0000-4000-8000-00000000000f")
+        with pytest.raises(BuildAbort) as caught:
+            await neutron_spawned(here, wanted(next(iter(here.pool.nodes)), unknown))
+        assert caught.value.code == "network.refused"
 
 
 async def test_a_build_that_is_repeated_makes_no_second_port() -> None:
@@ -452,5 +465,5 @@ async def test_several_ironics_each_have_their_own_tokens_and_ports() -> None:
         signed_in = east.keystone.signed_in
         for here in (east, west):
             await here.driver.destroy(next(iter(here.pool.nodes)), INSTANCE, 1, DEPLOYMENT)
-            assert here.neutron.ports == {"theirs": THEIRS}
+            assert here.neutron.ports == {"theirs": THEIRS, PORT: NAMED}
         assert east.keystone.signed_in == signed_in
