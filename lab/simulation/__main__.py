@@ -117,8 +117,8 @@ def main(
         _compare(others, first_seed, seeds)
         return
     if seed is not None or plan is not None:
-        one = read_plan(plan) if plan is not None else plan_of(seed or 0, kinds)
-        results = [replay(one, trace=trace, smaller=shrink)]
+        replayed = read_plan(plan) if plan is not None else plan_of(seed or 0, kinds)
+        results = [replay(replayed, trace=trace, smaller=shrink)]
     else:
         results = _all_of(_seeds(first_seed, seeds, minutes), Steering(first_seed, kinds), steered, shrink=shrink)
     figures = summary(results)
