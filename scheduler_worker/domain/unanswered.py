@@ -18,7 +18,7 @@ from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
-from scheduler_worker.domain.decision_messages import NO_FLAVOR, instance_spec
+from scheduler_worker.domain.decision_messages import instance_spec
 from scheduler_worker.domain.placement import FIRST_ATTEMPT
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import repeated
@@ -159,7 +159,7 @@ def messages_to_cell(
         return (_delete(build, begun=True),)
     assert requested is not None
     query = CellBuildQuery(
-        spec=instance_spec(requested, config.flavors.get(requested.flavor, NO_FLAVOR), config.on_host_failure),
+        spec=instance_spec(requested, config),
         attempt=build.attempt or FIRST_ATTEMPT,
         build_timeout_s=requested.build_timeout_s or config.build_timeout_s,
         sequence=build.sequence,

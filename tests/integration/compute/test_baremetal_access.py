@@ -155,6 +155,7 @@ async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what
 
 NET, UNKNOWN_NET = "a0000000-0000-4000-8000-000000000001", "a0000000-0000-4000-8000-00000000000f"
 PORT = "90000000-0000-4000-8000-000000000000"
+NAMED = {"id": PORT, "name": "eth0", "device_id": "", "network_id": NET}
 THEIRS = {"id": "theirs", "name": "web", "device_id": INSTANCE, "network_id": NET}
 
 
@@ -162,7 +163,7 @@ class Neutron:
     """As much of Neutron as is used here; it answers 401 to any token that is not its Keystone's."""
 
     def __init__(self, keystone: KeystoneStandIn) -> None:
-        self.ports: dict[str, dict[str, Any]] = {"theirs": dict(THEIRS)}
+        self.ports: dict[str, dict[str, Any]] = {"theirs": dict(THEIRS), PORT: dict(NAMED)}
         self.made = 0
         self.removals: list[str] = []
         self.status = 0  # what every request is answered with; 0: as it should be
@@ -170,7 +171,7 @@ class Neutron:
         self.app = Starlette(
             routes=[
                 Route("/v2.0/ports", self._ports, methods=["GET", "POST"]),
-                Route("/v2.0/ports/{port}", self._remove, methods=["DELETE"]),
+                Route("/v2.0/ports/{port}", self._port, methods=["GET", "DELETE"]),
             ]
         )
 
@@ -194,9 +195,12 @@ class Neutron:
         self.ports[port["id"]] = port
         return JSONResponse({"port": port}, 201)
 
-    async def _remove(self, request: Request) -> Response:
+    async def _port(self, request: Request) -> Response:
         if refusal := self._refusal(request):
             return refusal
+        if request.method == "GET":
+            port = self.ports.get(request.path_params["port"])
+            return JSONResponse({"port": port}, 404 if port is None else 200)
         self.removals.append(request.path_params["port"])
         gone = self.ports.pop(request.path_params["port"], None)
         return Response(status_code=404 if gone is None else 204)
@@ -245,7 +249,13 @@ async def test_a_port_is_made_attached_and_removed_and_others_are_left(east: Reg
     made = east.neutron.ports["made-1"]
     assert (made["device_id"], made["project_id"], made["binding:vnic_type"]) == (INSTANCE, "acme", "baremetal")
     await east.driver.destroy(node)
-    assert east.neutron.ports == {"theirs": THEIRS} and east.neutron.removals == ["made-1"]
+    assert east.neutron.ports == {"theirs": THEIRS, PORT: NAMED} and east.neutron.removals == ["made-1"]
+
+
+async def test_a_port_that_neutron_does_not_have_ends_the_build(east: Region) -> None:
+    """Ironic answers as if it had failed itself, and every node was tried."""
+    unknown = NetworkRequest(port="90000000-0000-4000-8000-00000000000f")
+    assert await fault(east.spawn(next(iter(east.pool.nodes)), unknown)) == (BuildAbort, "network.refused")
 
 
 async def test_an_attempt_has_its_port_once_and_removes_its_own_and_not_the_next_attempts(east: Region) -> None:
@@ -289,7 +299,7 @@ async def test_several_ironics_each_have_their_own_tokens_and_ports(east: Region
         signed_in = east.keystone.signed_in
         for here in (east, west):
             await here.driver.destroy(next(iter(here.pool.nodes)))
-            assert here.neutron.ports == {"theirs": THEIRS}
+            assert here.neutron.ports == {"theirs": THEIRS, PORT: NAMED}
         assert east.keystone.signed_in == signed_in
 
 

@@ -76,10 +76,10 @@ async def test_an_image_is_known_by_name_or_the_build_is_given_up(metal: Metal) 
 
 
 async def test_ironics_own_words_explain_why_a_node_was_not_deployed(metal: Metal, driver: Driver) -> None:
-    metal.pool.invalid[metal.first] = "Missing are: ['instance_info.image_source']"
+    metal.pool.invalid[metal.first] = "Missing are: ['driver_info.deploy_kernel']"
     with pytest.raises(Reschedule) as caught:
         await driver.spawn(build(metal.first))
-    invalid = ("node.invalid", "deploy: Missing are: ['instance_info.image_source']")
+    invalid = ("node.invalid", "deploy: Missing are: ['driver_info.deploy_kernel']")
     assert (caught.value.code, caught.value.reason) == invalid
     assert metal.node["provision_state"] == "available", "nothing was begun"
     await driver.destroy(metal.first)
@@ -108,7 +108,38 @@ async def test_without_a_history_a_failed_deployment_ends_as_well(metal: Metal, 
     assert caught.value.code == "node.deploy_failed" and "history" not in caught.value.reason
 
 
+OF_REQUEST = [
+    "Cannot validate image information for node N because one or more parameters are missing from its instance_info.",
+    f"Validation of image href {IMAGE.source} failed, reason: Got HTTP code 404 instead of 200 in response to HEAD",
+    "Failed to prepare to deploy: The requested image is not valid for use.",
+    "The supplied image checksum is invalid or does not match.",
+]
+OF_NODE = "Validation of image href http://images/ipa.kernel failed, reason: Got HTTP code 404 instead of 200"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [*((words, BuildAbort) for words in OF_REQUEST), (OF_NODE, Reschedule), ("no IPMI", Reschedule)]
+)
+@pytest.mark.parametrize("code", ["node.invalid", "node.deploy_failed"])
+async def test_what_ironic_refuses_of_the_request_is_not_tried_on_node_after_node(
+    metal: Metal, driver: Driver, words: str, kind: type[Exception], code: str
+) -> None:
+    """Each node was cleaned and charged for an image that no node accepts."""
+    if code == "node.deploy_failed":
+        metal.pool.behaviour = replace(FAILING, failure=words)
+    else:
+        metal.pool.invalid[metal.first] = words
+    assert await fault(driver.spawn(build(metal.first, image_source=IMAGE))) == (kind, code)
+
+
 # --- networks
+
+
+async def test_a_port_that_does_not_exist_ends_the_build(metal: Metal) -> None:
+    metal.pool.no_ports = {PORT}
+    driver = await metal.driver(network="static")
+    wanted = build(metal.first, networks=(NetworkRequest(port=PORT),))
+    assert await fault(driver.spawn(wanted)) == (BuildAbort, "network.refused")
 
 
 async def test_ports_are_attached_before_the_deployment_and_detached_when_it_never_began(metal: Metal) -> None:
@@ -282,7 +313,7 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(metal
     driver = await metal.deployed(build(node, image_source=old, name="web"), images={"debian-12": IMAGE})
     metal.requested.clear()
     again = ConfigDrive(user_data="again")
-    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "image_source": old, "config_drive": again}
+    wanted: dict[str, Any] = {"name": "web", "image": "debian-12", "config_drive": again}
     assert (await driver.change(order(node, ChangeKind.REBUILD, 3, **wanted))).runs
     info = metal.node["instance_info"]
     assert (info["image_source"], info["image_os_hash_value"]) == (IMAGE.source, DIGEST)
@@ -300,6 +331,15 @@ async def test_a_rebuild_writes_the_new_image_with_a_new_config_drive_once(metal
     assert (failed.value.code, failed.value.runs) == ("node.rebuild_failed", False)
     await driver.destroy(node)
     assert metal.node["instance_uuid"] is None
+
+
+async def test_a_rebuild_writes_the_image_of_the_source_that_it_names(metal: Metal) -> None:
+    driver = await metal.deployed(build(metal.first), images={"debian-12": IMAGE})
+    named = ImageSource(source="http://images/named.qcow2", checksum="http://images/SUMS")
+    rebuild = order(metal.first, ChangeKind.REBUILD, 3, image="debian-12", image_source=named)
+    assert (await driver.change(rebuild)).runs
+    info = metal.node["instance_info"]
+    assert (info["image_source"], info["image_checksum"]) == (named.source, named.checksum)
 
 
 async def test_a_rescue_needs_a_password_and_ends_with_its_machine(metal: Metal, driver: Driver, built: str) -> None:
