@@ -70,7 +70,7 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
 LAST = RequestDelivery(attempt=RETRIES, last=True)
 
 
-def delivery_of(received: Received, *, is_warming_up: bool) -> RequestDelivery:
+def delivery_of(received: Received, *, is_warming_up: bool = False) -> RequestDelivery:
     """The delivery of a request that has just been taken. is_warming_up: this process has started a moment ago."""
     is_letter = received.queue == LETTERS
     why = given_up_of(received)
