@@ -58,7 +58,7 @@ class CellLink:
 
     async def drain(self, grace_s: float) -> None:
         """Take no further messages, and finish the batches in progress within the grace time (seconds)."""
-        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
+        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers))
 
     async def close(self) -> None:
         """Close the connection."""

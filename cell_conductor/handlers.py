@@ -43,7 +43,7 @@ from .domain.events import (
     Spawned,
     SpawnFailed,
 )
-from .domain.instance import MACHINE_EXISTS, ScanId
+from .domain.instance import MACHINE_EXISTS
 from .domain.listings import Listings
 from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
@@ -310,8 +310,6 @@ class HostHandlers:
                 report,
                 briefs,
                 now=self._clock.time(),
-                # A report without a time could be of any age: it proves which machines run, never which are missing.
-                seen_at=seen_at,
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
@@ -498,7 +496,6 @@ def _result(message: ComputeResult, at: float) -> Event:
                 remark=message.reason,
                 started_at=message.started_at,
                 ended_at=message.at,
-                scan=ScanId(message.epoch, message.scan) if message.epoch else None,
             )
         case ComputeOutcome.FAILED:
             return SpawnFailed(

@@ -114,7 +114,7 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = ConsumerLanes()
+        self._lanes = ConsumerLanes([ConsumerLane(row.name) for row in self._row.queues])
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -128,7 +128,7 @@ class Consumer:
         self._gather: Gather[InFlightMessage] = Gather(
             self._take,
             self._settle_all,
-            waiting=lambda: self._waiting() if self._failed is not None else 0,  # nothing before it has started
+            waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
             pause=self._turn,
@@ -150,7 +150,7 @@ class Consumer:
     @property
     def started(self) -> bool:
         """Whether the consumer is started."""
-        return bool(self._lanes.subscriptions)
+        return self._failed is not None
 
     @property
     def in_hand(self) -> int:
@@ -161,12 +161,16 @@ class Consumer:
         """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        self._lanes.every = [ConsumerLane(row.name) for row in self._row.queues]
         for lane in self._lanes.every:
+            if self._draining or lane.subscription is not None:
+                continue
             queue = self.queue + lane.name.removeprefix(self._row.name)
             arrived = partial(self._on_delivery, lane)
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         self._failed = asyncio.get_running_loop().create_future()
+        if self._draining:  # it was drained meanwhile, and what has begun since then ends
+            await self._end_subscriptions()
+            self._failed.set_result(None)
         self._gather.wake()
 
     async def run(self) -> None:
@@ -186,7 +190,7 @@ class Consumer:
         rest.
         """
         self._draining = True
-        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+        await self._end_subscriptions()
         while self._lanes:
             self._lanes.take().delivery.nack(requeue=True)
         self._gather.wake()
@@ -202,6 +206,9 @@ class Consumer:
         self._in_hand.clear()
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
+
+    async def _end_subscriptions(self) -> None:
+        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
@@ -514,7 +521,7 @@ class Consumer:
         if self._broken is None:
             self._broken = broken
             with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
-                await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+                await self._end_subscriptions()
 
     async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
         if is_over(self._row.name, items, self._bus.clock.monotonic()):

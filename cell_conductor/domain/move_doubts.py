@@ -16,7 +16,7 @@ from . import rules, steps, way_back
 from .events import Destroyed, HostRuns, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
-from .move_steps import arrived, confirm, note, source_gone, undo
+from .move_steps import arrived, confirm, note, undo
 from .orders import repeated
 from .steps import Step, StepContext, is_doubted
 
@@ -35,7 +35,7 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
         return Step(instance)
     here = steps.at_service(instance, event.service)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
-    here = replace(here, move=move, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
+    here = replace(here, move=move, queried=False)
     # A revert or an abort that was requested before has not taken effect.
     earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, context)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, context))
@@ -71,9 +71,9 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
     """A host of a move in doubt has no machine of it: it was reverted, or confirmed."""
     if not is_doubted(instance, context):
         return Step(instance)
-    if steps.is_destroyed(event, instance.here, instance.attempt):
+    if steps.here_gone(instance, event):
         return undo_doubted(instance, event.at, context)
-    if not source_gone(instance, event, context):
+    if not steps.source_gone(instance, event):
         return Step(instance)
     return _decide(replace(instance, move=replace(move_of(instance), source_gone=True)), event.at, context)
 

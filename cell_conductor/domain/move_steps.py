@@ -20,15 +20,12 @@ from .desires import DESIRES, MAY_BE_THERE, Ask, Wish
 from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
-    Destroyed,
-    HostMissing,
     MoveRequested,
 )
 from .history import NO_HOST
 from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .orders import change_of, numbered, step_s
-from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext, is_doubted
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -120,8 +117,6 @@ def adopt(
         kind=request.kind,
         source=source,
         source_attempt=instance.attempt if source is not None else 0,
-        source_up_at=instance.up_at,
-        source_up_scan=instance.up_scan,
         book_attempt=instance.last_attempt,
         spec=instance.spec,
         power=instance.power,
@@ -374,35 +369,6 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     if event.runs:
         return replace(left, power=Power.RUNNING, image="")
     return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
-
-
-def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the current host has reported that no machine of it is left there."""
-    if event.host_uuid != instance.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return steps.is_destroyed(event, instance.here, instance.attempt)
-    if is_unordered(event, instance.here.service, instance) or predates(
-        event, instance.here.service, up_scan_here(instance)
-    ):
-        return False
-    return event.seen_at > instance.since + context.report_grace_s
-
-
-def source_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the source's host has reported that no machine of it is left there: by its answer, or by a report made
-    long enough after.
-
-    The grace counts from the order, so a report that was under way before proves nothing.
-    """
-    move = move_of(instance)
-    if move.source is None or event.host_uuid != move.source.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return steps.is_destroyed(event, move.source, move.source_attempt)
-    if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
-        return False
-    return event.seen_at > instance.since + context.report_grace_s
 
 
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:

@@ -30,14 +30,15 @@ APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"
 NEWEST = """
-SELECT number, history, origin <> feed_origin() OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
+SELECT number, history,
+    origin <> origin_of('feed_head') OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
     number > (SELECT number FROM feed_position) AS unpublished
 FROM feed_head
 """
 # When several processes find at once that the history has ended, only the first one sets a new id.
 RENEW = """
-UPDATE feed_head SET history = gen_random_uuid(), origin = feed_origin()
-WHERE origin <> feed_origin() OR (history = $1::uuid AND number < $2)
+UPDATE feed_head SET history = gen_random_uuid(), origin = origin_of('feed_head')
+WHERE origin <> origin_of('feed_head') OR (history = $1::uuid AND number < $2)
 RETURNING number
 """
 NEW_HISTORY = "UPDATE feed_head SET history = gen_random_uuid()"

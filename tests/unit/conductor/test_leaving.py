@@ -24,7 +24,7 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, EndedMove, Instance, Power, State
 from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, ended, refused, request
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, missed, spawned
 
 LATER = "d0000000-0000-4000-8000-000000000003"
 THERE = replace(PATIENCE, cell="c2")
@@ -381,8 +381,7 @@ def test_what_another_request_gives_back_is_not_taken() -> None:
 def test_a_resized_one_that_is_lost_there_goes_back() -> None:
     made, departure = kept()
     there = active_there(departure)
-    missing = e.HostMissing(at=400.0, host_uuid=host(2), seen_at=390.0, service="s1")
-    there.apply(missing, gone(there.instance, 2), e.Released(at=402.0))
+    there.apply(missed(there.instance, 2), gone(there.instance, 2), e.Released(at=402.0))
     back_in_former(made, there)
     restarted(made)
     assert made.instance.state is State.ACTIVE
@@ -555,7 +554,7 @@ def test_a_shelved_or_rescued_one_does_not_leave(power: Power) -> None:
 
 def test_a_kept_machine_follows_its_service_and_its_remains_are_destroyed() -> None:
     made, _ = kept()
-    runs = e.HostRuns(at=300.0, attempt=1, host_uuid=host(1), service="s9", seen_at=299.0)
+    runs = e.HostRuns(at=300.0, attempt=1, host_uuid=host(1), service="s9")
     made.apply(runs)
     assert (made.instance.here.service, made.destroys) == ("s9", [])
     made.apply(released_in(), replace(runs, service="s1"))

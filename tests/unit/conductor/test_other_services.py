@@ -51,7 +51,7 @@ AWAITED = [
 ]
 
 
-@pytest.mark.parametrize(("state", "made", "n", "attempt"), AWAITED, ids=str)
+@pytest.mark.parametrize(("state", "made", "n", "attempt"), AWAITED, ids=[str(one[0]) for one in AWAITED])
 def test_the_answer_of_a_service_that_had_the_host_before_proves_nothing_destroyed(
     state: State, made: Callable[[], Instance], n: int, attempt: int
 ) -> None:

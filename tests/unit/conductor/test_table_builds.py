@@ -24,6 +24,7 @@ from tests.unit.conductor.scenario import (
     destroys,
     failed,
     host,
+    missed,
     queried,
     refused,
     run,
@@ -222,7 +223,7 @@ def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
 def test_a_second_build_of_what_has_ended_is_answered_with_its_end_once_more() -> None:
     """After a restore of the schedulers it stayed `scheduled` for ever: the cell took it for a copy."""
     up = run(queried(), spawned())
-    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), RELEASED, start=up.instance)
+    lost = run(missed(up.instance), RELEASED, start=up.instance)
     failed_at_once = run(queried(hosts=1), failed(final=True), RELEASED)
     deleted = run(
         DELETE, e.Destroyed(at=125.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED, start=up.instance

@@ -311,5 +311,5 @@ def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> 
         made.apply(e.Reverted(at=205.0, attempt=3))
     assert made.instance.state is state
     assert not is_over(made.instance, 1, host(1))
-    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
+    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1"))
     assert (made.instance.state, made.destroys) == (state, [])
