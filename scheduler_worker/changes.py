@@ -219,10 +219,10 @@ class ChangeHandler:
         be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
         may be dead.
         """
-        table = self._selector.table
-        found = self._selector.uuids_of(command.host) or table.decided_about(command.host)
-        if not found and not self._warmup.is_on():
-            found = self._selector.roots_named(command.host)
+        if self._warmup.is_on():  # a host of the book may be announced yet under another name
+            found = self._selector.uuids_of(command.host) or self._selector.table.decided_about(command.host)
+        else:
+            found = self._selector.every_named(command.host)
         if command.cell is None:
             return found
         managed = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
