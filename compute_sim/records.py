@@ -7,7 +7,6 @@ journal again in order gives the same memory.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import batched
 from pathlib import Path
 
 from msgspec import Struct
@@ -289,7 +288,8 @@ class Records:
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():
             yield ReservedRow(host, machines)
-        for hosts in batched(self.in_book(), HOSTS_A_ROW):
-            yield InBookRow(hosts, is_in=True)
+        in_book = self.in_book()
+        for at in range(0, len(in_book), HOSTS_A_ROW):
+            yield InBookRow(tuple(in_book[at : at + HOSTS_A_ROW]), is_in=True)
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))
