@@ -129,9 +129,9 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    instance = steps.at_service(instance, event.service)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
@@ -181,10 +181,9 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, context: Step
     """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
     and that its host was not commanded to destroy, is destroyed.
     """
-    if steps.is_ours(instance, event):
-        return Step(steps.at_service(instance, event.service))
-    if steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE:
-        return Step(steps.source_at_service(instance, event))
+    is_kept = steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE
+    if is_kept or steps.is_ours(instance, event):
+        return Step(steps.followed(instance, event))
     return destroy_orphan(instance, event, context)
 
 
