@@ -396,3 +396,13 @@ def read_in(path: Path) -> Iterator[tuple[str, int]]:
             yield from ((name, node.lineno) for name in (node.attr, f"{owner}.{node.attr}"))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node.func.id, node.lineno
+
+
+def test_the_functions_that_decide_are_where_the_page_says() -> None:
+    text = (ROOT / "docs/concepts/one-place.md").read_text()
+    missing = [name for name in re.findall(r"`(\w+/[\w/]+\.py)[:`]", text) if not (ROOT / name).exists()]
+    for name, member in re.findall(r"`(\w+/[\w/]+\.py): (\w+)`", text):
+        defined = {getattr(node, "name", "") for node in nodes(ROOT / name)}
+        assigned = {getattr(getattr(node, "target", None), "id", "") for node in nodes(ROOT / name)}
+        missing += [] if member in defined | assigned else [f"{name}: {member}"]
+    assert missing == []
