@@ -32,9 +32,9 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
     If a confirm is awaited, the source is queried as well: the move may have been confirmed since.
     """
+    here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
-        return Step(instance)
-    here = steps.at_service(instance, event.service)
+        return Step(here)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
     here = replace(here, move=move, queried=False)
     # A revert or an abort that was requested before has not taken effect.
@@ -56,10 +56,11 @@ def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContex
 
 def note_there(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """A host of a move in doubt has its machine complete."""
-    move = move_of(instance)
     of_source = steps.is_source(instance, event)
     if not of_source and not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
+    move = move_of(instance)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here_seen = move.here_seen or not of_source

@@ -312,9 +312,10 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
         return rules.destroy_orphan(instance, event, context)
     if is_doubted(instance, context):
         return adopt_arrived(instance, event, context)
+    here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
-        return Step(instance)
-    here = replace(steps.at_service(instance, event.service), queried=False)
+        return Step(here)
+    here = replace(here, queried=False)
     return arrived(note(here, "active", event.at), event.at, context)
 
 

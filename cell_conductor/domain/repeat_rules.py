@@ -33,8 +33,7 @@ def answer_build(instance: Instance, event: BuildRequested, context: StepContext
     desire = desire_of(instance)
     if desire.condition is Condition.DELETED:
         return report_deleting(instance, event, context)
-    # Its client knows a machine that is adopted once its first claim was refused.
-    is_adopted = desire.asks is Ask.CLAIM and instance.move is None and not instance.claims_refused
+    is_adopted = desire.asks is Ask.CLAIM and instance.move is None
     if desire.work is Work.BUILD or desire.condition is Condition.FAILED or is_adopted:
         return report_building(instance, event, context)
     return _announce_again(instance, event, BuildState.ACTIVE, context)

@@ -129,9 +129,9 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    instance = steps.at_service(instance, event.service)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
@@ -183,10 +183,9 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, context: Step
     and that its host was not commanded to destroy, is destroyed.
     """
     desire = desire_of(instance)
-    if steps.is_ours(instance, event) and desire.here in ORDERED:
-        return Step(steps.at_service(instance, event.service))
-    if steps.is_source(instance, event) and desire.source in ORDERED:
-        return Step(steps.source_at_service(instance, event))
+    is_here = steps.is_ours(instance, event) and desire.here in ORDERED
+    if is_here or (steps.is_source(instance, event) and desire.source in ORDERED):
+        return Step(steps.followed(instance, event))
     return destroy_orphan(instance, event, context)
 
 

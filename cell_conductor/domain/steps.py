@@ -181,11 +181,12 @@ def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
     return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
 
 
-def source_at_service(instance: Instance, event: Spawned | HostRuns) -> Instance:
-    """As `at_service`, of the host of the move's source."""
+def followed(instance: Instance, event: Spawned | HostRuns) -> Instance:
+    """The record with the host of this machine, its current one or its source, under the service that lists it now."""
+    if is_ours(instance, event):
+        return at_service(instance, event.service)
     move = instance.move
-    assert move is not None and move.source is not None
-    if move.source.service == event.service:
+    if not is_source(instance, event) or move is None or move.source is None or move.source.service == event.service:
         return instance
     return replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
 

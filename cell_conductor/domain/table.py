@@ -245,7 +245,6 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ACTIVE: {
         **USUAL,
         Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(adopt_rules.claim_again, (State.CLAIMING,)),
         Destroyed: IGNORE,  # we ordered nothing: it is lost when a report, which the breaker judges, leaves it out
         Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
@@ -388,7 +387,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
     assert stepped.instance.phase in DESIRES, (rule.name, stepped.instance.phase)
-    return adopt_rules.claim_later(stepped, event.at)
+    return stepped
 
 
 def _may_be_claimed(instance: Instance) -> bool:

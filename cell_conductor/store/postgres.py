@@ -151,12 +151,14 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
+        if writes.inserts:
+            statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back_at)
         if writes.message_ids:
+            statement.expect(rows.NEVER_SEEN, writes.message_ids)
             statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))
         updates = writes.updates
         guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
         if writes.inserts:
-            statement.add("known", KNOWN, self._seen.deployment, self._seen.set_back_at, rows=1)
             columns = rows.columns(writes.inserts)
             statement.add("inserted", f"{rows.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
         if updates:

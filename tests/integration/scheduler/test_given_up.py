@@ -24,6 +24,7 @@ from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.decisions import DecidedBuild, given_up
+from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
@@ -457,8 +458,12 @@ async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkey
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
 
-    async def crashes(*_: object) -> None:
-        raise RuntimeError("planted")
+    delete = Deletes.delete
+
+    async def crashes(engine: Deletes, deletes: Sequence[PendingDelete]) -> object:
+        if any(one.delivery.why is None for one in deletes):
+            raise RuntimeError("planted")
+        return await delete(engine, deletes)
 
     with monkeypatch.context() as patched:
         patched.setattr(Deletes, "delete", crashes)
