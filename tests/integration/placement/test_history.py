@@ -14,7 +14,7 @@ from bus.contracts.feed import FeedChanges
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database
 

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import ARRAY, BigInteger, Integer, bindparam, column, func, select
 
 from bus.persistence.tables import fetch
-from placement_worker.domain.units import is_in_units
+from placement_worker.domain.values import is_in_units
 from tests.kit.unit_rules import amounts_and_units
 
 pytestmark = pytest.mark.postgres
