@@ -17,18 +17,27 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, LANE, MESSAGES, QUEUES, REPLIES, QueueKind, Where
-from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, parsed, sources, where, within
-from tests.kit.syntax import (
+from tests.kit.sources import (
+    OURS,
+    ROOT,
+    WORKERS,
+    forget,
+    imports,
     is_broad,
     is_own,
     is_stored,
     members_listed,
     names_in,
+    nodes,
     numbers_without_unit,
+    parsed,
     public_definitions,
     silent_raises,
     slots_of,
+    sources,
     waits_longer,
+    where,
+    within,
 )
 
 MAX_FILE_LINES = 550
