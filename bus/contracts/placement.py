@@ -121,16 +121,19 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
 
 
 class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1"):
-    """To a compute service: its report about this root was refused (`host.other_service`), because the book has the
-    root as another compute service's. owner: that one's source.
+    """To a compute service: its report about this root was refused, because the book has what it names as another's.
 
-    Two services have a host of one uuid, or the host has passed from one to the other, which its cell's conductor
-    announces (`HostsReleased`).
+    `host.other_service`: the book has the root as another compute service's; owner: that one's source. Two services
+    have a host of one uuid, or the host has passed from one to the other, which its cell's conductor announces
+    (`HostsReleased`). `provider.name_taken`: another provider has the name of one of the tree; the service repeats its
+    report until the name is free.
     """
 
     source: Word
     root_uuid: Uuid
-    owner: Word
+    owner: Word | None = None
+    code: Label = OTHER_SERVICE
+    reason: Reason = ""
 
 
 class InventoryReleased(Message, frozen=True, kw_only=True, tag="inventory.released.v1"):
@@ -428,83 +431,6 @@ class ProviderState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     used: dict[str, int] = {}
     traits: tuple[str, ...] = ()
     aggregates: tuple[str, ...] = ()
-
-
-# Causes that one change names; of a larger group of writes the first ones.
-MAX_CAUSES = 16
-
-
-class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One committed change of one provider, numbered without holes in commit order.
-
-    Exactly one of these is set: `state` (created, or its shape changed: the whole provider);
-    `used` (only usage changed: {class: new absolute amount} of the classes touched); `removed`.
-    causes: the ids of the REST requests that it comes from, where they are known: the caller's own (a global request
-    id) or else ours. Several that were written together; none for changes that came by the bus.
-    """
-
-    sequence: int
-    provider: Uuid
-    generation: Generation
-    state: ProviderState | None = None
-    used: dict[str, int] | None = None
-    removed: bool = False
-    causes: Annotated[tuple[Annotated[str, Bound(max_length=64)], ...], Bound(max_length=MAX_CAUSES)] = ()
-
-
-# Names one history of the book. It changes after a restore, an import and the promotion of a stand-by: numbers and
-# generations of two histories do not compare, and a replica of one takes a snapshot of the other. Empty: unknown.
-History = Annotated[str, Bound(max_length=64)]
-
-
-class FeedChanges(Message, frozen=True, kw_only=True, tag="placement.event.changes.v1"):
-    """Changes in sequence order, consecutive from the first one's number. May repeat, never skip."""
-
-    changes: Annotated[tuple[Change, ...], Bound(min_length=1)]
-    history: History = ""
-
-
-class FeedHead(Message, frozen=True, kw_only=True, tag="placement.event.head.v1"):
-    """Published at intervals: the newest committed number and its history; it reveals a silent gap or restore."""
-
-    sequence: int
-    history: History = ""
-
-
-class ChangesRequest(Message, frozen=True, kw_only=True, tag="placement.changes.v1"):
-    """Ask for changes after a number (a gap was seen) of a history."""
-
-    after: Version
-    limit: Annotated[int, Bound(ge=1, le=10_000)] = 1000
-    history: History = ""
-
-
-class ChangesPage(Message, frozen=True, kw_only=True, tag="placement.changes.page.v1"):
-    """Reply. `too_old`: the feed no longer reaches back that far, or is of another history; take a snapshot."""
-
-    changes: tuple[Change, ...] = ()
-    head: int = 0
-    too_old: bool = False
-    history: History = ""
-
-
-class SnapshotRequest(Message, frozen=True, kw_only=True, tag="placement.snapshot.v1"):
-    """Ask for the whole book, a page at a time, by provider uuid."""
-
-    after: Uuid | None = None
-    limit: Annotated[int, Bound(ge=1, le=5000)] = 1000
-
-
-class SnapshotPage(Message, frozen=True, kw_only=True, tag="placement.snapshot.page.v1"):
-    """Reply. `sequence`: the feed number this page is true at. Pages may be true at different numbers:
-    apply changes after the *first* page's number on top (states are absolute; older generations lose).
-    `more`: ask again after the last provider's uuid. Pages of two histories do not make one snapshot.
-    """
-
-    sequence: int
-    providers: tuple[ProviderState, ...] = ()
-    more: bool = False
-    history: History = ""
 
 
 # Consumers that one request may ask after.

@@ -2,8 +2,7 @@
 operator has decided that a machine in quarantine is the instance's.
 
 Placement is requested to release the build's allocation and to claim that of its machine. Whatever the answer, the
-machine stays and belongs to the instance. A claim that was refused is requested again, less and less often; after
-`MAX_CLAIMS` refusals it is left to the audit (`unclaimed`).
+machine stays and belongs to the instance. A claim that was refused is left to the audit (`unclaimed`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
-from .desires import DESIRES
+from .desires import Ask, Work, desire_of, in_text
 from .events import (
     BuildRequested,
     Claimed,
@@ -27,22 +26,18 @@ from .events import (
     HostRuns,
     MachineFound,
     Spawned,
-    TimedOut,
 )
 from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
 from .report import Unexplained
 from .steps import Step, StepContext
 
 MAX_SELECTIONS = 10  # of one record, as of one request
-# There is room when another instance is deleted, or when an operator makes some: no client waits for this claim.
-CLAIM_AGAIN_S = 60.0
-CLAIM_AGAIN_MAX_S = 3600.0
-MAX_CLAIMS = 32  # refused in a row: a little more than a day
 
 
 def is_searched(instance: Instance) -> bool:
     """Whether the cell's services are to be queried about it before another host is claimed for it."""
-    return instance.doubted and instance.state is State.RECLAIMING
+    desire = desire_of(instance)
+    return instance.doubted and desire.asks is Ask.CLAIM and desire.work is Work.BUILD
 
 
 def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
@@ -94,8 +89,9 @@ def why_not_adoptable(instance: Instance | None) -> str:
         return "the cell has no record of it"
     if instance.machine_exists:
         return "its build was refused, because the machine may be another project's"
-    if not DESIRES[instance.state].takes_machine or instance.move is not None:
-        return f"it is {instance.state}: only what is active elsewhere by its record, or failed, takes a machine over"
+    if not desire_of(instance).takes_machine or instance.move is not None:
+        now = in_text(instance.phase)
+        return f"it is {now}: only what is active elsewhere by its record, or failed, takes a machine over"
     return ""
 
 
@@ -147,7 +143,7 @@ def note_built(instance: Instance, event: Spawned | HostRuns, context: StepConte
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
     is_built = isinstance(event, Spawned) or event.built
-    return Step(replace(steps.at_service(instance, event.service), found_built=is_built or instance.found_built))
+    return Step(replace(steps.followed(instance, event), found_built=is_built or instance.found_built))
 
 
 def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: StepContext) -> Step:
@@ -155,38 +151,27 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
     if event.attempt != instance.next_attempt:
         return Step(instance)
     held = event.consumer_generation if isinstance(event, Claimed) or is_held(instance.here, event) else None
-    refused = 0 if isinstance(event, Claimed) or held is not None else instance.claims_refused + 1
-    settled = replace(instance, newest=event.attempt, consumer_generation=held, claims_refused=refused)
-    if instance.claims_refused:  # it was active before, and its client has been informed
-        return Step(replace(settled, state=State.ACTIVE, deadline=None))
+    settled = replace(instance, newest=event.attempt, consumer_generation=held)
     if settled.found_built:
         here = settled.here
         up = Spawned(at=event.at, attempt=settled.attempt, host_uuid=here.host_uuid, service=here.service)
         return rules.come_up(settled, up, context)
     deadline = event.at + settled.build_timeout_s
-    building = replace(settled, state=State.BUILDING, deadline=deadline, since=event.at, doubted=True, queried=False)
+    building = replace(
+        settled,
+        state=State.BUILDING,
+        then=None,
+        deadline=deadline,
+        since=event.at,
+        doubted=True,
+        queried=False,
+    )
     return steps.announce(building, BuildState.BUILDING, event.at, context)
 
 
 def is_held(selection: Selection, event: ClaimRefused) -> bool:
     """Whether the consumer holds just this already: the audit has claimed it, or a record that is forgotten."""
     return event.consumer_generation is not None and event.holding == selection.allocations
-
-
-def claim_later(stepped: Step, at: float) -> Step:
-    """An active instance whose claim was refused gets the time of its next one, up to `MAX_CLAIMS` in a row."""
-    instance = stepped.instance
-    if instance.state is not State.ACTIVE or not instance.is_unclaimed or instance.deadline is not None:
-        return stepped
-    if instance.claims_refused >= MAX_CLAIMS:
-        return stepped
-    wait_s = min(CLAIM_AGAIN_S * 2 ** (instance.claims_refused - 1), CLAIM_AGAIN_MAX_S)
-    return Step(replace(instance, deadline=at + wait_s), stepped.commands)
-
-
-def claim_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """Placement is requested once more for what an adopted machine takes. It has been active `since` then."""
-    return Step(replace(instance, state=State.ADOPTING, deadline=event.at + context.claim_retry_s))
 
 
 def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
@@ -197,7 +182,7 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
     if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
-        return Step(steps.ask(passed, State.GIVING_UP, at, context))
+        return Step(steps.releasing(passed, State.FAILED, at, context))
     here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
     others = tuple(one for one in instance.alternates_and_here if one.host_uuid != here.host_uuid)
     adopted = replace(
@@ -207,9 +192,8 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         attempt=best.attempt,
         newest=max(best.attempt, instance.last_attempt),
         found_built=best.built,
-        claims_refused=0,
     )
-    return Step(steps.ask(adopted, State.ADOPTING, at, context))
+    return Step(steps.claiming(adopted, State.ACTIVE, at, context))
 
 
 def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:

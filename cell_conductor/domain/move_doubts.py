@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
+from .desires import Wish, desire_of
 from .events import Destroyed, HostRuns, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
@@ -31,9 +32,9 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
     If a confirm is awaited, the source is queried as well: the move may have been confirmed since.
     """
+    here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
-        return Step(instance)
-    here = steps.at_service(instance, event.service)
+        return Step(here)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
     here = replace(here, move=move, queried=False)
     # A revert or an abort that was requested before has not taken effect.
@@ -55,10 +56,11 @@ def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContex
 
 def note_there(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """A host of a move in doubt has its machine complete."""
-    move = move_of(instance)
     of_source = steps.is_source(instance, event)
     if not of_source and not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
+    move = move_of(instance)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here_seen = move.here_seen or not of_source
@@ -79,11 +81,12 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
 
 
 def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination of a move that is undone still has the machine.
+    """A host still has a machine that it was commanded to destroy.
 
-    In doubt: if it is complete there, the move had arrived.
+    In doubt the destination of a move that is undone had arrived, if it is complete there.
     """
-    is_wanted = not instance.is_in_place and not move_of(instance).delete
+    is_undone = desire_of(instance).source is Wish.STAY
+    is_wanted = is_undone and not instance.is_in_place and not move_of(instance).delete
     if is_doubted(instance, context) and is_wanted and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     return rules.confirm_running(instance, event, context)

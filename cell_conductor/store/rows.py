@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.instance import Instance
 
 HANDLER = "conductor"
@@ -21,12 +22,14 @@ state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, newest = n.newest
 source_host_uuid = n.source_host_uuid, source_attempt = n.source_attempt,
 since = n.since, deadline = n.deadline, record = n.record
 """
+NEVER_SEEN = f"NOT EXISTS (SELECT FROM handled WHERE handler = '{HANDLER}' AND message_id = ANY({{}}::text[]))"
 SEEN = f"""
-INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) ON CONFLICT DO NOTHING RETURNING 1
+INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) WHERE {{met}}
+ON CONFLICT DO NOTHING RETURNING 1
 """
 
-INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} ON CONFLICT (uuid) DO NOTHING"
-UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid"
+INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
+UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"
 
 _encode = msgspec.json.Encoder().encode
 _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000
@@ -35,7 +38,7 @@ decode = msgspec.json.Decoder(Instance).decode
 
 def numbered(statement: str) -> str:
     """A statement with `{}` for each of the columns, as it is sent alone."""
-    return statement.format(*(f"${number}" for number in range(1, 11)))
+    return statement.format(*(f"${number}" for number in range(1, 11)), met="true")
 
 
 def encode(instance: Instance) -> str:
@@ -52,7 +55,7 @@ def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
     ordered = sorted(instances, key=lambda instance: instance.uuid)
     return (
         [instance.uuid for instance in ordered],
-        [instance.state.value for instance in ordered],
+        [in_text(instance.phase) for instance in ordered],
         [instance.host_uuid for instance in ordered],
         [instance.attempt for instance in ordered],
         [instance.newest for instance in ordered],

@@ -13,36 +13,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace as changed
 
-from placement_worker.domain.causes import Caused
-from placement_worker.domain.claim_ledger import ClaimLedger
-from placement_worker.domain.claim_verdict import Decision
-from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
-from placement_worker.domain.units import is_allowed_amount
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Holding
-
-
-class AnyGeneration(Struct, frozen=True):
-    """The write names no consumer generation, as all writes before microversion 1.28."""
-
-
-ANY = AnyGeneration()
-Expected = int | None | AnyGeneration
-
-
-class ConsumerWrite(Struct, frozen=True):
-    """The new allocations of one consumer; an empty holding removes it.
-
-    expects: the generation that the consumer must have; None: the consumer must not exist. consumer_type: None before
-    1.38; an existing consumer then keeps its type, and a new one has none.
-    """
-
-    consumer: str
-    holding: Holding
-    project_id: str
-    user_id: str
-    consumer_type: str | None = None
-    expects: Expected = ANY
+from placement_worker.domain.claim_ledger import ClaimLedger, ConsumerWrite, Decision
+from placement_worker.domain.moves import amount_of
+from placement_worker.domain.refusal import Caused, Why, WriteRefusal, no_such_class
+from placement_worker.domain.trees import in_use
+from placement_worker.domain.values import (
+    NOTHING,
+    ClaimedProvider,
+    ConsumerState,
+    Fit,
+    Provider,
+    StoredInventory,
+    claimed_provider,
+    is_allowed_amount,
+)
 
 
 class Replace(Caused, frozen=True):
@@ -137,47 +123,20 @@ def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
 
 def replace(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     """Give each consumer exactly the allocations of its write, or return the refusal and change nothing."""
-    known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
+    refusal = _check_generations(ledger, writes) or _check_names(ledger, writes) or _check_capacity(ledger, writes)
+    if refusal is None:
+        ledger.replace(writes, bump_left=False)
+    return refusal
+
+
+def _check_generations(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     for write in writes:
-        refusal = _check_generation(write, known[write.consumer])
-        if refusal is not None:
-            return refusal
-    refusal = _check_names(ledger, writes) or _check_capacity(ledger, writes, known)
-    if refusal is not None:
-        return refusal
-    written: dict[str, None] = {}  # each provider once, in a stated order
-    for write in writes:
-        consumer = known[write.consumer]
-        held = consumer.holding if consumer is not None else NOTHING
-        ledger.shift(held, write.holding)
-        written.update(dict.fromkeys(write.holding or held))
-        kind = write.consumer_type
-        if kind is None:
-            kind = consumer.consumer_type if consumer is not None else ""
-        wanted = ConsumerState(0, 0, write.project_id, write.user_id, kind, write.holding)
-        ledger.replace(write.consumer, wanted)
-    ledger.bump(written)
+        if not ledger.is_expected(write):
+            known = ledger.consumer(write.consumer)
+            generation = known.generation if known is not None and known.holding else "null"
+            words = f"consumer generation conflict - expected {generation} but got {write.expects}"
+            return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
     return None
-
-
-def _holder(ledger: ClaimLedger, uuid: str) -> ConsumerState | None:
-    known = ledger.consumer(uuid)
-    return known if known is not None and known.holding else None
-
-
-def _check_generation(write: ConsumerWrite, known: ConsumerState | None) -> AllocationOutcome:
-    expects = write.expects
-    if isinstance(expects, AnyGeneration):
-        return None
-    if known is None:
-        if expects is None:
-            return None
-        words = f"consumer generation conflict - expected null but got {expects}"
-    elif known.generation == expects:
-        return None
-    else:
-        words = f"consumer generation conflict - expected {known.generation} but got {expects}"
-    return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
 
 
 def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
@@ -195,17 +154,11 @@ def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> Alloca
     return None
 
 
-def _check_capacity(
-    ledger: ClaimLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
-) -> AllocationOutcome:
-    """Compare the total that all these consumers hold before and after with the capacities and unit constraints."""
-    more: dict[tuple[str, str], int] = {}
-    for write in writes:
-        consumer = known[write.consumer]
-        for sign, holding in ((-1, consumer.holding if consumer is not None else NOTHING), (1, write.holding)):
-            for uuid, resources in holding.items():
-                for name, amount in resources.items():
-                    more[uuid, name] = more.get((uuid, name), 0) + sign * amount
+def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+    """Compare the total that all these consumers hold before and after with the capacities, and each amount with the
+    unit constraints.
+    """
+    before, after = ledger.totals(writes)
     for write in writes:
         for uuid, resources in write.holding.items():
             inventories = ledger.providers[uuid].inventories
@@ -217,8 +170,7 @@ def _check_capacity(
                     )
                 if not is_allowed_amount(amount, inventory):
                     return _does_not_fit(name, uuid, "violate inventory constraints")
-                extra = more[uuid, name]
-                if extra > 0 and ledger.used_of(uuid, name) + extra > inventory.capacity:
+                if ledger.fit(uuid, name, amount, after[uuid][name] - amount_of(before, uuid, name)) is Fit.FULL:
                     return _does_not_fit(name, uuid, "exceed the capacity")
     return None
 
@@ -226,3 +178,79 @@ def _check_capacity(
 def _does_not_fit(name: str, uuid: str, how: str) -> WriteRefusal:
     words = f"Unable to create allocation for '{name}' on resource provider '{uuid}'. The requested amount would {how}."
     return WriteRefusal(Why.DOES_NOT_FIT, words, uuid)
+
+
+class Reshape(Caused, frozen=True):
+    """One reshape. inventories: {provider: (the generation that it must have, its new inventories)}. writes: the new
+    allocations.
+    """
+
+    inventories: Mapping[str, tuple[int, Mapping[str, StoredInventory]]]
+    writes: tuple[ConsumerWrite, ...]
+
+
+class Reshaped(Struct, frozen=True):
+    """The rows of a reshape. interim: providers with their old and new inventories together, so that allocations can
+    move between them. final: providers with their new inventories alone.
+    """
+
+    interim: dict[str, Provider]
+    decision: Decision
+    final: dict[str, Provider]
+
+
+def reshape(
+    item: Reshape,
+    consumers: Mapping[str, ConsumerState],
+    providers: Mapping[str, Provider],
+    known_classes: Mapping[str, int],
+    *,
+    shape: int,
+) -> Reshaped | WriteRefusal:
+    """Return the rows to write, or the refusal.
+
+    providers: every provider that the reshape names or that a named consumer holds. shape: the new shape of the
+    providers whose inventories are written.
+    """
+    refusal = _check(item, providers, known_classes)
+    if refusal is not None:
+        return refusal
+    interim = dict(providers)
+    for uuid, (_, inventories) in item.inventories.items():
+        before = providers[uuid]
+        interim[uuid] = changed(before, inventories={**before.inventories, **inventories}, shape=shape)
+    ledger = ClaimLedger(consumers, {uuid: claimed_provider(p) for uuid, p in interim.items()}, known_classes)
+    refusal = replace(ledger, item.writes)
+    if refusal is not None:
+        return refusal
+    final: dict[str, Provider] = {}
+    for uuid, (_, inventories) in item.inventories.items():
+        used = {**interim[uuid].used, **ledger.used.get(uuid, {})}
+        left = [name for name in interim[uuid].inventories if name not in inventories and used.get(name)]
+        if left:
+            return in_use(uuid, left)
+        # Placement increments the generation once for the interim inventories if there are any, once for the
+        # allocations, and once for the final inventories.
+        generation = ledger.generations.get(uuid, interim[uuid].generation) + bool(inventories) + 1
+        kept = {name: amount for name, amount in used.items() if amount}
+        final[uuid] = changed(interim[uuid], inventories=dict(inventories), used=kept, generation=generation)
+    return Reshaped({uuid: interim[uuid] for uuid in item.inventories}, ledger.decision([]), final)
+
+
+def _check(item: Reshape, providers: Mapping[str, Provider], known_classes: Mapping[str, int]) -> WriteRefusal | None:
+    for uuid, (generation, _) in item.inventories.items():
+        provider = providers.get(uuid)
+        if provider is None:
+            words = f"Resource provider {uuid} in inventories not found: No resource provider with uuid {uuid} found"
+            return WriteRefusal(Why.NO_PROVIDER, words, uuid)
+        if provider.generation != generation:
+            return WriteRefusal(
+                Why.GENERATION,
+                f"resource provider generation conflict for provider {uuid}: "
+                f"actual: {provider.generation}, given: {generation}",
+            )
+    for _, inventories in item.inventories.values():
+        for name in inventories:
+            if name not in known_classes:
+                return no_such_class(name)
+    return None

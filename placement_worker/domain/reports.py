@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
+from bus.contracts.feed import Change
+from bus.contracts.placement import InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import (
@@ -36,6 +37,9 @@ class ReportRefusal(Struct, frozen=True):
 
     code: str
     reason: str
+
+
+NAME_TAKEN = "provider.name_taken"
 
 
 class Applied(Struct, frozen=True):
@@ -78,7 +82,7 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusa
         if number and report.parent_uuid not in seen:
             return ReportRefusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
         if report.name in names and not report.theirs:
-            return ReportRefusal("provider.name_taken", f"two providers are named {report.name!r}")
+            return ReportRefusal(NAME_TAKEN, f"two providers are named {report.name!r}")
         if "\x00" in report.name:
             return ReportRefusal("provider.name", f"the name of {report.uuid} has a NUL character")
         if report.takes_from == report.uuid:
@@ -137,7 +141,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
     created_again = [uuid for uuid, old in before.items() if uuid in after and after[uuid].generation < old.generation]
     changes = [_removed(before[uuid]) for uuid in created_again]
     changes += [
-        Change(sequence=0, provider=uuid, generation=provider.generation, state=state_of(provider))
+        Change(provider=uuid, generation=provider.generation, state=state_of(provider))
         for uuid, provider in after.items()
         if before.get(uuid) is not provider
     ]
@@ -146,7 +150,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
 
 
 def _removed(provider: Provider) -> Change:
-    return Change(sequence=0, provider=provider.uuid, generation=provider.generation + 1, removed=True)
+    return Change(provider=provider.uuid, generation=provider.generation + 1, removed=True)
 
 
 class _Draft:
@@ -189,7 +193,7 @@ class _Draft:
             owner = self.names.get(report.name)
             # A provider that this update removes, or reports under another name, does not keep the name.
             if owner is not None and owner not in gone and owner not in reported:
-                return ReportRefusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
+                return ReportRefusal(NAME_TAKEN, f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in own:
             old = self.providers.get(report.uuid)

@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.assumptions import Assumptions
 from placement_worker.replica.columns import (
     CAPACITY,
@@ -25,8 +26,7 @@ from placement_worker.replica.columns import (
     Moves,
     Rows,
 )
-from placement_worker.replica.rows import NO_ROW
-from placement_worker.replica.trees import Trees
+from placement_worker.replica.trees import NO_ROW, Trees
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

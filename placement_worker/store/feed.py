@@ -14,7 +14,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.base import encode
-from bus.contracts.placement import Change, FeedHead
+from bus.contracts.feed import Change, FeedHead, FeedRow, changes_in
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from placement_worker.store.port import NewestHead
 
@@ -41,14 +41,7 @@ UPDATE feed_head SET history = gen_random_uuid(), origin = origin_of('feed_head'
 WHERE origin <> origin_of('feed_head') OR (history = $1::uuid AND number < $2)
 RETURNING number
 """
-NEW_HISTORY = "UPDATE feed_head SET history = gen_random_uuid()"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
-TRIM = """
-DELETE FROM changes WHERE last IN (
-    SELECT last FROM changes
-    WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
-    ORDER BY last LIMIT $2)
-"""
 
 # Read the changes after the position, and take the lease if it is free: it has ended, or this process holds it from a
 # turn that failed ($3). A lease with an end beyond LEASE_S from now was written before the clock was set back, and
@@ -80,8 +73,6 @@ WITH moved AS (
 )
 SELECT {ASYNCHRONOUS_COMMIT}
 """
-
-_decode = msgspec.json.Decoder(list[Change]).decode
 
 
 async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> int:
@@ -124,47 +115,38 @@ def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
 
 async def read(
     connection: asyncpg.Connection, after: int, limit: int, found: Sequence[asyncpg.Record] | None = None
-) -> tuple[list[Change], bool]:
-    """Return (the changes numbered above `after`, in order; whether there may be more). At most `limit` changes, fewer
-    when they are large.
+) -> tuple[list[FeedRow], bool]:
+    """Return (the rows of the changes numbered above `after`, in order; whether there may be more). At most `limit`
+    changes, fewer when they are large. The changes of a row are not decoded.
 
     found: the first rows, if the caller has read them. Outside of a transaction, rows may be trimmed between two
     statements; the returned changes then end before the hole.
     """
-    changes: list[Change] = []
+    rows: list[FeedRow] = []
+    last = after + limit
     size = 0
     while True:
-        wanted = min(limit - len(changes), ROWS_AT_ONCE)
+        wanted = min(last - after, ROWS_AT_ONCE)
         if found is None:
             found = await connection.fetch(READ, after, wanted)
-        for row in found:
-            first, last, body = row[0], row[1], row[2]
+        for record in found:
+            first, body = record[0], record[2]
             if first > after + 1:
-                return changes, True
-            changes.extend(_numbered(first, body, after))
-            after = last
+                return rows, True
+            row = FeedRow(first=first, last=record[1], changes=msgspec.Raw(body))  # type: ignore[arg-type]
+            rows.append(row if first > after and row.last <= last else _part(row, after + 1, min(row.last, last)))
+            after = row.last
             size += len(body)
-            if len(changes) >= limit or size >= MAX_BYTES_READ:
-                return changes[:limit], True
+            if after >= last or size >= MAX_BYTES_READ:
+                return rows, True
         if len(found) < wanted:
-            return changes, False
+            return rows, False
         found = None
 
 
-def _numbered(first: int, body: bytes, after: int) -> list[Change]:
-    return [
-        Change(
-            sequence=number,
-            provider=change.provider,
-            generation=change.generation,
-            state=change.state,
-            used=change.used,
-            removed=change.removed,
-            causes=change.causes,
-        )
-        for number, change in enumerate(_decode(body), first)
-        if number > after
-    ]
+def _part(row: FeedRow, first: int, last: int) -> FeedRow:
+    """The changes of a row from one number to another."""
+    return FeedRow(first=first, last=last, changes=changes_in((row,))[first - row.first : last + 1 - row.first])
 
 
 async def head(connection: asyncpg.Connection) -> FeedHead:

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
@@ -24,6 +23,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.placement import HostClaimed
 
 TOO_OLD = "request.too_old"
@@ -54,11 +54,9 @@ class FlavorAccess(Protocol):
 class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several.
 
-    position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
-    and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. delivery: how
-    often its queue has retried it. given_up: why its retries are exhausted, or are about to be; None: they are not.
-    refusal: why it is refused at once, if it is new. run: as in
-    RecordedBuild.
+    position: among those that are processed with it; of a request for several, each member has one. requested_at,
+    taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
+    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild.
     """
 
     position: int
@@ -66,8 +64,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     digest: bytes
     requested_at: float
     taken_at: float
-    delivery: int = 0
-    given_up: Refusal | None = None
+    delivery: RequestDelivery = RequestDelivery()
     refusal: Refusal | None = None
     gang: Gang | None = None
     run: str = ""
@@ -83,12 +80,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return self.request.instance_uuid
 
 
-def pending_build(
-    received: Received, position: int, *, now: float, flavors: FlavorAccess, max_age_s: float
-) -> PendingBuild:
-    """A request that has just been received. max_age_s: the record of a request that was sent longer ago may have been
-    purged.
-    """
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
+    """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     refusal: Refusal | None
@@ -98,21 +91,20 @@ def pending_build(
         known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
         reason = f"there is no flavor {missing} (there are: {known})"
         refusal = Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
-    elif 0 < meta.sent_at < now - max_age_s:
+    elif delivery.is_old:
         reason = "it was sent so long ago that it may have been carried out, and its record purged"
         refusal = Refusal(code=TOO_OLD, reason=reason)
     else:
         refusal = _group_refusal(request, flavors)
     digest = blake2b(_encode(request), digest_size=16).digest()
     return PendingBuild(
-        position=position,
+        position=0,
         request=_with_group(request, flavors),
         digest=digest,
         # A request without a time of sending counts as sent just now.
         requested_at=meta.sent_at or now,
         taken_at=now,
-        delivery=meta.attempt,
-        given_up=given_up_of(received),
+        delivery=delivery,
         refusal=refusal,
         run=_run(meta.id or digest.hex(), now),
     )
@@ -150,13 +142,13 @@ def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | No
 
 
 def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
-    """A request for several as its members, the first in its own place, the others at positions from `start` on.
+    """A request as its members, at positions from `start` on: itself, if it is for one machine.
 
     Each is a request for one machine, with the digest of the whole; the same request has the same members.
     """
     request = pending.request
     if request.members == 1:
-        return [pending]
+        return [replace(pending, position=start)]
     count = request.min_count
     gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
     flavors = [
@@ -167,7 +159,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
     return [
         replace(
             pending,
-            position=start + number - 1 if number else pending.position,
+            position=start + number,
             request=replace(
                 request,
                 instance_uuid=uuid,

@@ -11,7 +11,7 @@ from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteR
 from bus.contracts.placement import Release, ReleaseResult
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -71,7 +71,7 @@ async def test_a_request_that_fails_releases_no_older_claim_and_its_delete_reach
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of the instance is not announced, so the request fails; the machine runs on there."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
@@ -112,7 +112,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
 
 async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room, and that of the instance is not announced."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -148,7 +148,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host was reported over the API bus and is not announced. Later it is, and the delete goes to its cell."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     request, host = await running(world, API)
     await world.stop("s1")
     announced = world.hosts["c1"].pop(host)
@@ -197,7 +197,7 @@ async def test_a_delete_of_a_failed_build_leaves_the_allocation_of_another_clien
 async def test_a_delete_that_comes_before_the_release_reaches_the_cell(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -218,7 +218,7 @@ async def test_a_copy_releases_the_claim_of_the_copy_that_came_on_record_before_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cell has the build, and its claim is by the run on record."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     writing = Gate(monkeypatch, SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)

@@ -18,7 +18,7 @@ from scheduler_worker import engine
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -211,7 +211,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
 async def test_a_claim_on_a_host_without_a_service_blocks_no_request_and_is_freed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)

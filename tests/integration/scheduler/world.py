@@ -25,6 +25,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
 )
 from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import CellBus
@@ -42,8 +43,6 @@ from bus.contracts.placement import (
     ReleaseResult,
     Revert,
     RevertResult,
-    SnapshotPage,
-    SnapshotRequest,
 )
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport

@@ -24,7 +24,8 @@ from berth.audit.invariants import (
 from berth.audit.repairing import MAX_AT_ONCE, chosen
 from berth.settings import AuditSettings, Settings
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 
 # --- each invariant, seen to hold on sound facts and to break on facts with one thing wrong
 
@@ -145,6 +146,7 @@ BREACHES: list[tuple[str, str, dict[str, Any]]] = [
         "breakers_closed",
         {"breakers": [BreakerFact(cell="cell1", service="s", is_open=True, tripped_at=1.0, lost=6)]},
     ),
+    ("reinstalled under its name", "hosts_in_book", {"namesakes": [(OTHER, "rack1-07", HOST)]}),
     (
         "in quarantine, undecided",
         "quarantine_decided",
