@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
-from contextvars import copy_context
 from functools import partial
 from itertools import islice
 
@@ -30,10 +29,6 @@ log = structlog.get_logger("bus.publishing")
 
 # The bound of messages in flight that leave under both keys, their own and their batch's; further ones gather.
 ONCE_FLIGHTS = 2
-
-# The links that are kept while nothing waits on them, because most have something again soon. A link to the queue of a
-# requester who has gone is one of them.
-MAX_IDLE_LINKS = 1_000
 
 
 class BusLimits(Struct, frozen=True, kw_only=True):
@@ -209,7 +204,7 @@ class _Link:
 
 
 class Publisher:
-    """All links of one bus. Of those without messages it keeps a bounded number."""
+    """All links of one bus. A link exists while it has messages to send."""
 
     def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
         self._transport = transport
@@ -220,7 +215,6 @@ class Publisher:
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
         self._closing = False
-        self._context = copy_context()
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
@@ -275,9 +269,7 @@ class Publisher:
     def _link(self, exchange: str, key: str, mode: Mode) -> _Link:
         link = self._links.get((exchange, key, mode))
         if link is None:
-            # Not in the context of who posts first, who handles one message of many.
-            link = self._context.run(_Link, self, self._limits, exchange, key, mode)
-            self._links[exchange, key, mode] = link
+            link = self._links[exchange, key, mode] = _Link(self, self._limits, exchange, key, mode)
         return link
 
     async def close(self) -> None:
@@ -313,7 +305,7 @@ class Publisher:
 
     def forget(self, link: _Link) -> None:
         """Nothing of a link is under way any more."""
-        if not link.entries and len(self._links) > MAX_IDLE_LINKS:
+        if not link.entries:
             self._links.pop((link.exchange, link.key, link.mode), None)
 
     def end(self, link: _Link, error: BaseException) -> None:
