@@ -19,21 +19,25 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
+from bus.consuming.given_up import GIVEN_UP_BY_BROKER
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildState, DeleteRequest
+from bus.contracts.build import BuildState, DeleteRequest, member_uuids
+from bus.contracts.cell import CellBuild
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
+from bus.faults import Forbidden, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
+from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort
+from scheduler_worker.claims import ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, admit, first_of_each, is_clash_of_first
 from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
-from scheduler_worker.domain.decision_messages import cell_build, to_clients
+from scheduler_worker.domain.decision_messages import build_query, cell_build, to_clients
 from scheduler_worker.domain.decisions import (
     Circumstances,
     Conclusion,
@@ -41,15 +45,17 @@ from scheduler_worker.domain.decisions import (
     PlacedBuild,
     by_request,
     conclude_all,
+    ended_where_held,
     prepare,
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, stamps_of
-from scheduler_worker.domain.placement import PlacementRequest, PlacementState, PlacementUnavailable
+from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, pending_again, stamps_of
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.step import stranded
 from scheduler_worker.placing import Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
@@ -138,9 +144,10 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._deletes = Deletes(store, claims, selector.table.last_cell_of, clock=clock, process=self._who)
+        self._held = HeldClaims(claims, selector.table.last_cell_of)
+        self._deletes = Deletes(store, claims, self._held, clock=clock, process=self._who)
         self._recorder = RequestRecorder(store, self._deletes, clock=clock, process=self._who)
-        self._placer = Placer(claims, selector, follower, clock=clock, rng=rng, config=config)
+        self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
         self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
 
     async def process(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
@@ -158,7 +165,7 @@ class SchedulingEngine:
             to_place: list[PendingBuild] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
-                pending = replace(taken, run=admission.run) if admission.run else taken
+                pending = replace(taken, run=admission.run, attempt=FIRST_ATTEMPT) if admission.run else taken
                 if admission.outcome is not None:
                     outcomes[pending.position] = admission.outcome
                 elif pending.instance_uuid in deleted:
@@ -178,8 +185,37 @@ class SchedulingEngine:
             return await unit.read(instances)
 
     async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
-        """The requests of these that may have claimed, for a member at least, though they are not on record."""
-        return await self._deletes.may_have_claimed(builds)
+        """The requests of these of which an instance holds what they may have claimed, though they are not on record.
+        Raises Transient when placement does not answer.
+        """
+        looks = {uuid: one for one in builds for uuid in member_uuids(one.request)}
+        held = await self._held.of_builds({uuid: one.request.project_id for uuid, one in looks.items()})
+        return {looks[uuid].instance_uuid for uuid in held}
+
+    async def resume(self, instances: Mapping[str, int]) -> None:
+        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
+        by a record that the database has lost. A gang with all its members; one whose handling crashes ends.
+
+        instances: {instance: how often this was done before}. Raises Transient.
+        """
+        now = self._clock.time()
+        requests: dict[str, list[PendingBuild]] = {}
+        for new in await self._store.requests_of(list(instances)):
+            uuid = new.build.instance_uuid
+            key = uuid if new.gang is None else new.gang.uuid
+            members = requests.setdefault(key, [])
+            members.append(pending_again(new, len(members), delivery=instances.get(uuid, 0), now=now))
+        for members in requests.values():
+            first = members[0]
+            if first.is_later_member:
+                continue  # the record that stands for its gang is purged: this one's is too, in a moment
+            try:
+                await self.process(members, ())
+            except (Transient, Forbidden, BusError):
+                raise
+            except Exception:  # any other: it would be taken up again and again
+                log.exception("scheduler.given_up_crashed", cause=first.instance_uuid)
+                await self.process([replace(one, given_up=GIVEN_UP_BY_BROKER) for one in members], ())
 
     async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
         """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""
@@ -225,6 +261,7 @@ class SchedulingEngine:
                     placing.append((pending, prepared))
                 else:
                     concluded.append((pending, prepared))
+        concluded = await self._ended_where_held(concluded)
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         unavailable: PlacementUnavailable | None = None
@@ -239,6 +276,26 @@ class SchedulingEngine:
             # repeated ones.
             raise unavailable
         return outcomes
+
+    async def _ended_where_held(
+        self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
+    ) -> list[tuple[PendingBuild, Conclusion]]:
+        """The conclusions about builds that are not placed, where a claim is held. A message that was given up is no
+        proof of its publisher: it is the end of what it has put on record itself.
+        """
+        ended = {
+            one.instance_uuid: (one, end)
+            for one, end in concluded
+            if isinstance(end, DecidedBuild) and (one.attempt or one.given_up is None)
+        }
+        held = await self._held.of_builds({uuid: one.request.project_id for uuid, (one, _) in ended.items()})
+        await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
+        author = self._circumstances().author
+        queried: dict[str, Conclusion] = {}
+        for uuid, one in held.items():
+            pending, end = ended[uuid]
+            queried[uuid] = ended_where_held(pending, stranded(one, end.decision.build.reason), author)
+        return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
         """The decisions, the cell map and the messages to publish, in one transaction."""
@@ -273,10 +330,12 @@ class SchedulingEngine:
         return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
 
     def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
-        claimed = one.claimed
-        command = (
-            None if claimed is None else cell_build(one.pending.request, claimed, now, stamps, self._selector.config)
-        )
+        request, config = one.pending.request, self._selector.config
+        command: CellBuild | CellBuildQuery | None = None
+        if one.claimed is not None:
+            command = cell_build(request, one.claimed, now, stamps, config)
+        elif not decided.build.terminal:
+            command = build_query(request, decided.build, now, config)
         return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
 
     async def _follow_up(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:

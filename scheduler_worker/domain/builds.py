@@ -25,8 +25,9 @@ OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
-# A build in one of these states is in a cell, which has to announce its end, or that of its delete.
-IN_CELL = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
+# A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
+# others by their cell.
+OPEN = (BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
 
 
 def is_search(query: BuildQuery) -> bool:
@@ -93,13 +94,16 @@ class Gang(Struct, frozen=True, kw_only=True):
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record. digest: of its whole content, which distinguishes a repeated request from a clash."""
+    """A request to put on record, or as it was put there. digest: of its whole content, which distinguishes a repeated
+    request from a clash. created_at: seconds since the epoch (0: now).
+    """
 
     request: BuildRequest
     digest: bytes
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
     gang: Gang | None = None
+    created_at: float = 0.0
 
 
 class BuildDecision(Struct, frozen=True, kw_only=True):

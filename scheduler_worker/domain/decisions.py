@@ -16,12 +16,12 @@ from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
+    STRANDED,
     ClaimsContended,
     ClaimStranded,
     DecidedResult,
@@ -106,6 +106,11 @@ def _decided_of(pending: PendingBuild, one: BuildDecision, claimed: HostClaimed 
     return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run)), claimed)
 
 
+def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
+    """The decision about a build that is not placed, while a claim of it is held."""
+    return _decided_of(pending, _stranded(pending.request, held, author))
+
+
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     """The builds, one in a list, and the members of a gang together: they stand side by side."""
     grouped = itertools.groupby(placed, key=lambda one: one.pending.gang or one.pending.instance_uuid)
@@ -133,7 +138,7 @@ def conclude_all(
 def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
     """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry.
 
-    A member that its cell has claimed for has started with its gang before.
+    The cell of a member that has a claim and whose gang is short is queried: the member may have started before.
     """
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
@@ -144,8 +149,9 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
-        if gang is not None and is_short and isinstance(result, HostClaimed) and not result.held_by_cell:
-            result = GangIncomplete(gang, started, result.claims, result.lost)
+        if gang is not None and is_short and isinstance(result, HostClaimed):
+            why = GangIncomplete(gang, started, result.claims).reason
+            result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded
 
@@ -189,13 +195,9 @@ def _decision(
             reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"
             return _failed(request, CONTENDED, reason, author)
         case ClaimStranded():
-            return _failed(request, STRANDED, result.reason, author)
-        case GangIncomplete(gang=gang, placed=placed):
-            reason = (
-                f"{placed} of the {gang.size} members of gang {gang.uuid} had a host, and {gang.min_count} start "
-                "together or none; each other member has its own reason"
-            )
-            return _failed(request, INCOMPLETE, reason, author)
+            return _stranded(request, result, author)
+        case GangIncomplete():
+            return _failed(request, INCOMPLETE, result.reason, author)
 
 
 def retry_of(result: PlacementResult) -> Retry | None:
@@ -239,6 +241,26 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
             author.entry("dispatched", f"to cell {claimed.cell}"),
         ),
+    )
+
+
+def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+    """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
+    cell ends it. While its cell is not known it fails, and its claim stays.
+    """
+    if held.cell is None:
+        return _failed(request, STRANDED, held.reason, author)
+    return BuildDecision(
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.SCHEDULED,
+            sequence=SCHEDULED,
+            attempt=held.attempt,
+            cell=held.cell,
+            host_uuid=held.host_uuid,
+        ),
+        timeline=(author.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
     )
 
 

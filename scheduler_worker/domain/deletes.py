@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
@@ -27,12 +28,11 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.effects import effects
-from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.placement import STRANDED
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
-STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, or of no known cell
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
@@ -61,14 +61,6 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     unbuilt: list[PendingDelete]
 
 
-class KeptAllocation(Struct, frozen=True):
-    """What an instance holds: by which run and attempt, and in which cell (None: it is not known)."""
-
-    run: str
-    attempt: int
-    cell: str | None
-
-
 def pending_delete(received: Received, position: int) -> PendingDelete:
     """A delete that has just been taken."""
     assert isinstance(received.message, DeleteRequest)
@@ -79,11 +71,11 @@ def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
     author: Author,
-    kept: Mapping[str, KeptAllocation] | None = None,
+    held: Mapping[str, HeldAllocation] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
 
-    kept: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
+    held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
     plan = DeletePlan(outcomes={}, accepted=set(), ended=[], updates=[], messages=[], unknown=[], unbuilt=[])
     for pending in deletes:
@@ -97,29 +89,28 @@ def plan_deletes(
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
-        elif kept is None and build.cell is None and build.state is not BuildState.DELETED:
+        elif held is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
-                _delete(plan, build, author, (kept or {}).get(uuid))
+                _delete(plan, build, author, (held or {}).get(uuid))
             plan.accepted.add(uuid)
     return plan
 
 
-def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: KeptAllocation | None) -> None:
-    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. An allocation of
-    another run is not released: its record is lost, as after a restore, and the instance may run.
+def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
+    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. The cell of the
+    claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
     """
-    is_own = held is None or (held.run, held.attempt) == (build.run, FIRST_ATTEMPT)
-    cell = build.cell or (None if held is None or is_own else held.cell)
+    cell = build.cell or (None if held is None else held.cell)
     after, lines = build, tuple[TimelineEntry, ...]()
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         pass  # it was requested before
     elif cell is not None:
         after = replace(build, state=BuildState.DELETING, cell=cell)
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
-    elif is_own:
+    elif held is None:
         detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True)
         lines = (author.entry("deleted", detail),)

@@ -10,25 +10,26 @@ from collections.abc import Sequence
 from bus.bus import API
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellDelete
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)
     before: BuildState | None,
     after: RecordedBuild,
     at: float,
-    command: CellBuild | None = None,
+    command: CellBuild | CellBuildQuery | None = None,
     stamps: Stamps | None = None,
     funnel: Sequence[FunnelStep] = (),
 ) -> list[OutboxMessage]:
     """The messages of a change to a record, which are published with it: to its cell, and to clients.
 
-    before: its state (None: it is new). command: of one that is dispatched. stamps, funnel: of its event. at: seconds
-    since the epoch.
+    before: its state (None: it is new). command: to its cell, of one that is scheduled. stamps, funnel: of its event.
+    at: seconds since the epoch.
     """
     uuid = after.instance_uuid
     if after.state is before:
@@ -65,8 +66,10 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
 
 def release_of(build: RecordedBuild) -> Release | None:
     """What placement is told of a record, as often as it is read: one that has ended and that no cell has holds
-    nothing, and no claim of its run is granted any more. None: it may hold something, or never did.
+    nothing, and no claim of its run is granted any more. Its instance held nothing when it ended, so what it holds now
+    was never dispatched. None: it may hold something, or never did.
     """
-    if build.state not in (BuildState.FAILED, BuildState.DELETED) or build.cell is not None or not build.run:
+    is_over = build.state in (BuildState.FAILED, BuildState.DELETED) and build.cell is None
+    if not is_over or not build.run or build.code == STRANDED:
         return None
     return Release(consumer=build.instance_uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)

@@ -58,8 +58,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
     and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. delivery: how
     often its queue has retried it. given_up: why its retries are exhausted, or are about to be; None: they are not.
-    refusal: why it is refused at once, if it is new. run: as in
-    RecordedBuild.
+    refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier delivery may
+    have claimed for its record (0: the record is new).
     """
 
     position: int
@@ -72,6 +72,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     gang: Gang | None = None
     run: str = ""
+    attempt: int = 0
 
     @property
     def is_later_member(self) -> bool:
@@ -116,6 +117,20 @@ def pending_build(
         given_up=given_up_of(received),
         refusal=refusal,
         run=_run(meta.id or digest.hex(), now),
+    )
+
+
+def pending_again(new: NewBuild, position: int, *, delivery: int, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on. delivery: as often as this was done."""
+    return PendingBuild(
+        position=position,
+        request=new.request,
+        digest=new.digest,
+        requested_at=new.created_at,
+        taken_at=now,
+        delivery=delivery,
+        gang=new.gang,
+        run=new.build.run,
     )
 
 

@@ -11,11 +11,12 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState
 from bus.contracts.placement import Release
 from scheduler_worker import deletes
 from scheduler_worker.domain.builds import Author, RecordedBuild
-from scheduler_worker.domain.deletes import DeletePlan, KeptAllocation, PendingDelete, plan_deletes
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
 from scheduler_worker.domain.effects import release_of
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.placing import Placer
@@ -37,7 +38,7 @@ def full_clouds_are_not_looked_up() -> AbstractContextManager[Any]:
     async def unchanged(self: Placer, states: list[PlacementState]) -> list[PlacementState]:
         return states
 
-    return patch.object(Placer, "_recover_forgotten", unchanged)
+    return patch.object(Placer, "_recover", unchanged)
 
 
 def _unless(state: BuildState) -> AbstractContextManager[Any]:
@@ -47,11 +48,11 @@ def _unless(state: BuildState) -> AbstractContextManager[Any]:
         requested: Sequence[PendingDelete],
         builds: Mapping[str, RecordedBuild],
         author: Author,
-        kept: Mapping[str, KeptAllocation] | None = None,
+        held: Mapping[str, HeldAllocation] | None = None,
     ) -> DeletePlan:
-        if kept is not None:
-            kept = {uuid: held for uuid, held in kept.items() if builds[uuid].state is not state}
-        return plan_deletes(requested, builds, author, kept)
+        if held is not None:
+            held = {uuid: one for uuid, one in held.items() if builds[uuid].state is not state}
+        return plan_deletes(requested, builds, author, held)
 
     return patch.object(deletes, "plan_deletes", plan)
 

@@ -77,6 +77,7 @@ def test_a_delete_shows_its_cell_whether_that_has_announced_the_build(before: Bu
         (after(S.DELETED, "c1"), False),
         (after(S.SCHEDULED, "c1"), False),
         (replace(after(S.DELETED), run=""), False),  # a delete came, and no build
+        (replace(after(S.FAILED), code="claim.stranded"), False),  # its machine may run, and its cell is not known
     ],
 )
 def test_what_has_ended_without_a_cell_is_released_by_its_run(record: RecordedBuild, is_released: bool) -> None:
