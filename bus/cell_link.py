@@ -35,11 +35,6 @@ class CellLink:
         self._beside = beside
         self.up = asyncio.Event()
 
-    @property
-    def ready(self) -> bool:
-        """Whether the cell is served now (for /readyz)."""
-        return self.up.is_set() and all(consumer.ready for consumer in self._consumers)
-
     async def run(self) -> None:
         """Connect, however long that takes, and consume until drained. Raises the fault that ended a consumer."""
         await self._bus.transport.open()
@@ -63,7 +58,7 @@ class CellLink:
 
     async def drain(self, grace_s: float) -> None:
         """Take no further messages, and finish the batches in progress within the grace time (seconds)."""
-        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers if consumer.started))
+        await asyncio.gather(*(consumer.drain(grace_s) for consumer in self._consumers))
 
     async def close(self) -> None:
         """Close the connection."""

@@ -108,11 +108,6 @@ class CellLinks:
             return LinkState.UP, ""
         return LinkState.CONNECTING, slot.problem
 
-    def is_ready(self, name: str) -> bool:
-        """Whether a cell of the settings is served now, or is out of use."""
-        slot = self._slots[name]
-        return not slot.wanted or (slot.link is not None and slot.link.ready)
-
     def reached(self, name: str) -> Reached:
         """Return the state of a cell of the settings for /readyz."""
         return _ReachedCell(self._slots[name], self.buses)

@@ -32,6 +32,7 @@ from bus.port import (
     PublishRefused,
     Subscription,
     Transport,
+    call_back,
 )
 
 # The most that one side sends in one call; and the most that the other reads, which is a little more than was sent to
@@ -385,7 +386,7 @@ class LocalTransport:
         if callback is None:
             delivery.nack(requeue=True)  # it was on its way when its subscription was cancelled
         else:
-            callback(delivery)
+            call_back(callback, delivery)
 
     def _lost(self) -> None:
         waiting, self._waiting = self._waiting, {}

@@ -5,12 +5,22 @@ One transport is one connection to one bus (a virtual host). All of them pass `t
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from bus.contracts.catalogue import QueueRow
+
+
+def call_back(callback: Callable[..., None], *arguments: object) -> None:
+    """Call what a user has given to a transport. An error ends only this call: the event loop's handler reports it."""
+    try:
+        callback(*arguments)
+    except Exception as error:  # a user's defect must not end a connection that others use, too
+        context = {"message": f"a callback of a transport failed: {callback!r}", "exception": error}
+        asyncio.get_running_loop().call_exception_handler(context)
 
 
 class BusError(Exception):
@@ -121,6 +131,7 @@ class Delivery(Protocol):
     redelivered: bool
     delivery_count: int  # earlier deliveries without an acknowledgement, where the broker counts them
     timestamp: float | None
+    expiration_s: float | None  # that its publisher gave it; None: none, or it is a dead letter, which has lost it
 
     @property
     def is_lost(self) -> bool:

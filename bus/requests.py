@@ -158,6 +158,7 @@ class Requester:
         span: Span | None,
     ) -> None:
         now = self._clock.time()
+        left_s = max(deadline - now, 0.001)
         row = BY_TYPE[type(message)]
         meta = Meta(
             id=correlation_id,
@@ -165,12 +166,12 @@ class Requester:
             sent_at=now,
             reply_to=self._queue,
             correlation_id=correlation_id,
-            deadline=deadline,
+            patience_s=left_s,
             traceparent=(traceparent_of(cause) or None) if span is None else span.context.header,
         )
         mode = Mode(True, row.persistent, row.mandatory)
         packed = pack(message, meta)
-        self._publisher.post(*destination(message), mode, packed, waiter, max(deadline - now, 0.001))
+        self._publisher.post(*destination(message), mode, packed, waiter, left_s)
 
     def _on_delivery(self, delivery: Delivery) -> None:
         for read in self._codec.read(delivery, "reply"):

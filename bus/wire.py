@@ -43,7 +43,8 @@ BATCH = "application/vnd.berth.batch+json"
 CAUSE = "berth-cause"
 SENT_AT = "berth-sent-at-ms"  # whole milliseconds: a float header has 32 bits on the wire
 ATTEMPT = "berth-attempt"
-DEADLINE = "berth-deadline-ms"
+PATIENCE = "berth-patience-ms"
+WAITED = "berth-waited-ms"
 TRACEPARENT = "traceparent"
 
 # Larger bodies are refused unread: the largest honest message is a snapshot page of 1,000 providers, about 2 MB.
@@ -202,8 +203,10 @@ def headers_of(meta: Meta) -> dict[str, str | int | float]:
         headers[SENT_AT] = math.floor(meta.sent_at * 1000 + SLACK_MS)
     if meta.attempt:
         headers[ATTEMPT] = meta.attempt
-    if meta.deadline is not None:
-        headers[DEADLINE] = round(meta.deadline * 1000)
+    if meta.patience_s is not None:
+        headers[PATIENCE] = round(meta.patience_s * 1000)
+    if meta.waited_s:
+        headers[WAITED] = round(meta.waited_s * 1000)
     if meta.traceparent:
         headers[TRACEPARENT] = meta.traceparent
     return headers
@@ -418,7 +421,8 @@ def _may_travel(meta: Meta) -> bool:
         and len(meta.cause) <= MAX_ID
         and len(meta.traceparent or "") <= MAX_ID
         and abs(meta.sent_at) < MAX_TIME_S
-        and abs(meta.deadline or 0.0) < MAX_TIME_S
+        and abs(meta.patience_s or 0.0) < MAX_TIME_S
+        and abs(meta.waited_s) < MAX_TIME_S
         and 0 <= meta.attempt <= MAX_ATTEMPT
     )
 
@@ -457,17 +461,20 @@ def _head(template: str) -> str:
 
 
 def _meta(delivery: Delivery, new_id: str) -> tuple[Meta, str]:
-    """Metadata from properties and headers, and their errors (empty: nothing)."""
+    """Metadata from properties and headers, and their errors (empty: nothing). A publisher that sets an expiration has
+    no use for the message after it, whether it says so in a header or not.
+    """
     headers = delivery.headers
     numbers, problem = _numbers(headers)
-    deadline = numbers[DEADLINE]
+    patience_ms = numbers[PATIENCE]
     meta = Meta(
         id=_id(delivery, new_id),
         cause=_text(headers, CAUSE) or "",
         sent_at=(numbers[SENT_AT] or 0.0) / 1000,
         reply_to=delivery.reply_to or None,
         correlation_id=delivery.correlation_id or None,
-        deadline=None if deadline is None else deadline / 1000,
+        patience_s=delivery.expiration_s if patience_ms is None else patience_ms / 1000,
+        waited_s=(numbers[WAITED] or 0.0) / 1000,
         traceparent=_text(headers, TRACEPARENT),
         attempt=max(0, min(MAX_ATTEMPT, int(numbers[ATTEMPT] or 0))),
     )
@@ -487,7 +494,7 @@ def _text(headers: Mapping[str, object], name: str) -> str | None:
 def _numbers(headers: Mapping[str, object]) -> tuple[dict[str, float | None], str]:
     found: dict[str, float | None] = {}
     problem = ""
-    for name in (SENT_AT, DEADLINE, ATTEMPT):
+    for name in (SENT_AT, PATIENCE, WAITED, ATTEMPT):
         value = headers.get(name)
         sound = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**53
         found[name] = float(value) if sound else None  # type: ignore[arg-type]

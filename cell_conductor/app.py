@@ -84,7 +84,6 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         down=keeper.down,
         fences=fences,
         search=search,
-        outdated=keeper.note_outdated,
     )
     forgetter = LeaseForgetter(store, bus, clock=env.clock, cell=cell, up=keeper.up)
     requests = RequestHandlers(engine, env.clock, fences, search, forgetter)

@@ -45,7 +45,6 @@ from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
-from .domain.proof import outdated_by
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
@@ -124,9 +123,7 @@ class Engine:
         down: Callable[[], Mapping[str, Lease]] = dict,
         fences: FenceView | None = None,
         search: MachineSearch | None = None,
-        outdated: Callable[[str, int], None] | None = None,
     ) -> None:
-        """`outdated(service, epoch)`: a machine was known under this epoch; its service reports under a lower one."""
         self._store = store
         self._bus = bus
         self._relay = relay
@@ -136,7 +133,6 @@ class Engine:
         self._fences = fences or NoFences()
         self._placement = PlacementRequests(bus, clock, config.claim_timeout_s)
         self._search = search
-        self._outdated = outdated
         self._unsearched: dict[str, PendingQuestion] = {}
         self._decided: dict[str, UnexplainedRecord] = {}  # machines in quarantine to adopt, by instance
         self._search_due = asyncio.Event()
@@ -177,8 +173,6 @@ class Engine:
         for one in incoming:
             instance = known.get(one.uuid)
             if instance is not None:
-                if self._outdated is not None and (epoch := outdated_by(one.event, instance)) is not None:
-                    self._outdated(instance.here.service, epoch)
                 stepped = step(instance, one.event, context)
                 if stepped.instance is not instance or stepped.commands:
                     found.append((one, instance))

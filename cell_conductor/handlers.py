@@ -43,7 +43,7 @@ from .domain.events import (
     Spawned,
     SpawnFailed,
 )
-from .domain.instance import MACHINE_EXISTS, ScanId
+from .domain.instance import MACHINE_EXISTS
 from .domain.listings import Listings
 from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
@@ -113,7 +113,7 @@ class RequestHandlers:
         command = received.message
         if self._forgetter is None or not isinstance(command, ForgetServiceInCell):
             return Refuse("message.unexpected", type(command).__name__)
-        if received.until is not None and received.until < self._clock.monotonic():
+        if received.is_late():
             return DONE  # its operator has been answered that this cell did not answer
         return await self._forgetter.forget(command)
 
@@ -310,8 +310,6 @@ class HostHandlers:
                 report,
                 briefs,
                 now=self._clock.time(),
-                # A report without a time could be of any age: it proves which machines run, never which are missing.
-                seen_at=seen_at,
                 grace_s=self._config.report_grace_s,
                 deployment=self._store.deployment,
                 may_have=self._may_have,
@@ -498,7 +496,6 @@ def _result(message: ComputeResult, at: float) -> Event:
                 remark=message.reason,
                 started_at=message.started_at,
                 ended_at=message.at,
-                scan=ScanId(message.epoch, message.scan) if message.epoch else None,
             )
         case ComputeOutcome.FAILED:
             return SpawnFailed(
@@ -513,4 +510,4 @@ def _result(message: ComputeResult, at: float) -> Event:
                 ended_at=message.at,
             )
         case ComputeOutcome.DESTROYED:
-            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid)
+            return Destroyed(at=at, attempt=message.attempt, host_uuid=message.host_uuid, service=message.service)

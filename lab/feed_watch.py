@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import Change, FeedChanges
+from bus.contracts.feed import Change, FeedChanges
 
 MAX_CHANGES = 1_000_000
 

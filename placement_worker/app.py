@@ -167,12 +167,13 @@ def _links(
 
 
 def _add_link(service: Service, bus: Bus, links: CellLinks) -> CellLink:
-    """Add the link to a cell of the settings."""
+    """Add the link to a cell of the settings. It is no part of /readyz: a cell that refuses this worker, or is away,
+    takes neither the API bus nor the REST API nor the other cells out of service.
+    """
     name = bus.name
     link = links.configure(bus)
     service.add_resource(open_nothing, partial(links.close_cell, name))
     service.add_task(f"cell {name}", partial(links.hold, name))
-    service.add_check(f"cell {name}", lambda: links.is_ready(name))
     return link
 
 

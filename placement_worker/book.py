@@ -10,15 +10,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from bus.contracts.placement import (
-    ChangesPage,
-    FeedChanges,
-    FeedHead,
-    InventoryResult,
-    InventoryUpdate,
-    ProviderState,
-    SnapshotPage,
-)
+from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
+from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
 from bus.faults import Transient
 from bus.turns import turn_for
 from placement_worker.domain import allocations
@@ -34,20 +27,8 @@ from placement_worker.domain.allocations import (
     touched,
 )
 from placement_worker.domain.causes import caused
-from placement_worker.domain.claim_items import (
-    ClaimReply,
-    expected_consumers,
-    groups_of,
-    knows_classes,
-    lost_claims,
-    lowest_limits,
-    projects_of,
-    providers_of,
-    reply,
-    wanted_members,
-    with_holders,
-)
-from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
+from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal
@@ -152,12 +133,12 @@ class ResourceBook:
         """
         if not items:
             return []
-        if not knows_classes(self.names.class_ids, items):
-            await self.names.refresh()
+        group = ClaimGroup(items)
+        await self._know_classes(group.classes)
         try:
-            return await self._write(lambda transaction: claim(transaction, items, bus))
+            return await self._write(lambda transaction: claim(transaction, group, bus))
         except PassedMeanwhile:
-            return await self._write(lambda transaction: claim(transaction, items, bus, alone=True))
+            return await self._write(lambda transaction: claim(transaction, group, bus, alone=True))
 
     async def report(
         self, updates: Sequence[InventoryUpdate], *, bus: str = ABOVE_CELLS
@@ -296,8 +277,8 @@ class ResourceBook:
             too_old = after < newest.sequence if oldest is None else after < oldest - 1
             if too_old or history not in ("", newest.history):
                 return ChangesPage(head=newest.sequence, too_old=True, history=newest.history)
-            changes = await view.changes(after, limit)
-            return ChangesPage(changes=tuple(changes), head=newest.sequence, history=newest.history)
+            rows = await view.changes(after, limit)
+            return ChangesPage(rows=tuple(rows), head=newest.sequence, history=newest.history)
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         """Return a page of whole providers in the order of their uuids, as of one number of the feed."""
@@ -355,24 +336,20 @@ def _bytes_of(provider: Provider) -> int:
     return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.inventories) + BYTES_A_NAME * names
 
 
-async def claim(
-    transaction: BookTransaction, items: Sequence[ClaimItem], bus: str, *, alone: bool = False
-) -> list[ClaimReply]:
+async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False) -> list[ClaimReply]:
     """Decide and write one group of claims from one bus.
 
     alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
     used up a limit since the decision; with `alone` there are none.
     """
-    limited, keys = projects_of(items), groups_of(items)
+    limited, keys = group.projects, group.keys
     if keys:
         await transaction.lock_groups(keys)
-    locked = await transaction.lock_claims(
-        expected_consumers(items), providers_of(items, {}), limited=limited, alone=alone
-    )
+    locked = await transaction.lock_claims(group.consumers, group.providers, limited=limited, alone=alone)
     holding = {uuid for uuid, consumer in locked.found.items() if consumer.holding}
-    members = await transaction.members(wanted_members(items, holding)) if keys else {}
+    members = await transaction.members(group.members(holding)) if keys else {}
     decision = decide(
-        items,
+        group.items,
         locked.found,
         locked.providers,
         transaction.class_ids,
@@ -382,12 +359,12 @@ async def claim(
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
-    most = lowest_limits(items) if limited and not alone else NO_LIMITS
+    most = NO_LIMITS if alone else group.limits
     sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
-    verdicts: Sequence[ClaimVerdict] = decision.verdicts
-    if bus == ABOVE_CELLS and (lost := lost_claims(items, verdicts)):  # a cell learns nothing of others' consumers
-        verdicts = with_holders(verdicts, await transaction.newest_holders(lost))
-    return [reply(item, verdict, sequence, bus) for item, verdict in zip(items, verdicts, strict=True)]
+    # A cell learns nothing of others' consumers.
+    lost = group.lost(decision.verdicts) if bus == ABOVE_CELLS else {}
+    holders = await transaction.newest_holders(lost) if lost else NOBODY
+    return group.replies(decision.verdicts, sequence, bus, holders)
 
 
 async def report(

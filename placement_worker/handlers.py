@@ -17,10 +17,10 @@ from bus.contracts.book import (
     ProjectUsageQuery,
     ServiceHostsQuery,
 )
+from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.placement import (
     AggregateMembers,
     AggregateMembersSet,
-    ChangesRequest,
     Claim,
     ClaimAll,
     ClaimAllResult,
@@ -36,12 +36,11 @@ from bus.contracts.placement import (
     LocateRequest,
     ReleaseResult,
     RevertResult,
-    SnapshotRequest,
     SwapResult,
 )
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
-from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claim_group import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
 from placement_worker.domain.refusal import Why

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import structlog
 
 from bus.bus import Bus
 from bus.clock import Clock
-from bus.contracts.placement import FeedChanges
+from bus.contracts.feed import FeedChanges, changes_in
 from bus.faults import Transient
 from bus.port import BusError, BusForbidden
 from placement_worker import metrics
@@ -121,7 +122,10 @@ class FeedPublisher:
                 return
 
     async def _send(self, changes: FeedChanges) -> None:
-        causes = {cause for change in changes.changes for cause in change.causes or ("",)}
+        # Only rows of REST writes name causes: the others are not decoded.
+        caused = [row for row in changes.rows if b'"causes"' in msgspec.json.encode(row.changes)]
+        causes = {cause for change in changes_in(caused) for cause in change.causes or ("",)}
+        causes |= {""} if len(caused) < len(changes.rows) else set()
         # A message names one cause or none; each change in it names its own.
         cause = causes.pop() if len(causes) == 1 else ""
         await self._bus.publish(changes, cause=cause)

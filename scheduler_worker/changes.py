@@ -142,7 +142,7 @@ class ChangeHandler:
         """Raises Transient. decided: the command about one host that is carried out by this change."""
         if fenced := fenced_by(change):
             await self._finder.find_cells(fenced)
-        return await self._registry.change(change, received.meta.id, decided=decided, until=received.until)
+        return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
     def _refused(self, refusal: Refusal, received: Received) -> Outcome:
         if refusal.code == CELL_UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
@@ -151,9 +151,9 @@ class ChangeHandler:
 
     async def _drain(self, message: DrainStart | DrainCommand, received: Received) -> Outcome:
         if isinstance(message, DrainStart):
-            answer = await self._drains.start(message, received.until)
+            answer = await self._drains.start(message, received.is_late)
         else:
-            answer = await self._drains.command(message, received.meta.id, received.until)
+            answer = await self._drains.command(message, received.meta.id, received.is_late)
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code.endswith(".unknown") and self._is_warming_up() and received.meta.attempt < RETRIES:
@@ -190,7 +190,7 @@ class ChangeHandler:
         named = self._one_of(found, command.host, received)
         if not isinstance(named, str):
             return named
-        if received.until is not None and self._clock.monotonic() > received.until:
+        if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
         answer = await self._forgetter.forget(command, named, self._name_of(named))
         if not isinstance(answer, Refusal):
@@ -200,7 +200,7 @@ class ChangeHandler:
         return Refuse(answer.code, answer.reason)
 
     async def _forget_service(self, command: ForgetService, received: Received) -> Outcome:
-        if received.until is not None and self._clock.monotonic() > received.until:
+        if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
         answer = await self._services.forget(command, received.meta.id)
         if not isinstance(answer, Refusal):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 import structlog
@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.outcome import never
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import (
     MAX_AT_ONCE,
@@ -106,10 +107,10 @@ class DrainKeeper:
         made = await self._planner.plan(query)
         return made if isinstance(made, Refusal) else made.plan
 
-    async def start(self, command: DrainStart, until: float | None = None) -> DrainResult | Refusal:
+    async def start(self, command: DrainStart, is_late: Callable[[], bool] = never) -> DrainResult | Refusal:
         """Put a drain on record and disable its hosts, unless an instance cannot move. Raises Transient.
 
-        until: as for `ObjectRegistry.change`.
+        is_late: as for `ObjectRegistry.change`.
         """
         known = self._registry.drains.get(command.drain)
         if known is None:
@@ -120,7 +121,7 @@ class DrainKeeper:
             if made.stuck and not command.force:
                 return _stuck(made)
             begun = _Begun(command, made, self._clock.time())
-            refusal = await self._registry.write(begun.make, until)
+            refusal = await self._registry.write(begun.make, is_late)
             if refusal is not None:
                 return refusal
             await self._registry.reload()  # another scheduler may have been first
@@ -131,9 +132,9 @@ class DrainKeeper:
         return DrainResult(drain=await self._progress(command.drain, known))
 
     async def command(
-        self, command: DrainCommand, message_id: str, until: float | None = None
+        self, command: DrainCommand, message_id: str, is_late: Callable[[], bool] = never
     ) -> DrainResult | Refusal:
-        """Pause, resume or stop a drain. Raises Transient. until: as for `ObjectRegistry.change`."""
+        """Pause, resume or stop a drain. Raises Transient. is_late: as for `ObjectRegistry.change`."""
         now = self._clock.time()
         author = ChangeAuthor(command.by, command.reason or f"drain {command.action}", now)
 
@@ -156,7 +157,7 @@ class DrainKeeper:
                 await unit.put_drain_moves([new for one in moves if (new := retried(one)) != one])
             return [] if after == record else [_changed_drain(command.drain, record, after)], author
 
-        refusal = await self._registry.write(make, until)
+        refusal = await self._registry.write(make, is_late)
         if refusal is not None:
             return refusal
         await self._registry.reload()  # a repeat changes nothing, and may have been carried out by another scheduler

@@ -18,7 +18,7 @@ from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.pending import CLOCKS_APART_S, FlavorAccess, PendingBuild, members_of, pending_build
+from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.moves import MoveEngine
@@ -91,15 +91,15 @@ class RequestHandler:
     async def given_up(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """Queue `scheduler.given_up`: a request whose retries are exhausted ends with one terminal event.
 
-        Its dead letter is no proof of its publisher (`bus.key_trust`), so it leads to nothing but that end. One
-        with a deadline that expired at the broker was left by its requester, who knows that it may be carried out: it
-        has no event. A build goes on if it was begun: what is on record was published by its project. So does a move.
-        And so does an expired build without a record that may have claimed: its record is lost, and where that claim is
-        it is built, or runs already.
+        Its dead letter is no proof of its publisher (`bus.key_trust`), so it leads to nothing but that end. The
+        requester of one that expired at the broker has stopped waiting for the answer, and knows that it may be carried
+        out: it has no event. A build goes on if it was begun: what is on record was published by its project. So does a
+        move. And so does an expired build without a record that may have claimed: its record is lost, and where that
+        claim is it is built, or runs already.
         """
         why = [given_up_of(received) or GIVEN_UP_BY_BROKER for received in batch]
         expired = [one.code == EXPIRED for one in why]
-        left = {position for position, one in enumerate(batch) if expired[position] and one.meta.deadline is not None}
+        left = {position for position, one in enumerate(batch) if expired[position] and one.meta.reply_to is not None}
         builds = await self._builds(batch, self._clock.time())
         unfinished = [one for one in builds if expired[one.position]]
         known = await self._engine.on_record([one.instance_uuid for one in unfinished])
@@ -149,19 +149,9 @@ class RequestHandler:
             if isinstance(received.message, BuildRequest)
         ]
 
-    def _is_late(self, received: Received) -> bool:
-        """Whether its requester has stopped waiting. A copy counts by the clocks of client and scheduler as well: how
-        long earlier ones waited is not known.
-        """
-        meta = received.meta
-        is_copy = received.redelivered or meta.attempt > 0
-        if is_copy and meta.deadline is not None and meta.deadline + CLOCKS_APART_S < self._clock.time():
-            return True
-        return received.until is not None and received.until < self._clock.monotonic()
-
     def _pending_moves(self, batch: Sequence[Received], now: float) -> list[PendingMove]:
         return [
-            pending_move(received, position, now=now, max_age_s=self._max_age_s, is_late=self._is_late(received))
+            pending_move(received, position, now=now, max_age_s=self._max_age_s)
             for position, received in enumerate(batch)
             if isinstance(received.message, MoveRequest)
         ]

@@ -25,7 +25,7 @@ from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import MAX_PROJECTS
 from bus.contracts.build import FunnelStep
-from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     CellMove,
     Condition,
@@ -43,8 +43,8 @@ from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import Author, BuildUpdate
+from scheduler_worker.domain.decision_messages import instance_spec
 from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST, RETRIES
-from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.move_events import clash_event, event_of, recorded
@@ -69,7 +69,6 @@ from scheduler_worker.domain.recorded_moves import (
     PendingMove,
     RecordedMove,
     flavor_of,
-    image_of,
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -486,27 +485,15 @@ class MoveEngine:
         return replace(move, command=leaving), for_former_cell(leaving)
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
-        built, config = known.build_request, self._selector.config
-        assert built is not None
-        flavor = request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known)
-        spec = InstanceSpec(
-            instance_uuid=built.instance_uuid,
-            project_id=built.project_id,
-            user_id=built.user_id,
-            name=built.name,
-            image=request.image if request.kind is MoveKind.REBUILD and request.image is not None else image_of(known),
-            flavor=flavor,
-            on_host_failure=for_cell(
-                policy_of(built.on_host_failure, config.flavors.get(flavor), config.on_host_failure)
-            ),
-        )
-        changes = request.kind in (MoveKind.RESIZE, MoveKind.REBUILD, MoveKind.UNSHELVE)
+        built, config = placed_as(request, known), self._selector.config
+        # A rebuild changes the image, and hosts are chosen for the flavor as it is now.
+        is_told = request.kind is MoveKind.REBUILD or bool(chosen.selections)
         return CellMove(
             request_id=request.request_id,
             instance_uuid=request.instance_uuid,
             project_id=request.project_id,
             kind=request.kind,
-            spec=spec if changes else None,
+            spec=instance_spec(built, config) if is_told else None,
             expected_flavor="" if request.kind is MoveKind.RESIZE else flavor_of(known),
             selections=chosen.selections,
             server_group=built.server_group,

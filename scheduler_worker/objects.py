@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from bus.bus import API
 from bus.clock import Clock
+from bus.consuming.outcome import never
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.drains import DrainRecord
@@ -85,6 +86,11 @@ TOO_LATE = "request.too_late"  # its requester waits no longer
 # The effect of a special change on the objects that it holds, who made it and why; or why it is refused.
 Made = tuple[Sequence[ChangedObject], ChangeAuthor]
 MakeChange = Callable[[OperationUnit, RecordedObjects], Awaitable[Made | Refusal]]
+
+
+def _too_late() -> Refusal:
+    log.warning("objects.too_late")
+    return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
 
 
 class _ChangeRefused(Exception):
@@ -245,29 +251,29 @@ class ObjectRegistry:
         message_id: str,
         *,
         decided: SetAdminState | None = None,
-        until: float | None = None,
+        is_late: Callable[[], bool] = never,
     ) -> ObjectsChanged | Refusal:
         """Change objects, all of them or none; in force here when this returns. Raises Transient.
 
         message_id: of the message that requests it; a repeat of one that was carried out changes nothing again.
         decided: the command about one host that is carried out by this change: it states a fence anew, ends one by
         force, and names the cell where nothing shows it.
-        until: by the monotonic clock, when its requester waits no longer (None: never); then what has been decided
-        since would be undone.
+        is_late: whether its requester waits no longer; then what has been decided since would be undone. Asked once the
+        objects are locked.
         """
         async with self._loading:
             try:
-                return await self._change(change, message_id, decided, until)
+                return await self._change(change, message_id, decided, is_late)
             except _ChangeRefused as refused:
                 return refused.refusal
 
     async def _change(
-        self, change: ObjectsChange, message_id: str, decided: SetAdminState | None, until: float | None
+        self, change: ObjectsChange, message_id: str, decided: SetAdminState | None, is_late: Callable[[], bool]
     ) -> ObjectsChanged | Refusal:
         async with self._store.operation() as unit:
             present = await unit.lock_objects()
-            if (late := self._too_late(until)) is not None:
-                return late
+            if is_late():
+                return _too_late()
             if not change.dry_run and not await unit.first_time(HANDLER, message_id):
                 # The message was delivered again; a later change may have come since, and it stays.
                 return ObjectsChanged(revision=present.revision)
@@ -308,16 +314,16 @@ class ObjectRegistry:
         harm = None if change.force else await self._harm(present, planned, made.config)
         return harm or (planned, made)
 
-    async def write(self, make: MakeChange, until: float | None = None) -> Refusal | None:
+    async def write(self, make: MakeChange, is_late: Callable[[], bool] = never) -> Refusal | None:
         """A special change, in one transaction with the other rows that `make` writes; in force here when this returns.
-        A refusal rolls back the rows that `make` has written. Raises Transient. until: as for `change`.
+        A refusal rolls back the rows that `make` has written. Raises Transient. is_late: as for `change`.
         """
         async with self._loading:
             try:
                 async with self._store.operation() as unit:
                     present = await unit.lock_objects()
-                    if (late := self._too_late(until)) is not None:
-                        return late
+                    if is_late():
+                        return _too_late()
                     made = await make(unit, present)
                     if isinstance(made, Refusal):
                         raise _ChangeRefused(made)
@@ -359,13 +365,6 @@ class ObjectRegistry:
             self._load(after)
         for one in reports:
             log.info("host.fence", uuid=one.host_uuid, state=one.state.value, losses=one.losses, cell=one.cell)
-
-    def _too_late(self, until: float | None) -> Refusal | None:
-        """Judged once the objects are locked: a process may stand still, or wait for the lock, for longer than that."""
-        if until is None or self._clock.monotonic() <= until:
-            return None
-        log.warning("objects.too_late")
-        return Refusal(code=TOO_LATE, reason="the requester's time was over before the objects could be locked")
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""

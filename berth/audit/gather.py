@@ -32,7 +32,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import ComputeHosts, ReportHosts
-from bus.contracts.placement import Change
+from bus.contracts.feed import Change
 from bus.persistence.database import Database
 from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.report import UnexplainedKind

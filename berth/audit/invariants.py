@@ -15,7 +15,8 @@ from math import floor
 from msgspec import Struct
 
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 
 MAX_EXAMPLES = 5
 

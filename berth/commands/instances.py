@@ -52,6 +52,12 @@ from bus.port import BusUnavailable, PublishRefused
 MAX_COUNT = 100_000
 
 
+ImageSourceUrl = Annotated[
+    str | None, typer.Option("--image-source", help="Where the image is, for bare metal (a URL).")
+]
+ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA-256.")]
+
+
 class BootOptions(Struct, frozen=True, kw_only=True):
     """The build requested, its placement, and the event to wait for."""
 
@@ -67,8 +73,8 @@ class BootOptions(Struct, frozen=True, kw_only=True):
     name: Annotated[str, typer.Option(help="A name; with --count, a number is added.")] = ""
     project: Annotated[str, typer.Option(help="Whose they are.")] = "default"
     image: Annotated[str, typer.Option(help="The image's name.")] = ""
-    image_source: Annotated[str | None, typer.Option(help="Where the image is, for bare metal (a URL).")] = None
-    image_sha256: Annotated[str | None, typer.Option(help="Its SHA-256.")] = None
+    image_source: ImageSourceUrl = None
+    image_sha256: ImageSha256 = None
     user_data: Annotated[Path | None, typer.Option(help="A file for cloud-init, for bare metal.")] = None
     key: Annotated[list[Path] | None, typer.Option(help="A file with a public SSH key; repeatable.")] = None
     port: Annotated[
@@ -141,7 +147,7 @@ def requests_of(options: BootOptions) -> list[BuildRequest]:
         group=options.group if by_uuid is None else None,
         different_host=tuple(options.different_host or ()),
         same_host=tuple(options.same_host or ()),
-        image_source=_image_source(options.image_source, options.image_sha256),
+        image_source=image_source_of(options.image_source, options.image_sha256),
         config_drive=_config_drive(options.user_data, options.key or ()),
         networks=tuple(NetworkRequest(port=one) for one in options.port or ()),
         volumes=_volumes(options),
@@ -180,7 +186,8 @@ def _is_gang(options: BootOptions) -> bool:
     return of_gang
 
 
-def _image_source(source: str | None, sha256: str | None) -> ImageSource | None:
+def image_source_of(source: str | None, sha256: str | None) -> ImageSource | None:
+    """Where the image is. Raises BadParameter."""
     if source is None:
         if sha256 is not None:
             raise typer.BadParameter("--image-sha256 is of --image-source")

@@ -32,6 +32,7 @@ from berth.commands.common import (
     print_json,
     print_rows,
 )
+from berth.commands.instances import ImageSha256, ImageSourceUrl, image_source_of
 from berth.render import printable, render_funnel, utc
 from berth.settings import Settings
 from bus.clock import new_uuid
@@ -140,6 +141,8 @@ async def rebuild(
             "--image-property", metavar="NAME=VALUE", help="A property of the image, for filters; may be repeated."
         ),
     ] = None,
+    source: ImageSourceUrl = None,
+    sha256: ImageSha256 = None,
     *,
     request: RequestOptions,
 ) -> int:
@@ -148,7 +151,8 @@ async def rebuild(
     Another image is checked by the filters that look at images, as at a build.
     """
     pairs = pairs_of(properties, "--image-property") if properties else None
-    return await _request(settings, uuid, MoveKind.REBUILD, request, image=image, image_properties=pairs)
+    named = {"image": image, "image_properties": pairs, "image_source": image_source_of(source, sha256)}
+    return await _request(settings, uuid, MoveKind.REBUILD, request, **named)
 
 
 async def rescue(

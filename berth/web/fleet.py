@@ -19,9 +19,10 @@ from bus.contracts.build import HostRecord, HostsQuery
 from bus.contracts.catalogue import DEAD_LETTERS, QUEUES
 from bus.contracts.catalogue.rows import Where
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
+from bus.contracts.feed import Change, ChangesPage, ChangesRequest
 from bus.contracts.objects import CellBus, CellState
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ProviderState
+from bus.contracts.placement import ProviderState
 from bus.contracts.workers import WorkerRecord, WorkersPage, WorkersQuery
 from bus.depths import waiting_in
 from bus.faults import Fault

@@ -113,7 +113,7 @@ class Consumer:
         self._until_available = RetryUntilAvailable(bus, queue)
         self._fill = dict(fill)
         self._codec = Codec([row.message for row in taken_by(queue)], queue=queue)
-        self._lanes = ConsumerLanes()
+        self._lanes = ConsumerLanes([ConsumerLane(row.name) for row in self._row.queues])
         self._items: deque[InFlightMessage] = deque()
         self._suspects: list[InFlightMessage] = []
         self._passed_over = 0
@@ -127,7 +127,7 @@ class Consumer:
         self._gather: Gather[InFlightMessage] = Gather(
             self._take,
             self._settle_all,
-            waiting=lambda: self._waiting() if self._failed is not None else 0,  # nothing before it has started
+            waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
             pause=self._turn,
@@ -149,7 +149,7 @@ class Consumer:
     @property
     def started(self) -> bool:
         """Whether the consumer is started."""
-        return bool(self._lanes.subscriptions)
+        return self._failed is not None
 
     @property
     def in_hand(self) -> int:
@@ -160,12 +160,16 @@ class Consumer:
         """Declare the queues and begin to consume. It may be called again when the bus was lost meanwhile."""
         self.queue = await self._bus.declare(self._row.name, **self._fill)
         self._outcome_handler.queue = self._until_available.queue = self.queue
-        self._lanes.every = [ConsumerLane(row.name) for row in self._row.queues]
         for lane in self._lanes.every:
+            if self._draining or lane.subscription is not None:
+                continue
             queue = self.queue + lane.name.removeprefix(self._row.name)
             arrived = partial(self._on_delivery, lane)
             lane.subscription = await self._bus.transport.consume(queue, arrived, prefetch=self._prefetch)
         self._failed = asyncio.get_running_loop().create_future()
+        if self._draining:  # it was drained meanwhile, and what has begun since then ends
+            await self._end_subscriptions()
+            self._failed.set_result(None)
         self._gather.wake()
 
     async def run(self) -> None:
@@ -185,7 +189,7 @@ class Consumer:
         rest.
         """
         self._draining = True
-        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+        await self._end_subscriptions()
         while self._lanes:
             self._lanes.take().delivery.nack(requeue=True)
         self._gather.wake()
@@ -201,6 +205,9 @@ class Consumer:
         self._in_hand.clear()
         if self._failed is not None and not self._failed.done():
             self._failed.set_result(None)
+
+    async def _end_subscriptions(self) -> None:
+        await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
         if self._draining or self._broken is not None:
@@ -343,16 +350,25 @@ class Consumer:
             if isinstance(read, Malformed):
                 opened.append(InFlightMessage(in_flight, read))
                 continue
-            until = self._until(read.meta, arrival.since)
+            until = self._until(delivery, read.meta, arrival.since)
             received = Received(
-                read.message, read.meta, self._bus.name, self.queue, delivery.redelivered, exhausted, given_up, until
+                read.message,
+                read.meta,
+                self._bus.name,
+                self.queue,
+                delivery.redelivered,
+                exhausted,
+                given_up,
+                until,
+                self._bus.clock,
             )
-            goes_on = may_be_begun(self._row.name, delivery, read.meta)
+            # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
+            goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)
             opened.append(InFlightMessage(in_flight, received, None if goes_on else until))
         return sum(isinstance(read, Malformed) for read in reads)
 
-    def _until(self, meta: Meta, since: float) -> float | None:
-        return None if self._row.takes_letters else of_use_until(meta, since, self._bus.clock)
+    def _until(self, delivery: Delivery, meta: Meta, since: float) -> float | None:
+        return None if self._row.takes_letters else of_use_until(delivery, meta, since, self._bus.clock)
 
     def _give_back(self, arrival: ArrivedDelivery, reads: Sequence[Read | Malformed]) -> bool:
         """Requeue a delivery whose requester may have given it up while this process stood still.
@@ -362,7 +378,7 @@ class Consumer:
         """
         now, delivery = self._bus.clock.monotonic(), arrival.delivery
         ends = [
-            self._until(read.meta, arrival.since)
+            self._until(delivery, read.meta, arrival.since)
             for read in reads
             if isinstance(read, Read) and not (read.meta.attempt or may_be_begun(self._row.name, delivery, read.meta))
         ]
@@ -505,7 +521,7 @@ class Consumer:
         if self._broken is None:
             self._broken = broken
             with contextlib.suppress(BusError):  # the bus is unavailable: then no message arrives, either
-                await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
+                await self._end_subscriptions()
 
     async def _call(self, items: Sequence[InFlightMessage], received: Sequence[Received]) -> Sequence[Outcome]:
         if is_over(self._row.name, items, self._bus.clock.monotonic()):

@@ -19,7 +19,7 @@ from bus import metrics
 from bus.contracts.catalogue import DEAD, DEAD_LETTERS, GIVEN_UP, RETURN, TAKES_GIVEN_UP
 from bus.key_trust import BROKERS, DEATHS, KEEPING, ORIGINAL_KEY, letters_code, letters_key
 from bus.port import BusError, Delivery, Outgoing, Transport
-from bus.wire import ATTEMPT, BATCH, CAUSE, DEADLINE, JSON, MAX_TIME_S, SENT_AT, TRACEPARENT, shown
+from bus.wire import ATTEMPT, BATCH, CAUSE, JSON, MAX_TIME_S, PATIENCE, SENT_AT, TRACEPARENT, WAITED, shown
 
 log = structlog.get_logger(__name__)
 
@@ -246,7 +246,7 @@ def read_letter(position: int, delivery: Delivery) -> DeadLetter:
         sent_at=_sent_at(delivery.headers),
         batch=delivery.content_type == BATCH,
         body=delivery.body,
-        headers={name: value for name, value in delivery.headers.items() if name != DEADLINE},
+        headers={name: value for name, value in delivery.headers.items() if name not in {PATIENCE, WAITED}},
         cut_from=_cut_from(delivery),
         bars_replay=_bars_replay(delivery),
     )

@@ -10,6 +10,7 @@ EXPIRED = f"{BROKERS}expired"
 EXHAUSTED = "delivery.exhausted"
 GIVEN_UP = "delivery.given_up"
 GIVEN_UP_BY_BROKER = Refusal(code=GIVEN_UP, reason="its queue gave it up; its dead letter has the reason")
+EXPIRED_WAITING = Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
 
 
 def given_up_of(received: Received) -> Refusal | None:
@@ -17,7 +18,7 @@ def given_up_of(received: Received) -> Refusal | None:
     if received.exhausted or received.given_up == f"{BROKERS}delivery_limit":
         return Refusal(code=EXHAUSTED, reason="it was delivered to several processes, and none of them finished it")
     if received.given_up == EXPIRED:
-        return Refusal(code=EXPIRED, reason="it waited longer than the expiration that its publisher gave it")
+        return EXPIRED_WAITING
     if received.given_up:
         return Refusal(
             code=GIVEN_UP, reason=f"a worker gave it up; its dead letter has the reason ({received.given_up})"

@@ -17,6 +17,9 @@ from bus.wire import Malformed
 # once, a large delivery would take so long that it might never end on an unstable bus.
 SUSPECT_FROM = 2
 
+# The most that the clocks of a publisher and of a consumer are assumed to differ.
+CLOCKS_APART_S = 30.0
+
 
 def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     """Whether a handler may have had this message of a queue whose requests end by what is on record.
@@ -26,15 +29,20 @@ def may_be_begun(queue: str, delivery: Delivery, meta: Meta) -> bool:
     return queue in ENDED_BY_LETTER and (delivery.redelivered or meta.attempt > 0)
 
 
-def of_use_until(meta: Meta, since: float, clock: Clock) -> float | None:
-    """Return the time, on this process's clock, after which an answer is of no use; None: there is no such time. since:
-    the monotonic time in seconds at which the message arrived.
+def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> float | None:
+    """Return the time, on this process's monotonic clock, after which a message is of no use to its publisher; None:
+    there is no such time. since: the monotonic time in seconds at which the message arrived.
 
-    The time is counted from the arrival, because the clocks of two machines may differ by minutes, and the broker drops
-    messages that wait there for too long. For a message without the time of sending, the consumer's clock decides. A
-    dead letter is handled however late it is: its end is announced.
+    The time is counted from the arrival, because the broker drops messages that wait there for too long, and a retry
+    subtracts what has passed. How long a copy has waited besides, with the consumers before and on its way, is not
+    known: so it is late by the clocks as well. A dead letter is handled however late it is: its end is announced.
     """
-    return None if meta.deadline is None else since + meta.deadline - (meta.sent_at or clock.time())
+    if meta.patience_s is None:
+        return None
+    until = since + meta.patience_s - meta.waited_s
+    if not meta.sent_at or not (delivery.redelivered or meta.attempt):
+        return until
+    return min(until, clock.monotonic() + meta.sent_at + meta.patience_s + CLOCKS_APART_S - clock.time())
 
 
 class InFlightDelivery:
@@ -76,8 +84,8 @@ class InFlightDelivery:
 
 
 class InFlightMessage:
-    """One message that was taken. until: the time, on this process's clock, after which an answer is of no use; None:
-    there is no such time.
+    """One message that was taken. until: the time, on this process's clock, after which it is dropped, because its
+    requester has stopped waiting for the answer; None: there is no such time.
     """
 
     __slots__ = ("in_flight", "received", "until")

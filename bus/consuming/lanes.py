@@ -6,7 +6,7 @@ so a message waits for one delivery of each other lane at most, however many wai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from bus.in_turn import InTurn
@@ -71,8 +71,8 @@ class ConsumerLane:
 class ConsumerLanes:
     """All lanes of one consumer."""
 
-    def __init__(self) -> None:
-        self.every: list[ConsumerLane] = []
+    def __init__(self, every: Sequence[ConsumerLane]) -> None:
+        self.every = every
         self._waiting: InTurn[ArrivedDelivery] = InTurn()
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class ConsumerLanes:
 
     @property
     def subscriptions(self) -> list[Subscription]:
-        """The subscriptions of all lanes; empty: the consumer has not started."""
+        """The subscriptions of all lanes, as far as they have begun."""
         return [lane.subscription for lane in self.every if lane.subscription is not None]
 
     def add(self, arrival: ArrivedDelivery) -> None:

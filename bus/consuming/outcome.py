@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 
+from bus.clock import Clock
 from bus.contracts.base import Message, Meta
 
 
@@ -59,8 +61,8 @@ class Received(Struct, frozen=True):
     exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
     that must announce the end to a client does so now, and does nothing else, because handling the message may have
     ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when
-    the message is no dead letter. until: the time, on this process's monotonic clock, after which the answer
-    is of no use (None: never).
+    the message is no dead letter. until: the time, by the monotonic clock of this process, after which its publisher
+    has no use for it (None: never).
     """
 
     message: Message
@@ -71,6 +73,25 @@ class Received(Struct, frozen=True):
     exhausted: bool = False
     given_up: str = ""
     until: float | None = None
+    clock: Clock | None = None
+
+    def is_late(self) -> bool:
+        """Whether its publisher has no use for it any more. A handler that must not begin then asks under its lock: a
+        process may stand still, or wait for the lock, for longer than that.
+        """
+        return self.left_s() < 0.0
+
+    def left_s(self) -> float:
+        """Seconds until it is late."""
+        if self.until is None:
+            return math.inf
+        assert self.clock is not None
+        return self.until - self.clock.monotonic()
+
+
+def never() -> bool:
+    """`is_late` of what no requester waits for."""
+    return False
 
 
 # A handler gets the gathered messages (at least one) and returns an outcome for each, in the same order.

@@ -129,10 +129,9 @@ class OutcomeHandler:
         attempt = received.meta.attempt
         delay_s = self._row.retry_s[attempt]
         meta = structs.replace(received.meta, attempt=attempt + 1)
-        if meta.deadline is not None and received.until is not None:
+        if meta.patience_s is not None and received.until is not None:
             # The next consumer counts from the message's arrival there: only what is left then.
-            left_s = received.until - self._bus.clock.monotonic() - delay_s
-            meta = structs.replace(meta, deadline=(meta.sent_at or self._bus.clock.time()) + left_s)
+            meta = structs.replace(meta, waited_s=meta.patience_s - received.left_s() + delay_s)
         mode = Mode(may_gather(meta), True, True)
         exchange = delay_exchange(delay_s)
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)

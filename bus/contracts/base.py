@@ -63,7 +63,8 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: the build request, state change or inventory report that led to this message.
     sent_at: publisher's clock, seconds since the epoch.
     reply_to, correlation_id: where and under which id a reply is expected.
-    deadline: seconds since the epoch after which the requester does not wait for the answer any more.
+    patience_s: how long, from sent_at on, the publisher has a use for it (None: it does not say). A requester waits as
+    long for its answer. waited_s: how much of that passed before the consumers that had it retried.
     traceparent: W3C trace context.
     attempt: how often the consumer has already had this message retried.
     """
@@ -73,7 +74,8 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sent_at: float = 0.0
     reply_to: str | None = None
     correlation_id: str | None = None
-    deadline: float | None = None
+    patience_s: float | None = None
+    waited_s: float = 0.0
     traceparent: str | None = None
     attempt: int = 0
 

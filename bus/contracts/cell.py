@@ -243,8 +243,8 @@ MAX_RESCANS = 1000
 class RescanHosts(Message, frozen=True, kw_only=True, tag="compute.rescan.v1"):
     """To a compute service: announce these hosts by a scan that has not begun yet, and name `rescans` in it.
 
-    A service that is not on record as an instance's reports the host without it. Its report may be older than the
-    machine, and no clock shows which of two services was first. A report that names the rescan is later: see
+    A service reports the host without a machine that is on record there, or with one that is over. Its report may be
+    older than the record, and no clock shows which was first. A report that names the rescan is later: see
     ComputeHosts. A message that is lost is published again with the next report.
     """
 

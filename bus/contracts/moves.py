@@ -19,6 +19,7 @@ from bus.contracts.patterns import matching
 from .base import Allocations, ClassName, Count, Label, Message, Reason, Uuid, Word, Zone
 from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
+from .deploy import ImageSource
 from .groups import ServerGroup
 
 
@@ -64,11 +65,12 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Do one thing with one instance. `request_id` is chosen by the client and makes the request idempotent.
 
     It ends in one terminal `instance.event.v1` of that id. request_id is the migration's uuid too, under which the book
-    keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties: of a rebuild
-    (properties None: those that the instance has, if it has that image, else none). host, forced, ignore_hosts,
-    max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a confirm, revert
-    or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or resize is confirmed
-    by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of a shelve.
+    keeps the source, so it must be no instance's. flavor: of a resize. image, image_properties, image_source: of a
+    rebuild (properties and source None: those that the instance has, if it has that image, else none). host, forced,
+    ignore_hosts, max_attempts: of kinds that choose a host, as in a build request. policy: of a resize. migration: a
+    confirm, revert or abort is meant for this move alone (None: for the one there is). auto_confirm_s: a migrate or
+    resize is confirmed by itself this long after it has arrived (0: at once; None: it waits for a client). offload: of
+    a shelve.
     rescue_password: of a rescue, which names one: what its rescue system lets a person in with. It is a secret: until
     the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
     and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
@@ -85,6 +87,7 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     flavor: Label | None = None
     image: Annotated[str, Bound(max_length=255)] | None = None
     image_properties: ImageProperties | None = None
+    image_source: ImageSource | None = None
     host: Annotated[str, Bound(max_length=255)] | None = None
     forced: bool = False
     ignore_hosts: Annotated[tuple[str, ...], Bound(max_length=256)] = ()
@@ -279,7 +282,8 @@ class MovePage(Message, frozen=True, kw_only=True, tag="instance.page.v1"):
 class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     """Do one thing with one instance of this cell. Idempotent by request_id; ends in one terminal MoveEvent.
 
-    spec: the instance's target state (of a resize, a rebuild, an unshelving; None: as it is). expected_flavor: that of
+    spec: the target state of the instance: of a rebuild its image counts, and of a request with hosts its flavor, as
+    they were chosen for it (None: as it is). expected_flavor: that of
     the instance on the sender's record, which hosts and spec are of; the cell refuses the request where it has another
     one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
     attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from bus.clock import Clock
-from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing
+from bus.port import CC, DELIVERY_FIELDS, Delivery, Outgoing, call_back
 from bus.topology import QueueNames, QueuePlan
 
 # Deliveries of one queue in one turn of the loop: a consumer that gives back at once must not stop all others.
@@ -91,6 +91,7 @@ class MemoryDelivery:
         self.redelivered = stored.redelivered
         self.delivery_count = stored.returns
         self.timestamp: float | None = None
+        self.expiration_s = message.expiration_s
 
     @property
     def is_lost(self) -> bool:
@@ -270,7 +271,7 @@ class Queue:
         """The first in line to this consumer."""
         stored = self.pop()
         consumer.unacked[stored.number] = stored
-        consumer.on_delivery(MemoryDelivery(stored, consumer))
+        call_back(consumer.on_delivery, MemoryDelivery(stored, consumer))
 
     def disconnect(self, transport: Connection) -> None:
         """A connection is gone: its consumers leave, and their messages go back in line."""

@@ -10,7 +10,7 @@ from msgspec import structs
 from bus.contracts.catalogue import QueueRow
 from bus.memory.broker import MemoryBroker
 from bus.memory.queue import Consumption
-from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing
+from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, call_back
 from bus.topology import (
     FOREIGN,
     MARK,
@@ -141,13 +141,13 @@ class MemoryTransport:
             self.broker.leave(self)
             asyncio.get_running_loop().call_later(LOCKED_AGAIN_S, self._reconnect, context=self.broker.context)
             for callback in self._on_locked if isinstance(error, QueueLocked) else ():
-                callback()
+                call_back(callback)
             return
         self._connected.set()
         for subscription in self.subscriptions:
             subscription.attach()
         for callback in self._callbacks:
-            callback()
+            call_back(callback)
 
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus."""

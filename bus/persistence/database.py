@@ -13,6 +13,7 @@ import random
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
 from uuid import UUID, uuid5
@@ -92,6 +93,7 @@ class Database:
         self._idle: list[asyncpg.Connection] = []
         self._slots = asyncio.Semaphore(pool_size)
         self._losses = 0
+        self._server: datetime | None = None  # the one last connected to, by its start
         self._reachable = True
         self._uses = Uses()
         self._probing: asyncio.Task[None] | None = None
@@ -109,8 +111,8 @@ class Database:
 
     @property
     def losses(self) -> int:
-        """The number of connections that were lost; the server may have restarted then, or another one be the primary,
-        without the commits that were not on disk.
+        """How often a connection was lost or given up, or led to another server than the one before: it may have
+        restarted then, or another one be the primary, without the commits that were not on disk.
         """
         return self._losses
 
@@ -302,20 +304,22 @@ class Database:
                 self._drop(connection)
 
     async def _failed(self, error: Exception) -> None:
-        """Probe the server after a connection that ended; leave a server that was made read-only.
-
-        The idle connections to it are dropped, and those in use when they are given back: it is no longer the primary.
-        Its successor may not have the commits that were not on disk.
+        """Probe the server after a connection that ended, or was given up because no answer came; leave a server that
+        was made read-only: it is no longer the primary.
         """
         if not is_unusable(error):
             return
         self._probe_server()
+        self._losses += 1
         if sqlstate(error) == READ_ONLY:
-            self._losses += 1
-            self._usable.clear()
-            while self._idle:
-                self._drop(self._idle.pop())
+            self._leave_server()
             await self.engine.dispose()
+
+    def _leave_server(self) -> None:
+        """Use none of its connections again; those in use are dropped when they are given back."""
+        self._usable.clear()
+        while self._idle:
+            self._drop(self._idle.pop())
 
     def _ended(self, connection: asyncpg.Connection) -> None:
         """The server has ended a session, or the network; a session that was ended here is not among the usable."""
@@ -349,7 +353,15 @@ class Database:
         await connection.set_type_codec(
             "uuid", schema="pg_catalog", encoder=_uuid_bytes, decoder=_uuid_text, format="binary"
         )
+        self._note_server(await connection.fetchval("SELECT pg_postmaster_start_time()"))
         return connection
+
+    def _note_server(self, started_at: datetime) -> None:
+        """Leave the server before, if a new connection leads to another: that one flushes nothing of its commits."""
+        if self._server not in {None, started_at}:
+            self._losses += 1
+            self._leave_server()
+        self._server = started_at
 
     def _make_engine(self, planning: Mapping[str, str], *, patient: bool = False, **pool: Any) -> AsyncEngine:
         connect = partial(self._connect, planning, patient=patient)

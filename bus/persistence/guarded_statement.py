@@ -2,8 +2,10 @@
 
 A transaction with locks costs BEGIN, a SELECT FOR UPDATE, one to three writes and COMMIT, each a round trip. Most
 transactions find the rows as expected: a new request is new, an instance is as this process has left it. So all parts
-are sent at once, each with the number of rows that it must touch. A wrong number rolls the whole statement back and
-raises `PreconditionFailed`; the caller then runs the same work in a transaction with locks.
+are sent at once, each with the number of rows that it must touch, and each runs only if all before it have touched
+theirs. So the statement usually ends without any write when a row is not as expected, and its answer says so; only
+where a part before has written it rolls itself back with an error. Both raise `PreconditionFailed`; the caller then
+runs the same work in a transaction with locks.
 """
 
 from __future__ import annotations
@@ -32,16 +34,24 @@ class GuardedStatement:
         self._parts: list[str] = []
         self._values: list[Any] = []
         self._checks: list[str] = []
+        self._written: list[str] = []
         self._columns: list[str] = []
 
+    def expect(self, condition: str, *values: object) -> None:
+        """Add a condition with `{}` for each value, which is read before what is added later and takes no lock."""
+        self._checks.append(condition.format(*map(self._value, values)))
+
     def add(self, name: str, statement: str, *values: object, rows: int | None = None) -> None:
-        """Add a statement with `{}` for each value and a RETURNING clause. rows: how many it must return."""
-        self._parts.append(f"{name} AS ({statement.format(*map(self._value, values))})")
+        """Add a write with `{}` for each value, `{met}` as a condition of its rows and a RETURNING clause. rows: how
+        many it must return.
+        """
+        self._part(name, statement, *values)
+        self._written.append(f"(SELECT count(*) FROM {name})")
         if rows is not None:
-            self._checks.append(f"(SELECT count(*) FROM {name}) = {self._value(rows)}::bigint")
+            self.expect(f"(SELECT count(*) FROM {name}) = {{}}::bigint", rows)
 
     def hold(self, table: str, key: str, versions: Mapping[str, int], *, updates: int) -> str:
-        """Compare rows that were read with their versions (xmin); returns the guard of the update of some of them.
+        """Compare rows that were read with their versions (xmin); returns a condition for the update of some of them.
 
         They are locked in the order of their keys. One row alone needs no order: its update compares it.
         """
@@ -49,10 +59,11 @@ class GuardedStatement:
             (version,) = versions.values()
             return f"{table}.xmin = {self._value(version)}::xid"
         if versions:
+            # Not joined with the updated rows: planned by key, two lists of values are compared pair by pair.
             held = sorted(versions)
-            self.add("held", _HELD.format(table=table, key=key), held, [versions[one] for one in held], rows=len(held))
-        # All or nothing. Not joined with the held rows: planned by key, two lists of values are compared pair by pair.
-        return f"(SELECT count(*) FROM held) = {self._value(len(versions))}::bigint" if updates else "true"
+            self._part("held", _HELD.format(table=table, key=key), held, [versions[one] for one in held])
+            self.expect("(SELECT count(*) FROM held) = {}::bigint", len(held))
+        return "true"
 
     def column(self, expression: str) -> None:
         """Add a column to the result."""
@@ -61,15 +72,24 @@ class GuardedStatement:
     async def execute(self, connection: asyncpg.Connection, *, durable: bool = True) -> asyncpg.Record:
         """Run it on a connection outside of any transaction. Raises PreconditionFailed."""
         # A division by zero is the way for a plain statement to roll itself back.
-        columns = [f"1 / ({' AND '.join(self._checks) or 'true'})::int AS checked", *self._columns]
+        rolled_back = f"1 / ({self._met} OR {' + '.join(self._written) or '0'} = 0)::int"
+        columns = [f"{self._met} AS met", f"{rolled_back} AS not_in_part", *self._columns]
         if not durable:
             columns.append(ASYNCHRONOUS_COMMIT)
         try:
-            return await connection.fetchrow(
-                f"WITH {', '.join(self._parts)} SELECT {', '.join(columns)}", *self._values
-            )
+            row = await connection.fetchrow(f"WITH {', '.join(self._parts)} SELECT {', '.join(columns)}", *self._values)
         except asyncpg.DivisionByZeroError as error:
             raise PreconditionFailed from error
+        if not row["met"]:
+            raise PreconditionFailed
+        return row
+
+    @property
+    def _met(self) -> str:
+        return f"({' AND '.join(self._checks) or 'true'})"
+
+    def _part(self, name: str, statement: str, *values: object) -> None:
+        self._parts.append(f"{name} AS ({statement.format(*map(self._value, values), met=self._met)})")
 
     def _value(self, value: object) -> str:
         self._values.append(value)

@@ -53,7 +53,8 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what `
 NEW_ID = "((extract(epoch FROM clock_timestamp()) * 1000000)::bigint << 10) | (nextval('outbox_id_seq') & 1023)"
 INSERT = f"""
 INSERT INTO outbox (id, bus, body) OVERRIDING SYSTEM VALUE
-SELECT {NEW_ID}, bus, body FROM unnest({{}}::text[], {{}}::bytea[]) AS messages (bus, body) RETURNING id, bus
+SELECT {NEW_ID}, bus, body FROM unnest({{}}::text[], {{}}::bytea[]) AS messages (bus, body)
+WHERE {{met}} RETURNING id, bus
 """
 IDS = '(SELECT array_agg(id ORDER BY bus COLLATE "C") FROM outgoing)'  # as `by_bus` has them
 
@@ -91,7 +92,7 @@ async def add(conn: asyncpg.Connection, outgoing: Sequence[OutboxMessage]) -> li
     """Record this transaction's messages, as one row for each bus. Returns the rows' ids for `Relay.send`."""
     if not outgoing:
         return []
-    query = f"WITH outgoing AS ({INSERT.format('$1', '$2')}) SELECT {IDS}"
+    query = f"WITH outgoing AS ({INSERT.format('$1', '$2', met='true')}) SELECT {IDS}"
     row_ids: list[int] = await conn.fetchval(query, *_rows(outgoing))
     return row_ids
 

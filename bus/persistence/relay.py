@@ -249,6 +249,11 @@ class Relay:
         _held.dec()
         self._changed.set()
 
+    @property
+    def _closed(self) -> set[str]:
+        """The buses on which nothing can be published now."""
+        return {*self._unknown, *(name for name, lane in self._lanes.items() if lane.bus.unavailable_reason)}
+
     def _has_its_share(self, lane: _Lane) -> bool:
         """Whether a bus has as much in memory as all buses leave free: so a busy one gets half, and of those that
         confirm nothing, however many they are, each leaves room for a further one.
@@ -278,8 +283,8 @@ class Relay:
             self._changed.set()
 
     async def drain(self, grace_s: float) -> None:
-        """Wait until all sent rows are confirmed and deleted. After the grace time (seconds) the rest is left to the
-        sweep.
+        """Wait until all sent rows are confirmed and deleted, but those of a bus that is unavailable: they are safe in
+        the table. After the grace time (seconds) the rest is left to the sweep.
         """
         self._at_once = True
         self._end_pause()
@@ -289,7 +294,7 @@ class Relay:
         self._sweep_now.set()
         try:
             async with asyncio.timeout(grace_s):
-                while self._running and (self.held or self._left):
+                while self._running and (self.held or not self._closed.issuperset(self._left.values())):
                     await self._change()
         except TimeoutError:
             log.warning("outbox.left_behind", rows=self.held + len(self._left))
@@ -367,9 +372,7 @@ class Relay:
         """Publish what one statement takes of old rows and of those in `left`, which loses them. Returns whether that
         was all.
         """
-        lanes = self._lanes.items()
-        shut = (name for name, lane in lanes if lane.bus.unavailable_reason or self._has_its_share(lane))
-        closed = {*self._unknown, *shut}
+        closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
         back = [row for row, bus in left.items() if bus not in closed]
         try:
             with self._deleting() as confirmed:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 from aiormq import Channel
 from pamqp.commands import Basic
 
-from bus.port import CC, BusUnavailable, Outgoing, PublishRefused
+from bus.port import CC, BusError, BusUnavailable, Outgoing, PublishRefused
 from bus.rabbitmq.errors import translated
 from bus.topology import QueueNames
 
@@ -43,8 +44,8 @@ class PublishChannel:
     async def close(self) -> None:
         """Close once each publish under way has ended, within its own time limit."""
         if self._waiting:
-            await asyncio.wait(set(self._waiting), timeout=CONFIRM_TIMEOUT_S)
-        with translated():
+            await asyncio.wait(self._waiting)
+        with contextlib.suppress(BusError), translated():  # closed meanwhile
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.channel.close()
 

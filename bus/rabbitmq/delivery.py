@@ -122,6 +122,11 @@ class Acks:
         return _FRAME.pack(1, self.channel.number, 13, 60, method, tag, bits, 0xCE)
 
 
+def _seconds(expiration: str | None) -> float | None:
+    """An expiration as the broker takes it, in whole milliseconds."""
+    return int(expiration) / 1000 if expiration and expiration.isdecimal() else None
+
+
 class RabbitDelivery:
     """One broker message received."""
 
@@ -145,6 +150,7 @@ class RabbitDelivery:
         count = self.headers.get("x-delivery-count", 0) if self.redelivered else 0
         self.delivery_count = count if isinstance(count, int) else 0
         self.timestamp: float | None = properties.timestamp.timestamp() if properties.timestamp else None
+        self.expiration_s = _seconds(properties.expiration)
 
     @property
     def is_lost(self) -> bool:

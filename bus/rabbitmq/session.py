@@ -65,6 +65,7 @@ class Session:
         self._opening = asyncio.Lock()
         self._publisher: PublishChannel | None = None
         self._publishing = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
         self._unsent = 0  # publishes that wait for a channel
 
     @classmethod
@@ -134,14 +135,27 @@ class Session:
 
     async def _open_publisher(self) -> PublishChannel:
         async with self._publishing:
-            if self._publisher is not None and self._publisher.suspect and not self._publisher.channel.is_closed:
-                with contextlib.suppress(BusError):  # closed meanwhile
-                    await self._publisher.close()
-            if self._publisher is None or self._publisher.channel.is_closed:
+            old = self._publisher
+            if old is None or not _usable(old):
                 channel = await self.channel(confirms=True)
                 assert isinstance(channel, Channel)
+                if old is not None and not old.channel.is_closed:
+                    await self._retire(old)
                 self._publisher = PublishChannel(channel, self.names)
+            assert self._publisher is not None
             return self._publisher
+
+    async def _retire(self, publisher: PublishChannel) -> None:
+        """Close a channel when its publishes under way have ended, for which further ones do not wait: one may hang.
+
+        The messages sent on it are before theirs nevertheless: it answers when it has passed them on to their queues.
+        """
+        with contextlib.suppress(BusError):  # closed meanwhile
+            with translated():
+                await publisher.channel.basic_qos(timeout=RPC_TIMEOUT_S)
+            closing = asyncio.get_running_loop().create_task(publisher.close())
+            self._retiring.add(closing)
+            closing.add_done_callback(self._retiring.discard)
 
     async def declare_shared(self) -> None:
         """Declare the shared topology of the bus, unless it exists: some users may use it and not declare it.

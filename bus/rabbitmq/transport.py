@@ -14,7 +14,7 @@ from aiormq.abc import AbstractChannel, DeliveredMessage
 from bus import metrics
 from bus.clock import SystemClock
 from bus.contracts.catalogue import QueueRow
-from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked
+from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
 from bus.rabbitmq.delivery import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
@@ -50,7 +50,13 @@ class RabbitSubscription:
         self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
 
     async def attach(self, session: Session) -> None:
-        """Consume on this session."""
+        """Consume on this session, unless the subscription was cancelled."""
+        async with self._changing:
+            if not self._cancelled:
+                await self._attach(session)
+        self._regulate()
+
+    async def _attach(self, session: Session) -> None:
         channel = await session.channel(confirms=False)
         acks = Acks(channel, prefetch=self._prefetch)
         names = session.names
@@ -63,18 +69,13 @@ class RabbitSubscription:
                 log.exception("bus.unreadable_delivery", queue=self.queue)
                 acks.nack(message.delivery_tag or 0, requeue=False)
                 return
-            if self._cancelled:
-                delivery.nack(requeue=True)
-            else:
-                self._on_delivery(delivery)
+            self._on_delivery(delivery)
 
         hand_over_at_once(channel, on_message, most_bytes(names.local(self.queue)))
         with translated():
             await channel.basic_qos(prefetch_count=self._prefetch, timeout=RPC_TIMEOUT_S)
-            self._tag = "" if self._paused else await self._consume(channel)
-        self._channel = channel
-        self._acks = acks
-        self._regulate()
+        tag = "" if self._paused else await self._consume(channel)
+        self._channel, self._acks, self._tag = channel, acks, tag
         channel.on_consumer_cancel_callbacks.add(lambda _: self._ended(session, channel))
         channel.closing.add_done_callback(lambda _: self._ended(session, channel))
 
@@ -84,7 +85,8 @@ class RabbitSubscription:
         def not_called(_: DeliveredMessage) -> None:
             raise AssertionError("a delivery is handed over at once")
 
-        answer = await channel.basic_consume(self.queue, not_called, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
+        with translated():
+            answer = await channel.basic_consume(self.queue, not_called, timeout=RPC_TIMEOUT_S)  # type: ignore[arg-type]
         return answer.consumer_tag or ""
 
     def pause(self) -> None:
@@ -97,41 +99,41 @@ class RabbitSubscription:
         self._paused = False
         self._regulate()
 
+    def _differs(self) -> bool:
+        """Whether it consumes though it is paused, or does not though it is not. A lost channel `attach` replaces."""
+        consumes = bool(self._tag)
+        return self._channel is not None and consumes is self._paused and not self._cancelled
+
     def _regulate(self) -> None:
-        if bool(self._tag) is self._paused and not self._regulating and not self._cancelled:
+        if self._differs() and not self._regulating:
             self._regulating = True
             self._transport.run_beside(self._follow())
 
     async def _follow(self) -> None:
-        """Consume or not, as was last wanted. On a channel that is lost `attach` does."""
-        channel = self._channel
+        """Consume or not, as was last wanted."""
         try:
-            while channel is not None and bool(self._tag) is self._paused and not self._cancelled:
+            while self._differs():
                 async with self._changing:
-                    await self._change(channel)
-                channel = self._channel
+                    if self._differs():
+                        await self._change()
         except BusError as error:
             log.info("bus.not_regulated", queue=self.queue, code=error.code)
         finally:
             self._regulating = False
-            if self._channel is not channel:
-                self._regulate()
 
-    async def _change(self, channel: AbstractChannel) -> None:
-        if self._cancelled or bool(self._tag) is not self._paused:
+    async def _change(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        if not self._paused:
+            self._tag = await self._consume(channel)
             return
         with translated():
-            if self._paused:
-                await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
-                tag = ""
-            else:
-                tag = await self._consume(channel)
-        if self._channel is channel:
-            self._tag = tag
-        self._changing = asyncio.Lock()  # begins and ends of the consumption come one after the other
+            await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
+        self._tag = ""
 
     async def cancel(self) -> None:
         """No new deliveries; those handed over may still be acknowledged, so the channel stays."""
+        self._cancelled = True  # what begins to consume afterwards does not
         self._transport.unsubscribe(self)
         async with self._changing:
             channel = self._channel
@@ -141,7 +143,7 @@ class RabbitSubscription:
                         await channel.basic_cancel(self._tag, timeout=RPC_TIMEOUT_S)
             except BusError:
                 log.debug("bus.cancel_failed", queue=self.queue)
-            self._cancelled = True
+            self._on_delivery = _requeue
 
     async def flush(self) -> None:
         """Hand the settled deliveries to the connection before it closes."""
@@ -153,6 +155,11 @@ class RabbitSubscription:
         if self._channel is channel and not self._cancelled and not session.lost.is_set():
             self._channel = None
             self._transport.restore(self, session)
+
+
+def _requeue(delivery: Delivery) -> None:
+    """What becomes of a delivery whose subscription is cancelled."""
+    delivery.nack(requeue=True)
 
 
 class RabbitTransport:
@@ -381,7 +388,7 @@ class RabbitTransport:
                     return
                 if isinstance(error, QueueLocked):
                     for callback in self._on_locked:
-                        callback()
+                        call_back(callback)
                 attempt = backoff.failures + 1
                 log.warning("bus.unavailable", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
                 await backoff.wait()
@@ -414,7 +421,7 @@ class RabbitTransport:
             return
         log.info("bus.back", bus=self.name)
         for callback in self._callbacks:
-            callback()
+            call_back(callback)
 
     def _alarm_changed(self) -> None:
         """The broker has run short of memory or disk, or has enough again: logged once each time."""

@@ -147,7 +147,7 @@ def note_built(instance: Instance, event: Spawned | HostRuns, context: StepConte
     if not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
     is_built = isinstance(event, Spawned) or event.built
-    return Step(replace(steps.at_service(instance, event.service), found_built=is_built or instance.found_built))
+    return Step(replace(steps.followed(instance, event), found_built=is_built or instance.found_built))
 
 
 def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: StepContext) -> Step:

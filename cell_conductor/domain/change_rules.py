@@ -25,7 +25,7 @@ from .move_events import (
     close,
     move_of,
 )
-from .move_steps import as_left, ending_of, here_gone, is_awaited, offload, over
+from .move_steps import as_left, ending_of, is_awaited, offload, over
 from .steps import Step, StepContext
 
 
@@ -56,7 +56,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
 
 def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The shelved machine is gone from its host: its allocation is released."""
-    if not here_gone(instance, event, context):
+    if not steps.here_gone(instance, event):
         return Step(instance)
     return Step(steps.ask(instance, State.VACATING, event.at, context))
 

@@ -30,7 +30,7 @@ from .move_events import (
     answer_other,
     move_of,
 )
-from .move_steps import here_gone, leave, source_gone
+from .move_steps import leave
 from .steps import Step, StepContext
 
 
@@ -154,8 +154,8 @@ def release_both(instance: Instance, event: Destroyed | HostMissing, context: St
     move = instance.move
     if move is None:
         return rules.release_destroyed(instance, event, context)
-    here = move.here_gone or here_gone(instance, event, context)
-    source = move.source_gone or source_gone(instance, event, context)
+    here = move.here_gone or steps.here_gone(instance, event)
+    source = move.source_gone or steps.source_gone(instance, event)
     if (here, source) == (move.here_gone, move.source_gone):
         return Step(instance)
     updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))

@@ -11,8 +11,6 @@ from bus.contracts.moves import CellMove
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
-from .instance import ScanId
-
 
 class Event(Struct, frozen=True, kw_only=True):
     """Base. `at`: when the conductor received it."""
@@ -61,7 +59,7 @@ class DeleteRequested(Event, frozen=True, kw_only=True):
 class Spawned(Event, frozen=True, kw_only=True):
     """A host reports that an attempt runs. started_at, ended_at: by its own clock (0: not known).
 
-    remark: the driver's, for the timeline. scan: the last that its service had begun then (None: unknown).
+    remark: the driver's, for the timeline.
     """
 
     attempt: int
@@ -70,7 +68,6 @@ class Spawned(Event, frozen=True, kw_only=True):
     remark: str = ""
     started_at: float = 0.0
     ended_at: float = 0.0
-    scan: ScanId | None = None
 
 
 class SpawnFailed(Event, frozen=True, kw_only=True):
@@ -119,10 +116,11 @@ class ClaimRefused(Event, frozen=True, kw_only=True):
 
 
 class Destroyed(Event, frozen=True, kw_only=True):
-    """A host reports that no attempt up to this one runs or will run there."""
+    """A host reports that no attempt up to this one runs or will run there. service: which answers for the host."""
 
     attempt: int
     host_uuid: str
+    service: str
 
 
 class Released(Event, frozen=True, kw_only=True):
@@ -171,29 +169,26 @@ class ChangeEnded(Event, frozen=True, kw_only=True):
 
 
 class HostRuns(Event, frozen=True, kw_only=True):
-    """A host's report lists this instance, with the mark of this deployment. seen_at: when the host made the report.
+    """A host's report lists this instance, with the mark of this deployment.
 
-    scan: the scan that found it. built: the machine is certainly complete.
+    built: the machine is certainly complete. rescans: those that the scan which found it began after.
     """
 
     attempt: int
     host_uuid: str
     service: str
-    seen_at: float
-    scan: ScanId | None = None
     built: bool = True
+    rescans: tuple[str, ...] = ()
 
 
 class HostMissing(Event, frozen=True, kw_only=True):
-    """A host's report does not list an instance that should be there. seen_at: when the host made it, by its clock.
+    """A host's report does not list an instance that should be there.
 
-    service: whose report. scan: the scan that missed it (None: unknown). rescans: those that the scan began after.
+    service: whose report. rescans: those that the scan which missed it began after.
     """
 
     host_uuid: str
-    seen_at: float
     service: str
-    scan: ScanId | None = None
     rescans: tuple[str, ...] = ()
 
 

@@ -136,7 +136,9 @@ def clear(instance: Instance, event: HostFenced, context: StepContext) -> Step:
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:
-    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid)
+    source = instance.move.source if instance.move is not None else None
+    where = instance.here if source is None or instance.host_uuid == event.host_uuid else source
+    return Destroyed(at=event.at, attempt=instance.last_attempt, host_uuid=event.host_uuid, service=where.service)
 
 
 def _reason(host: str) -> str:

@@ -77,13 +77,6 @@ MACHINE_EXISTS = "build.machine_exists"
 NOT_TRIED = "not_tried"
 
 
-class ScanId(Struct, frozen=True, order=True):
-    """Names one scan of a compute service over its machines: later ones are greater, also when its clock was set."""
-
-    epoch: int
-    number: int
-
-
 # This many ended requests of one instance are kept: a copy of one is answered as the first was.
 MAX_ENDED = 16
 # Of moves that are over: as many attempts as two of them can have.
@@ -104,26 +97,24 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The request under way, and the state of the instance when it began.
 
     request_id: also the migration's uuid in the book. source, source_attempt: the machine that it had (None: none, it
-    was offloaded). source_up_at, source_up_scan: when its host was first known to run it. book_attempt: the attempt
-    that the book had it under. spec, power, image: as they were. order: of the change that was last commanded and is
-    awaited. handed_over: the source was commanded to hand over, so it is started when the move is undone. finishing:
-    the current destination was commanded to build. refreshed: the book had the source under a newer generation than the
-    record, which has it by now. resizing_back: a resize in place has failed, and its host was commanded to restore the
-    old size. lost_code, lost_reason: why the move is being undone ("": it is not). answered: the request has had its
-    terminal event. by, by_kind: the request that ends it (confirm, revert, abort), to be answered at its end. history:
-    hosts tried. claimed: the migration holds the source in the book. delete: the instance was deleted while a request
-    to placement was under way. source_gone, here_gone, instance_released: of an instance that is being deleted, or
-    whose release is under way. here_seen, source_seen, and source_gone as well: the answers of the hosts of a move in
-    doubt. kept: its former cell keeps its stopped machine, to which it goes back if it is not active here.
-    to_cell: that it leaves for, with its machine kept here. fenced, force: as in the request, of an evacuation.
+    was offloaded). book_attempt: the attempt that the book had it under. spec, power, image: as they were. order: of
+    the change that was last commanded and is awaited. handed_over: the source was commanded to hand over, so it is
+    started when the move is undone. finishing: the current destination was commanded to build. refreshed: the book
+    had the source under a newer generation than the record, which has it by now. resizing_back: a resize in place has
+    failed, and its host was commanded to restore the old size. lost_code, lost_reason: why the move is being undone
+    ("": it is not). answered: the request has had its terminal event. by, by_kind: the request that ends it (confirm,
+    revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
+    book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
+    instance_released: of an instance that is being deleted, or whose release is under way. here_seen, source_seen,
+    and source_gone as well: the answers of the hosts of a move in doubt. kept: its former cell keeps its stopped
+    machine, to which it goes back if it is not active here. to_cell: that it leaves for, with its machine kept here.
+    fenced, force: as in the request, of an evacuation.
     """
 
     request_id: str
     kind: MoveKind
     source: Selection | None = None
     source_attempt: int = 0
-    source_up_at: float | None = None
-    source_up_scan: ScanId | None = None
     book_attempt: int = 0
     spec: InstanceSpec
     power: Power = Power.RUNNING
@@ -163,23 +154,21 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
     consumer_generation: the consumer's generation in placement as last received. sequence: the number of the next
     announcement. build_sequence: that of the last announcement of its build (0: none, or an older version's record);
-    those of moves are numbered on from there. deadline: when the sweep looks at it again (None: never). since: when the
-    current state was entered.
-    up_at, up_scan: when its host was first known to run it, by that host's own clock, and which scan of its machines
-    had begun then (None: never, or unknown). answered: the build request got its terminal event. cause: the last
-    request about it. queried: the attempt's deadline has passed, and its host was queried. doubted: the database was
-    set back while this was being built or moved, so only the hosts know its state. stamps: when each stage of the build
-    ended, until it is answered. server_group: the group whose rule its alternates obey; limits: its project's quota,
-    which they obey as well. newest: the highest attempt number that was ever given out, if that is not `attempt`: an
-    undone move has used numbers under which nothing runs. reused_from: of a record that is older than a set-back of the
-    database, the first number that it gave out since (0: none): the forgotten records may have given out the same.
-    power: whether it is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a
-    change of its machine. move: the request under way. ended: requests that have ended, the newest last. traceparent:
-    the trace of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the
-    machine that is being adopted is complete. settled: the migration by which it has come from another cell for good.
-    departure: the record with which it left for another cell; departed_by:
-    the request by which it left. claims_refused: how often in a row placement has refused the claim of the adopted
-    machine. ended_attempts: the attempts whose machines its moves have ended, the newest last.
+    those of moves are numbered on from there. deadline: when the sweep looks at it again (None: never). since: when
+    the current state was entered. answered: the build request got its terminal event. cause: the last request about
+    it. queried: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while
+    this was being built or moved, so only the hosts know its state. stamps: when each stage of the build ended, until
+    it is answered. server_group: the group whose rule its alternates obey; limits: its project's quota, which they
+    obey as well. newest: the highest attempt number that was ever given out, if that is not `attempt`: an undone move
+    has used numbers under which nothing runs. reused_from: of a record that is older than a set-back of the database,
+    the first number that it gave out since (0: none): the forgotten records may have given out the same. power:
+    whether it is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a change of
+    its machine. move: the request under way. ended: requests that have ended, the newest last. traceparent: the trace
+    of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the machine
+    that is being adopted is complete. settled: the migration by which it has come from another cell for good.
+    departure: the record with which it left for another cell; departed_by: the request by which it left.
+    claims_refused: how often in a row placement has refused the claim of the adopted machine. ended_attempts: the
+    attempts whose machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -195,8 +184,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     requested_at: float = 0.0
     deadline: float | None = None
     since: float = 0.0
-    up_at: float | None = None
-    up_scan: ScanId | None = None
     answered: bool = False
     queried: bool = False
     doubted: bool = False
@@ -248,6 +235,12 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """The host of the move's source, if that is not the current host."""
         source = self.move.source if self.move is not None and self.position > 0 else None
         return None if source is None or self.is_in_place else source.host_uuid
+
+    @property
+    def source_service(self) -> str:
+        """The compute service of the host of the move's source ("": there is none)."""
+        source = self.move.source if self.move is not None else None
+        return "" if source is None else source.service
 
     @property
     def source_attempt(self) -> int:

@@ -37,7 +37,7 @@ from .move_events import (
     report_progress,
 )
 from .move_rules import TIMED_OUT, begin
-from .move_steps import adopt, change, end_undone, here_gone, is_awaited, leave
+from .move_steps import adopt, change, end_undone, is_awaited, leave
 from .orders import repeat_at, repeated
 from .steps import Step, StepContext, is_doubted
 
@@ -199,7 +199,7 @@ def note_delete(instance: Instance, event: DeleteRequested, context: StepContext
 
 def clear_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The machine that was kept is gone: its allocation is released."""
-    if not here_gone(instance, event, context):
+    if not steps.here_gone(instance, event):
         return Step(instance)
     return Step(steps.ask(instance, State.RELEASING_KEPT, event.at, context))
 

@@ -16,7 +16,7 @@ from . import rules, steps, way_back
 from .events import Destroyed, HostRuns, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
-from .move_steps import arrived, confirm, note, source_gone, undo
+from .move_steps import arrived, confirm, note, undo
 from .orders import repeated
 from .steps import Step, StepContext, is_doubted
 
@@ -31,11 +31,11 @@ def adopt_arrived(instance: Instance, event: Spawned | HostRuns, context: StepCo
 
     If a confirm is awaited, the source is queried as well: the move may have been confirmed since.
     """
+    here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
-        return Step(instance)
-    here = steps.at_service(instance, event.service)
+        return Step(here)
     move = replace(move_of(here), lost_code="", lost_reason="", finishing=True)
-    here = replace(here, move=move, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
+    here = replace(here, move=move, queried=False)
     # A revert or an abort that was requested before has not taken effect.
     earlier = answer_other(here, MoveEnd(MoveState.FAILED, IN_DOUBT, WHY), event.at, context)
     step = after(earlier, arrived(note(earlier.instance, "active", event.at), event.at, context))
@@ -55,10 +55,11 @@ def refuse_doubted(instance: Instance, event: MoveRequested, context: StepContex
 
 def note_there(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
     """A host of a move in doubt has its machine complete."""
-    move = move_of(instance)
     of_source = steps.is_source(instance, event)
     if not of_source and not steps.is_ours(instance, event):
         return rules.destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
+    move = move_of(instance)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
     here_seen = move.here_seen or not of_source
@@ -71,9 +72,9 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
     """A host of a move in doubt has no machine of it: it was reverted, or confirmed."""
     if not is_doubted(instance, context):
         return Step(instance)
-    if event.host_uuid == instance.host_uuid and event.attempt >= instance.attempt:
+    if steps.here_gone(instance, event):
         return undo_doubted(instance, event.at, context)
-    if not source_gone(instance, event, context):
+    if not steps.source_gone(instance, event):
         return Step(instance)
     return _decide(replace(instance, move=replace(move_of(instance), source_gone=True)), event.at, context)
 

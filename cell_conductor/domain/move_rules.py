@@ -67,7 +67,6 @@ from .move_steps import (
     note,
     note_not_claimed,
     over,
-    source_gone,
     summary_of_hosts,
     try_next,
     undo,
@@ -313,10 +312,10 @@ def arrive(instance: Instance, event: Spawned | HostRuns, context: StepContext) 
         return rules.destroy_orphan(instance, event, context)
     if is_doubted(instance, context):
         return adopt_arrived(instance, event, context)
+    here = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
-        return Step(instance)
-    here = steps.at_service(instance, event.service)
-    here = replace(here, up_at=steps.by_its_clock(event), up_scan=event.scan, queried=False)
+        return Step(here)
+    here = replace(here, queried=False)
     return arrived(note(here, "active", event.at), event.at, context)
 
 
@@ -361,7 +360,7 @@ def fail_destination(instance: Instance, event: SpawnFailed, context: StepContex
 
 def lose_destination(instance: Instance, event: Destroyed, context: StepContext) -> Step:
     """The destination has ended the attempt: the next one is tried, or the move is undone."""
-    if event.host_uuid != instance.host_uuid or event.attempt < instance.attempt:
+    if not steps.here_gone(instance, event):
         return Step(instance)
     gone = note(instance, "timed_out" if instance.queried else "failed", event.at, "spawn.timeout", "no answer in time")
     if is_unsure(instance, context):
@@ -371,7 +370,7 @@ def lose_destination(instance: Instance, event: Destroyed, context: StepContext)
 
 def revert_lost(instance: Instance, event: HostMissing, context: StepContext) -> Step:
     """The destination is gone before it was confirmed: the source is still there, and is started again."""
-    if not steps.is_gone(instance, event, context):
+    if not steps.here_gone(instance, event):
         return Step(instance)
     if instance.is_in_place:
         return rules.lose(instance, event, context)
@@ -402,7 +401,7 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
 
 def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """The machine is gone from the source: its allocation is released."""
-    if not source_gone(instance, event, context):
+    if not steps.source_gone(instance, event):
         return Step(instance)
     return Step(steps.ask(instance, State.RELEASING_SOURCE, event.at, context))
 

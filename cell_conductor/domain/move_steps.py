@@ -6,9 +6,10 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Message
 from bus.contracts.build import AttemptRecord
-from bus.contracts.cell import Origin, Selection, Spawn
+from bus.contracts.cell import InstanceSpec, Origin, Selection, Spawn
 from bus.contracts.moves import (
     RESCUE_FAILED,
+    CellMove,
     MoveKind,
     MoveState,
 )
@@ -19,15 +20,12 @@ from .desires import DESIRES, MAY_BE_THERE, Ask, Wish
 from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
-    Destroyed,
-    HostMissing,
     MoveRequested,
 )
 from .history import NO_HOST
 from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
 from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .orders import change_of, numbered, step_s
-from .proof import is_unordered, predates, up_scan_here
 from .steps import Step, StepContext, is_doubted
 
 LEAVES = frozenset({MoveKind.MIGRATE, MoveKind.LIVE_MIGRATE, MoveKind.EVACUATE})
@@ -119,8 +117,6 @@ def adopt(
         kind=request.kind,
         source=source,
         source_attempt=instance.attempt if source is not None else 0,
-        source_up_at=instance.up_at,
-        source_up_scan=instance.up_scan,
         book_attempt=instance.last_attempt,
         spec=instance.spec,
         power=instance.power,
@@ -133,18 +129,10 @@ def adopt(
         force=request.force,
         began=event.at,
     )
-    # The owner of the instance never changes.
-    spec = instance.spec
-    if request.spec is not None:
-        spec = replace(spec, image=request.spec.image)
-    if request.spec is not None and request.kind is not MoveKind.REBUILD:
-        spec = replace(spec, flavor=request.spec.flavor)
-    if request.spec is not None and request.kind is MoveKind.RESIZE:
-        spec = replace(spec, on_host_failure=request.spec.on_host_failure)
     return replace(
         instance,
         move=move,
-        spec=spec,
+        spec=spec_after(instance.spec, request),
         selections=selections,
         position=0,
         server_group=request.server_group or instance.server_group,
@@ -152,6 +140,26 @@ def adopt(
         cause=event.cause,
         queried=False,
         order=max(instance.order, request.order),
+    )
+
+
+def spec_after(spec: InstanceSpec, request: CellMove) -> InstanceSpec:
+    """What the machine is to be: a rebuild changes its image, and every other request that names a target the flavor,
+    which its hosts were chosen for. Its owner, networks and volumes never change.
+    """
+    target = request.spec
+    if target is None:
+        return spec
+    if request.kind is MoveKind.REBUILD:
+        kept = spec.image_source if target.image == spec.image else None
+        return replace(spec, image=target.image, image_source=target.image_source or kept)
+    return replace(
+        spec,
+        flavor=target.flavor,
+        root_gb=target.root_gb,
+        traits=target.traits,
+        capabilities=target.capabilities,
+        on_host_failure=target.on_host_failure,
     )
 
 
@@ -346,9 +354,9 @@ def change(instance: Instance, state: State, at: float, context: StepContext) ->
 
 
 def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:
-    """Whether this answers the change that was last commanded."""
-    answered = (event.order, event.attempt, event.host_uuid)
-    return answered == (move_of(instance).order, attempt, where.host_uuid)
+    """Whether this answers the change that was last commanded: that of the service that has the host now."""
+    answered = (event.order, event.attempt, event.host_uuid, event.service)
+    return answered == (move_of(instance).order, attempt, where.host_uuid, where.service)
 
 
 def as_left(instance: Instance, event: ChangeEnded) -> Instance:
@@ -361,35 +369,6 @@ def as_left(instance: Instance, event: ChangeEnded) -> Instance:
     if event.runs:
         return replace(left, power=Power.RUNNING, image="")
     return left if instance.power is Power.SHELVED else replace(left, power=Power.STOPPED)
-
-
-def here_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the current host has reported that no machine of it is left there."""
-    if event.host_uuid != instance.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return event.attempt >= instance.attempt
-    if is_unordered(event, instance.here.service, instance) or predates(
-        event, instance.here.service, up_scan_here(instance)
-    ):
-        return False
-    return event.seen_at > instance.since + context.report_grace_s
-
-
-def source_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the source's host has reported that no machine of it is left there: by its answer, or by a report made
-    long enough after.
-
-    The grace counts from the order, so a report that was under way before proves nothing.
-    """
-    move = move_of(instance)
-    if move.source is None or event.host_uuid != move.source.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return event.attempt >= move.source_attempt
-    if is_unordered(event, move.source.service, instance) or predates(event, move.source.service, move.source_up_scan):
-        return False
-    return event.seen_at > instance.since + context.report_grace_s
 
 
 def note(instance: Instance, outcome: str, at: float, code: str = "", reason: str = "") -> Instance:

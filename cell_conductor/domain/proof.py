@@ -10,7 +10,7 @@ from bus.contracts.moves import Condition
 
 from .desires import DELETE_REQUESTED, DESIRES, OVER, WANTED, Wish, Work
 from .events import Event, HostMissing, HostRuns
-from .instance import Instance, ScanId, State
+from .instance import Instance, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -132,45 +132,13 @@ def rescan_id(record: InstanceFacts) -> str:
     return str(uuid5(_RESCANS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
 
 
-def is_unordered(event: HostMissing, service: str, record: InstanceFacts) -> bool:
-    """Whether a service that is not the host's own reports the machine missing, by a scan that may be older than it.
+def is_later(event: HostMissing | HostRuns, record: InstanceFacts) -> bool:
+    """Whether the scan of this report began after the record became what it is.
 
-    service: the host's, by the record. Scans of two services have no common order, and their clocks may be minutes
-    apart. A scan that names the record's rescan began after the record was written.
+    No clock shows that, nor the number of a scan: a host's may be minutes from ours, or be set, and scans of two
+    services have no common order. A scan that names the record's rescan began after the conductor had requested it.
     """
-    return event.service != service and rescan_id(record) not in event.rescans
-
-
-def predates(event: HostMissing, service: str, up_scan: ScanId | None) -> bool:
-    """Whether a report was made before its host was known to run the machine, whatever the clocks of the two hosts
-    read.
-
-    up_scan: the scan by which the host was first known to run it (None: unknown). service: whose scan that was.
-    """
-    return event.service == service and event.scan is not None and up_scan is not None and event.scan <= up_scan
-
-
-def outdated_by(event: Event, instance: Instance) -> int | None:
-    """The epoch that the host's service has to exceed before what it reports missing counts; None: it counts already.
-
-    The machine was known by a process of that name with a higher epoch: a second service, or one whose record was lost.
-    """
-    up_scan = up_scan_here(instance) if isinstance(event, HostMissing) else None
-    if not isinstance(event, HostMissing) or up_scan is None or event.scan is None:
-        return None
-    is_lower = event.service == instance.here.service and event.scan.epoch < up_scan.epoch
-    return up_scan.epoch if is_lower else None
-
-
-def up_scan_here(instance: Instance) -> ScanId | None:
-    """The scan by which the current host was first known to run it.
-
-    None: unknown, or the instance has not arrived there.
-    """
-    move = instance.move
-    is_sources = move is not None and move.source is not None and instance.up_scan == move.source_up_scan
-    # Without another host as its source the instance is where it was: not moved yet, or moved in place.
-    return None if is_sources and instance.source_host_uuid is not None else instance.up_scan
+    return rescan_id(record) in event.rescans
 
 
 # How an attempt ended that the record has left, with an order to destroy it there.
@@ -194,23 +162,3 @@ def is_ordered(instance: Instance, event: Event) -> bool:
     return event.attempt in instance.ended_attempts or any(
         one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in tried
     )
-
-
-# A report that is older than its comparison has been on its way for less than this (an outage of a bus), or its host's
-# clock is behind: then the machine counts after this time.
-OUTDATED_S = 60.0
-
-
-def is_outdated(instance: Instance, event: HostRuns) -> bool:
-    """Whether the report was made before the record became what it is: a machine that was given up then may be gone by
-    now.
-
-    If it is not, the next report shows it. Reports of one service are ordered by its scans, whatever its clock reads;
-    others by the clocks.
-    """
-    if instance.state in DELETE_REQUESTED:
-        return False
-    up_scan = up_scan_here(instance)
-    if event.service == instance.here.service and event.scan is not None and up_scan is not None:
-        return event.scan <= up_scan
-    return 0 < event.seen_at <= instance.since and event.at - instance.since < OUTDATED_S

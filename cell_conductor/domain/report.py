@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from bus.contracts.cell import ComputeHosts, Running
 
 from .desires import DELETE_REQUESTED, DESIRES, EXPECTED, Wish
 from .events import Event, HostMissing, HostRuns
-from .instance import ScanId, State
+from .instance import State
 from .proof import (
     InstanceFacts,
     is_over,
@@ -30,7 +30,11 @@ class RecordedInstance(InstanceFacts, Protocol):
 
     @property
     def service(self) -> str:
-        """The compute service that was last known to manage that host."""
+        """The compute service that was last known to manage the current host."""
+
+    @property
+    def source_service(self) -> str:
+        """That of the source's host ("": it is none but the current one)."""
 
 
 class UnexplainedKind(StrEnum):
@@ -65,8 +69,7 @@ class Differences(Struct, frozen=True):
     """The disagreements: events for instances, and machines that are only reported.
 
     harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: (host,
-    rescan) of machines that are missing by the report of a service that is not on record as the host's: to be scanned
-    again.
+    rescan) of machines that are missing, or over, by a scan that may be older than the record: to be scanned again.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
@@ -81,14 +84,14 @@ def differences(
     *,
     deployment: str,
     now: float,
-    seen_at: float,
     grace_s: float,
     may_have: Callable[[str, str], bool] = lambda _service, _host: False,
 ) -> Differences:
     """The disagreements of a report and the record. The state machine decides about them; most reports agree.
 
     may_have(service, host): whether that service is up, and lists the host or has not listed all its hosts. Then the
-    report of another service does not show which machines are missing there: they may have two hosts of one uuid.
+    report of another service shows nothing about the machines there: they may have two hosts of one uuid.
+    grace_s: a record that is younger causes no scan, because most of what such a report lacks is under way.
     This reading takes no locks: the record may change meanwhile, so the state machine checks every event again.
     """
     by_uuid = {record.uuid: record for record in recorded}
@@ -96,6 +99,14 @@ def differences(
     events: list[tuple[str, Event]] = []
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
+    rescans: list[tuple[str, str]] = []
+
+    def is_proof(record: RecordedInstance, host_uuid: str) -> bool:
+        rescan = rescan_id(record)
+        if rescan not in report.rescans and now > record.since + grace_s:
+            rescans.append((host_uuid, rescan))
+        return rescan in report.rescans
+
     for host_uuid, running in running_on.items():
         for one in running:
             record = by_uuid.get(one.instance_uuid)
@@ -109,53 +120,36 @@ def differences(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
             elif record is not None and not one.destroying and not _agrees(record, host_uuid, one, report.service):
-                unwanted = record.state not in DELETE_REQUESTED and is_over(record, one.attempt, host_uuid)
-                into = harmful if unwanted else events
-                into.append((one.instance_uuid, _runs(report, one, host_uuid, now, seen_at)))
-    anothers = {one.uuid for one in by_uuid.values() if _is_anothers(one, report.service, may_have)}
-    missing, rescans = _not_listed(report, by_uuid.values(), running_on, seen_at, grace_s, anothers=anothers)
-    for place, record in missing:
-        into = harmful if DESIRES[record.state].here is Wish.RUN else events
-        into.append((record.uuid, _missing(report, place, now, seen_at)))
+                event = (one.instance_uuid, _runs(report, one, host_uuid, now))
+                if record.state in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
+                    events.append(event)
+                elif is_proof(record, host_uuid):
+                    harmful.append(event)
+    for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
+        if is_proof(record, place):
+            into = harmful if DESIRES[record.state].here is Wish.RUN else events
+            into.append((record.uuid, _missing(report, place, now)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
 
 
-def _is_anothers(record: RecordedInstance, service: str, may_have: Callable[[str, str], bool]) -> bool:
-    is_elsewhere = record.service != service and record.host_uuid is not None
-    return is_elsewhere and may_have(record.service, record.host_uuid or "")
-
-
 def _not_listed(
-    report: ComputeHosts,
+    service: str,
     records: Iterable[RecordedInstance],
     running_on: Mapping[str, Sequence[Running]],
-    seen_at: float,
-    grace_s: float,
-    *,
-    anothers: Collection[str],
-) -> tuple[list[tuple[str, RecordedInstance]], list[tuple[str, str]]]:
-    """([(host, record) of what is expected there and is not listed], [(host, rescan) that has to show it first])."""
-    missing: list[tuple[str, RecordedInstance]] = []
-    rescans: list[tuple[str, str]] = []
+    may_have: Callable[[str, str], bool],
+) -> Iterator[tuple[str, RecordedInstance]]:
+    """(host, record) of what is expected there, is not listed, and is not another service's to list."""
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
-        # The state machine knows the order of the times of the host's own service; another's clock may be minutes off.
-        counts = seen_at > 0 if record.service == report.service else seen_at > record.since + grace_s
-        places: tuple[tuple[str | None, bool], ...] = (
-            (record.host_uuid, DESIRES[record.state].here in EXPECTED),
-            (record.source_host_uuid, DESIRES[record.state].source in EXPECTED),
-        )
-        for place, is_expected in places:
-            if place is None or not is_expected or not counts or place not in running_on:
+        desire = DESIRES[record.state]
+        for place, owner, wish in (
+            (record.host_uuid, record.service, desire.here),
+            (record.source_host_uuid, record.source_service, desire.source),
+        ):
+            if place is None or wish not in EXPECTED or place not in running_on or (place, record.uuid) in listed:
                 continue
-            if (place, record.uuid) in listed or (place == record.host_uuid and record.uuid in anothers):
-                continue
-            if record.service != report.service and (rescan := rescan_id(record)) not in report.rescans:
-                rescans.append((place, rescan))
-                if place == record.host_uuid:
-                    continue  # not ordered (`proof.is_unordered`); the brief names no service of a source
-            missing.append((place, record))
-    return missing, rescans
+            if owner == service or not may_have(owner, place):
+                yield place, record
 
 
 def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
@@ -206,26 +200,19 @@ def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str
     return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
 
 
-def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float, seen_at: float) -> HostRuns:
+def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> HostRuns:
     return HostRuns(
         at=now,
         attempt=one.attempt,
         host_uuid=host_uuid,
         service=report.service,
-        seen_at=seen_at,
-        scan=_scan(report),
         built=one.built,
+        rescans=report.rescans,
     )
 
 
-def _missing(report: ComputeHosts, host_uuid: str, now: float, seen_at: float) -> HostMissing:
-    return HostMissing(
-        at=now, host_uuid=host_uuid, seen_at=seen_at, service=report.service, scan=_scan(report), rescans=report.rescans
-    )
-
-
-def _scan(report: ComputeHosts) -> ScanId | None:
-    return ScanId(report.epoch, report.scan) if report.scan else None
+def _missing(report: ComputeHosts, host_uuid: str, now: float) -> HostMissing:
+    return HostMissing(at=now, host_uuid=host_uuid, service=report.service, rescans=report.rescans)
 
 
 # At most this many compute services are remembered; the one that has been quiet longest is dropped first.

@@ -15,7 +15,7 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
 from . import steps
-from .desires import DESIRES, Wish
+from .desires import DELETE_REQUESTED, DESIRES, Wish
 from .events import (
     BuildRequested,
     Claimed,
@@ -34,7 +34,7 @@ from .events import (
 from .fences import FENCED
 from .history import NO_HOST, summary_of, why_not_claimed
 from .instance import MACHINE_EXISTS, NOT_TRIED, SET_BACK_GAP, Instance, State
-from .proof import is_outdated, is_over
+from .proof import is_later, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
 
 # The code of a doubted build whose host stayed silent.
@@ -129,9 +129,9 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
     """
     if not steps.is_ours(instance, event):
         return destroy_orphan(instance, event, context)
+    instance = steps.followed(instance, event)
     if isinstance(event, HostRuns) and not event.built:
         return Step(instance)
-    instance = steps.at_service(instance, event.service)
     here, remark = instance.here, event.remark if isinstance(event, Spawned) else ""
     up = replace(
         _with_attempt(instance, "active", at=event.at, reason=remark),
@@ -141,8 +141,6 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         position=0,
         deadline=None,
         since=event.at,
-        up_at=steps.by_its_clock(event),
-        up_scan=event.scan,
         answered=True,
         queried=False,
         doubted=False,
@@ -167,8 +165,8 @@ def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, 
     """
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    if isinstance(event, HostRuns) and is_outdated(instance, event):
-        return Step(instance)
+    if isinstance(event, HostRuns) and instance.state not in DELETE_REQUESTED and not is_later(event, instance):
+        return Step(instance)  # it may be gone by now
     order = Destroy(
         instance_uuid=instance.uuid,
         attempt=event.attempt,
@@ -183,13 +181,9 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, context: Step
     """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
     and that its host was not commanded to destroy, is destroyed.
     """
-    if steps.is_ours(instance, event):
-        moved = steps.at_service(instance, event.service)
-        return Step(
-            instance if moved is instance else replace(moved, up_at=steps.by_its_clock(event), up_scan=event.scan)
-        )
-    if steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE:
-        return Step(steps.source_at_service(instance, event))
+    is_kept = steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE
+    if is_kept or steps.is_ours(instance, event):
+        return Step(steps.followed(instance, event))
     return destroy_orphan(instance, event, context)
 
 
@@ -252,7 +246,7 @@ def fail_over_destroyed(instance: Instance, event: Destroyed, context: StepConte
     In doubt that proves less: a second service of the same name answers for machines that it has not. Another order to
     destroy is not sent then, and a machine of this attempt that is listed later is kept.
     """
-    if not steps.is_current(instance, event.attempt, event.host_uuid):
+    if event.attempt != instance.attempt or not steps.here_gone(instance, event):
         return Step(instance)
     if instance.queried:
         ended = _over_time(instance, event, context)
@@ -325,15 +319,14 @@ def destroy(instance: Instance, event: DeleteRequested, context: StepContext) ->
 
 
 def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The host has destroyed it (or reports, long enough after, that it does not run it): release."""
-    gone = steps.is_gone(instance, event, context)
+    """The host has destroyed it, or reports that it does not run it: release."""
+    gone = steps.here_gone(instance, event)
     return Step(steps.ask(instance, State.RELEASING, event.at, context)) if gone else Step(instance)
 
 
 def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
     """An active instance is gone from its host: fence possible remains, release, and end as failed."""
-    gone = steps.is_gone(instance, event, context)
-    if not gone:
+    if not steps.here_gone(instance, event):
         return Step(instance)
     reason = f"host {instance.here.host} does not run it any more"
     return give_up_lost(instance, event.at, context, code=LOST, reason=reason)

@@ -17,12 +17,11 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, Selection
 
 from .closed_hosts import ClosedHosts
-from .desires import DESIRES, Wish
 from .events import Destroyed, HostMissing, HostRuns, Spawned
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import Lease
-from .proof import is_unordered, predates, up_scan_here
+from .proof import is_later
 
 # The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
 # after a restore is doubted needlessly: it waits longer for a silent host.
@@ -162,15 +161,14 @@ def is_source(instance: Instance, event: Spawned | HostRuns) -> bool:
     return (event.attempt, event.host_uuid) == (instance.source_attempt, instance.source_host_uuid)
 
 
-def source_at_service(instance: Instance, event: Spawned | HostRuns) -> Instance:
-    """As `at_service`, of the host of the move's source."""
+def followed(instance: Instance, event: Spawned | HostRuns) -> Instance:
+    """The record with the host of this machine, its current one or its source, under the service that lists it now."""
+    if is_ours(instance, event):
+        return at_service(instance, event.service)
     move = instance.move
-    assert move is not None and move.source is not None
-    if move.source.service == event.service:
+    if not is_source(instance, event) or move is None or move.source is None or move.source.service == event.service:
         return instance
-    source = replace(move.source, service=event.service)
-    moved = replace(move, source=source, source_up_at=by_its_clock(event), source_up_scan=event.scan)
-    return replace(instance, move=moved)
+    return replace(instance, move=replace(move, source=replace(move.source, service=event.service)))
 
 
 def is_current(instance: Instance, attempt: int, host_uuid: str) -> bool:
@@ -183,29 +181,30 @@ def is_ours(instance: Instance, event: Spawned | HostRuns) -> bool:
     return is_current(instance, event.attempt, event.host_uuid)
 
 
-def is_gone(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> bool:
-    """Whether the current host's answer means that the current attempt does not run (any more)."""
-    if event.host_uuid != instance.host_uuid:
-        return False
-    if isinstance(event, Destroyed):
-        return event.attempt >= instance.attempt
-    if is_unordered(event, instance.here.service, instance) or predates(
-        event, instance.here.service, up_scan_here(instance)
-    ):
-        return False
-    if DESIRES[instance.state].here is Wish.RUN:
-        if event.service != instance.here.service:
-            return True  # its scan began after the record was active
-        if instance.up_scan is not None and event.scan is not None:
-            return True  # no clock: the host's may have been set since
-        if instance.up_at is not None:
-            return event.seen_at > instance.up_at  # both by the host's own clock, which may be minutes from ours
-    return event.seen_at > instance.since + context.report_grace_s
+def here_gone(instance: Instance, event: Destroyed | HostMissing) -> bool:
+    """Whether no machine of the current attempt is left on its host."""
+    return is_gone(instance, event, instance.here, instance.attempt)
 
 
-def by_its_clock(event: Spawned | HostRuns) -> float | None:
-    """When the host recorded that it runs."""
-    return (event.seen_at if isinstance(event, HostRuns) else event.ended_at) or None
+def source_gone(instance: Instance, event: Destroyed | HostMissing) -> bool:
+    """Whether no machine of the move's source is left on its host."""
+    move = instance.move
+    assert move is not None
+    return move.source is not None and is_gone(instance, event, move.source, move.source_attempt)
+
+
+def is_gone(instance: Instance, event: Destroyed | HostMissing, where: Selection, attempt: int) -> bool:
+    """Whether the host has reported that no attempt up to this one is left there: by its answer, or by a scan from
+    after the record became what it is.
+
+    Only the service that has the host by the record answers for it: another one has had the host before, and the
+    machine runs under the one that has it now.
+    """
+    if event.host_uuid != where.host_uuid:
+        return False
+    if isinstance(event, HostMissing):
+        return is_later(event, instance)
+    return event.service == where.service and event.attempt >= attempt
 
 
 def cut(reason: str) -> str:

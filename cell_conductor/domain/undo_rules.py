@@ -29,7 +29,7 @@ from .move_events import (
     move_of,
     report_silent,
 )
-from .move_steps import change, end_undone, ending_of, here_gone, is_awaited, revert_book
+from .move_steps import change, end_undone, ending_of, is_awaited, revert_book
 from .orders import repeated
 from .steps import Step, StepContext
 
@@ -48,7 +48,7 @@ def undo_failed_in_place(instance: Instance, event: ChangeEnded, context: StepCo
 
 def revert_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
     """No machine is left at the destination: the book is reverted, or an unshelved instance is without a host again."""
-    if instance.is_in_place or not here_gone(instance, event, context):
+    if instance.is_in_place or not steps.here_gone(instance, event):
         return Step(instance)
     return Step(revert_book(instance, event.at, context))
 
@@ -71,8 +71,6 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
         power=move.power,
         image=move.image,
         queried=False,
-        up_at=move.source_up_at,
-        up_scan=move.source_up_scan,
     )
     if not move.handed_over or move.power is not Power.RUNNING:
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.

@@ -307,6 +307,7 @@ class MemoryInstances:
                     i.since,
                     i.newest,
                     i.source_host_uuid,
+                    i.source_service,
                     i.source_attempt,
                     i.first_not_tried,
                     i.doubted,

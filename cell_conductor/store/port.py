@@ -21,7 +21,8 @@ from .safety import Safety
 class Brief(Struct, frozen=True):
     """The part of an instance that its comparison with a host's report needs.
 
-    newest: its highest attempt number. source_host_uuid, source_attempt: of a move, as Instance has them.
+    newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
+    them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
     was set back while it was being built or moved. reused_from, machine_exists: as Instance has them.
     """
@@ -34,6 +35,7 @@ class Brief(Struct, frozen=True):
     since: float
     newest: int = 0
     source_host_uuid: str | None = None
+    source_service: str = ""
     source_attempt: int = 0
     first_not_tried: bool = False
     doubted: bool = False

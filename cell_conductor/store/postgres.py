@@ -57,15 +57,15 @@ SELECT record FROM instances WHERE deadline <= $1 ORDER BY deadline LIMIT $2 FOR
 """
 
 IDENTITY = "SELECT deployment::text, set_back_at, coalesce((SELECT at FROM made), 0) FROM identity"
-RECOGNISE = "SELECT deployment::text, origin <> cell_origin(), set_back_at FROM identity"
+RECOGNISE = "SELECT deployment::text, origin <> origin_of('instances'), set_back_at FROM identity"
 NOTHING_DUE = """
-SELECT deployment::text = $2 AND origin = cell_origin() AND set_back_at = $3
+SELECT deployment::text = $2 AND origin = origin_of('instances') AND set_back_at = $3
     AND NOT EXISTS (SELECT FROM instances WHERE deadline <= $1)
 FROM identity
 """
 # Part of every statement that inserts: no record is begun in a database whose set-back this process has not recognised.
-KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = cell_origin() AND set_back_at = {}"
-NOTE_ORIGIN = "UPDATE identity SET origin = cell_origin()"
+KNOWN = "SELECT 1 FROM identity WHERE deployment = {}::uuid AND origin = origin_of('instances') AND set_back_at = {}"
+NOTE_ORIGIN = "UPDATE identity SET origin = origin_of('instances')"
 NOTE_SET_BACK = f"{NOTE_ORIGIN}, set_back_at = extract(epoch FROM clock_timestamp()) RETURNING set_back_at"
 DOUBT = f"""
 UPDATE instances SET record = (record::jsonb || jsonb_build_object('doubted', true,
@@ -82,7 +82,9 @@ _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'positio
 _BRIEF = f"""
 SELECT uuid, state, host_uuid,
     {_SERVICE} AS service,
-    attempt, since, newest, source_host_uuid, source_attempt,
+    attempt, since, newest, source_host_uuid,
+    coalesce(record #>> ARRAY['move', 'source', 'service'], '') AS source_service,
+    source_attempt,
     coalesce(record #>> '{{history,0,outcome}}' = '{NOT_TRIED}' AND record #>> '{{history,0,attempt}}' = '1', false)
         AS first_not_tried,
     coalesce((record ->> 'doubted')::boolean, false) AS doubted,
@@ -141,12 +143,14 @@ class PostgresInstanceRows:
     async def write(self, writes: InstanceWrites) -> Committed:
         """Write all of it or nothing, in one statement. Messages come before instances, as with locks."""
         statement = GuardedStatement()
+        if writes.inserts:
+            statement.expect(f"EXISTS ({KNOWN})", self._seen.deployment, self._seen.set_back_at)
         if writes.message_ids:
+            statement.expect(rows.NEVER_SEEN, writes.message_ids)
             statement.add("seen", rows.SEEN, writes.message_ids, rows=len(writes.message_ids))
         updates = writes.updates
         guard = statement.hold("instances", "uuid", writes.versions, updates=len(updates))
         if writes.inserts:
-            statement.add("known", KNOWN, self._seen.deployment, self._seen.set_back_at, rows=1)
             columns = rows.columns(writes.inserts)
             statement.add("inserted", f"{rows.INSERT} RETURNING 1", *columns, rows=len(writes.inserts))
         if updates:

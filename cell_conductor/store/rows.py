@@ -21,12 +21,14 @@ state = n.state, host_uuid = n.host_uuid, attempt = n.attempt, newest = n.newest
 source_host_uuid = n.source_host_uuid, source_attempt = n.source_attempt,
 since = n.since, deadline = n.deadline, record = n.record
 """
+NEVER_SEEN = f"NOT EXISTS (SELECT FROM handled WHERE handler = '{HANDLER}' AND message_id = ANY({{}}::text[]))"
 SEEN = f"""
-INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) ON CONFLICT DO NOTHING RETURNING 1
+INSERT INTO handled (handler, message_id) SELECT '{HANDLER}', unnest({{}}::text[]) WHERE {{met}}
+ON CONFLICT DO NOTHING RETURNING 1
 """
 
-INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} ON CONFLICT (uuid) DO NOTHING"
-UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid"
+INSERT = f"INSERT INTO instances ({NAMES}) SELECT * FROM {GIVEN} AS n WHERE {{met}} ON CONFLICT (uuid) DO NOTHING"
+UPDATE = f"UPDATE instances SET {ASSIGNED} FROM {GIVEN} AS n ({NAMES}) WHERE instances.uuid = n.uuid AND {{met}}"
 
 _encode = msgspec.json.Encoder().encode
 _NUL = re.compile(r"(\\\\)|\\u0000")  # an escaped backslash, or the escape of U+0000
@@ -35,7 +37,7 @@ decode = msgspec.json.Decoder(Instance).decode
 
 def numbered(statement: str) -> str:
     """A statement with `{}` for each of the columns, as it is sent alone."""
-    return statement.format(*(f"${number}" for number in range(1, 11)))
+    return statement.format(*(f"${number}" for number in range(1, 11)), met="true")
 
 
 def encode(instance: Instance) -> str:

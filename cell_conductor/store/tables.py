@@ -49,9 +49,9 @@ instances = Table(
 )
 
 # The identity of this cell's database marks every machine that the cell orders: an empty or another database never
-# takes this one's machines for its own. origin: cell_origin() when the database was last looked at ('': never); one
-# that was restored or promoted since has another. set_back_at: when that was last seen; a build that was requested
-# before may have been handed in before.
+# takes this one's machines for its own. origin: origin_of('instances') when the database was last looked at ('':
+# never); one that was restored or promoted since has another. set_back_at: when that was last seen; a build that was
+# requested before may have been handed in before.
 identity = identity_table(METADATA, needed("origin", Text, default=""), needed("set_back_at", Double, default=ZERO))
 
 # When this schema was made; an instance may have come from another cell before, into a schema that was here earlier.

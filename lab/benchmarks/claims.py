@@ -18,16 +18,8 @@ import uvloop
 
 from berth.trial.embedded.postgres import Postgres
 from bus.clock import new_uuid
-from bus.contracts.placement import (
-    Claim,
-    ClaimOption,
-    ClaimResult,
-    FeedChanges,
-    Inventory,
-    InventoryUpdate,
-    ProviderReport,
-    Release,
-)
+from bus.contracts.feed import FeedChanges
+from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.store.postgres_rows import PostgresBookRows

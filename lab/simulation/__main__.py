@@ -9,20 +9,25 @@ import random
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import structlog
 import typer
 
 from lab.simulation.draw import plan_of
 from lab.simulation.event_log import EventLog
+from lab.simulation.pairs import Pair
 from lab.simulation.plan import Plan
 from lab.simulation.run import Result, run, simulate
 from lab.simulation.shrink import MAX_RUNS, Shrinker
+from lab.simulation.steering import Steering
 from lab.simulation.widening import WIDENED, Widening
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +93,8 @@ def main(
     only: Annotated[list[Widening] | None, typer.Option(help="Of what others do, this kind; may be repeated.")] = None,
     without: Annotated[list[Widening] | None, typer.Option(help="Of what others do, not this kind.")] = None,
     alone: Annotated[bool, typer.Option("--alone", help="berth alone in its world: nothing that others do.")] = False,
+    steered: Annotated[int, typer.Option(help="After each seed, so many runs steered to what none has seen.")] = 0,
+    plan: Annotated[Path | None, typer.Option(help="Only the plan of this file, which a failed run has left.")] = None,
     others: Annotated[
         list[str] | None, typer.Option("--compare-with", help="Another Python: it has to run the seeds just so.")
     ] = None,
@@ -109,25 +116,34 @@ def main(
     if others:
         _compare(others, first_seed, seeds)
         return
-    if seed is not None:
-        results = [replay(seed, kinds, trace=trace, smaller=shrink)]
+    if seed is not None or plan is not None:
+        replayed = read_plan(plan) if plan is not None else plan_of(seed or 0, kinds)
+        results = [replay(replayed, trace=trace, smaller=shrink)]
     else:
-        results = []
-        for one in _seeds(first_seed, seeds, minutes):
-            results.append(simulate(one, kinds))
-            if results[-1].breach:
-                _print_result(results[-1])
-                if shrink:
-                    _print_smaller(plan_of(one, kinds), results[-1])
+        results = _all_of(_seeds(first_seed, seeds, minutes), Steering(first_seed, kinds), steered, shrink=shrink)
     figures = summary(results)
     if report is not None:
         report.write_text(json.dumps(figures, indent=2) + "\n")
     typer.echo(
         f"{figures['seeds']} seeds, {figures['requests']} requests, {figures['virtual_s']:.0f} virtual seconds: "
-        f"{len(figures['failed'])} failed {figures['failed'] or ''}"
+        f"{len(figures['pairs'])} pairs of state and event, {len(figures['failed'])} failed {figures['failed'] or ''}"
     )
     if figures["failed"]:
         raise typer.Exit(1)
+
+
+def _all_of(seeds: Iterator[int], steering: Steering, rounds: int, *, shrink: bool) -> list[Result]:
+    """The seeds' results, and those of the rounds that are steered after each; what failed is printed."""
+    results = []
+    for plan, result in chain.from_iterable(steering.runs(seed, rounds) for seed in seeds):
+        results.append(result)
+        if result.breach:
+            _print_result(result)
+            if rounds:
+                typer.echo(f"  its plan: {written(plan)}")
+            if shrink:
+                _print_smaller(plan, result)
+    return results
 
 
 def without_option(option: str, arguments: Sequence[str]) -> list[str]:
@@ -166,9 +182,21 @@ def redirect_logs(event_log: EventLog | None = None) -> None:
     )
 
 
-def replay(seed: int, kinds: Collection[Widening], *, trace: bool, smaller: bool) -> Result:
-    """One seed, with its trace if it is wanted; a failing one is reported as small as it gets."""
-    plan = plan_of(seed, kinds)
+def written(plan: Plan) -> Path:
+    """The plan in a file, for --plan."""
+    handle, name = tempfile.mkstemp(prefix=f"berth-plan-{plan.seed}-", suffix=".json")
+    with open(handle, "wb") as file:
+        file.write(msgspec.json.encode(plan))
+    return Path(name)
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan in a file that `written` has made."""
+    return msgspec.json.decode(path.read_bytes(), type=Plan)
+
+
+def replay(plan: Plan, *, trace: bool, smaller: bool) -> Result:
+    """One plan, with its trace if it is wanted; a failing one is reported as small as it gets."""
     result = run(plan)
     if result.breach and smaller:
         plan = _print_smaller(plan, result)
@@ -200,8 +228,10 @@ def summary(results: list[Result]) -> dict[str, Any]:
     """The figures of many runs."""
     counts: Counter[str] = Counter()
     states: Counter[str] = Counter()
+    pairs: Counter[Pair] = Counter()
     for result in results:
         counts.update(result.counts)
+        pairs.update(result.seen.pairs)
         states.update(result.states)
     return {
         "seeds": len(results),
@@ -212,6 +242,7 @@ def summary(results: list[Result]) -> dict[str, Any]:
         "longest_rest_s": max((result.rest_s for result in results), default=0.0),
         "events": dict(sorted(counts.items())),
         "states": dict(sorted(states.items())),
+        "pairs": {f"{state}: {event}": count for (state, event), count in sorted(pairs.items())},
     }
 
 

@@ -102,6 +102,7 @@ class Mover:
             or (one.move is not None and one.state not in ELSEWHERE)
         ]
         there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
+        there = [(cell, uuid) for cell, uuid in there if order.instance in ("", uuid)]
         if not there:
             return
         kind, plan = MoveKind(order.verb), self._world.plan

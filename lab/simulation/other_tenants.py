@@ -82,7 +82,7 @@ NUMBERS: tuple[str | int | float, ...] = (0, -1, 2**31 - 1, 2**63 - 1, -(2**63),
 HEADERS = (
     "berth-sent-at-ms",
     "berth-attempt",
-    "berth-deadline-ms",
+    "berth-patience-ms",
     "berth-cause",
     "berth-key",
     "traceparent",

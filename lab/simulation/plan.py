@@ -87,6 +87,7 @@ class Order(Struct, frozen=True, kw_only=True, omit_defaults=True):
     min_count: int | None = None
     waits_s: float = 0.0
     gives_up: bool = False
+    instance: str = ""  # of a move; "": one of those there are then
 
 
 class FaultType(StrEnum):

@@ -22,6 +22,7 @@ from lab.simulation.moves import Mover
 from lab.simulation.operator import GO_S, Operator
 from lab.simulation.orders import NONE_ALLOWED
 from lab.simulation.other_tenants import OTHERS, OtherTenants
+from lab.simulation.pairs import Seen, observed
 from lab.simulation.plan import Action, FaultType, Order, Plan
 from lab.simulation.rest import check_quota_refusals, given_back, unsettled
 from lab.simulation.watch import Breach
@@ -61,6 +62,7 @@ class Result(Struct, frozen=True, kw_only=True):
     lines: tuple[str, ...] = ()
     states: Mapping[str, int] = {}
     widenings: tuple[str, ...] = ()
+    seen: Seen
 
 
 def simulate(seed: int, kinds: Collection[Widening] = NONE) -> Result:
@@ -76,9 +78,10 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
     random.seed(f"berth.sim.global {plan.seed}")
     breach: Breach | None = None
     try:
-        done = virtual.run(
-            runner.main, on_unseen=lambda words: event_log.log("unseen", words), max_turn_cpu_s=max_turn_cpu_s
-        )
+        with observed() as seen:
+            done = virtual.run(
+                runner.main, on_unseen=lambda words: event_log.log("unseen", words), max_turn_cpu_s=max_turn_cpu_s
+            )
         turns, now = done.turns, done.now
     except Breach as found:
         breach, turns, now = found, 0, runner.now
@@ -97,6 +100,7 @@ def run(plan: Plan, *, event_log: EventLog | None = None, max_turn_cpu_s: float 
         lines=tuple(event_log.lines),
         states=runner.states,
         widenings=plan.widenings,
+        seen=seen,
     )
 
 

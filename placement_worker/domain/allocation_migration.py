@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec.structs import replace
 
 from bus.contracts.placement import ProviderReport
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.values import ConsumerState, Holding, Provider, StoredInventory
 
 Used = Mapping[str, Mapping[str, int]]

@@ -12,37 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from msgspec import Struct
-
 from placement_worker.domain.causes import Caused
-from placement_worker.domain.claim_ledger import ClaimLedger
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_ledger import ClaimLedger, ConsumerWrite, Decision
+from placement_worker.domain.moves import amount_of
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
-from placement_worker.domain.units import is_allowed_amount
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Holding
-
-
-class AnyGeneration(Struct, frozen=True):
-    """The write names no consumer generation, as all writes before microversion 1.28."""
-
-
-ANY = AnyGeneration()
-Expected = int | None | AnyGeneration
-
-
-class ConsumerWrite(Struct, frozen=True):
-    """The new allocations of one consumer; an empty holding removes it.
-
-    expects: the generation that the consumer must have; None: the consumer must not exist. consumer_type: None before
-    1.38; an existing consumer then keeps its type, and a new one has none.
-    """
-
-    consumer: str
-    holding: Holding
-    project_id: str
-    user_id: str
-    consumer_type: str | None = None
-    expects: Expected = ANY
+from placement_worker.domain.units import Fit, is_allowed_amount
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState
 
 
 class Replace(Caused, frozen=True):
@@ -137,47 +112,20 @@ def remove(ledger: ClaimLedger, item: Remove) -> AllocationOutcome:
 
 def replace(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     """Give each consumer exactly the allocations of its write, or return the refusal and change nothing."""
-    known = {write.consumer: _holder(ledger, write.consumer) for write in writes}
+    refusal = _check_generations(ledger, writes) or _check_names(ledger, writes) or _check_capacity(ledger, writes)
+    if refusal is None:
+        ledger.replace(writes, bump_left=False)
+    return refusal
+
+
+def _check_generations(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
     for write in writes:
-        refusal = _check_generation(write, known[write.consumer])
-        if refusal is not None:
-            return refusal
-    refusal = _check_names(ledger, writes) or _check_capacity(ledger, writes, known)
-    if refusal is not None:
-        return refusal
-    written: dict[str, None] = {}  # each provider once, in a stated order
-    for write in writes:
-        consumer = known[write.consumer]
-        held = consumer.holding if consumer is not None else NOTHING
-        ledger.shift(held, write.holding)
-        written.update(dict.fromkeys(write.holding or held))
-        kind = write.consumer_type
-        if kind is None:
-            kind = consumer.consumer_type if consumer is not None else ""
-        wanted = ConsumerState(0, 0, write.project_id, write.user_id, kind, write.holding)
-        ledger.replace(write.consumer, wanted)
-    ledger.bump(written)
+        if not ledger.is_expected(write):
+            known = ledger.consumer(write.consumer)
+            generation = known.generation if known is not None and known.holding else "null"
+            words = f"consumer generation conflict - expected {generation} but got {write.expects}"
+            return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
     return None
-
-
-def _holder(ledger: ClaimLedger, uuid: str) -> ConsumerState | None:
-    known = ledger.consumer(uuid)
-    return known if known is not None and known.holding else None
-
-
-def _check_generation(write: ConsumerWrite, known: ConsumerState | None) -> AllocationOutcome:
-    expects = write.expects
-    if isinstance(expects, AnyGeneration):
-        return None
-    if known is None:
-        if expects is None:
-            return None
-        words = f"consumer generation conflict - expected null but got {expects}"
-    elif known.generation == expects:
-        return None
-    else:
-        words = f"consumer generation conflict - expected {known.generation} but got {expects}"
-    return WriteRefusal(Why.CONSUMER_GENERATION, words, write.consumer)
 
 
 def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
@@ -195,17 +143,11 @@ def _check_names(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> Alloca
     return None
 
 
-def _check_capacity(
-    ledger: ClaimLedger, writes: Sequence[ConsumerWrite], known: Mapping[str, ConsumerState | None]
-) -> AllocationOutcome:
-    """Compare the total that all these consumers hold before and after with the capacities and unit constraints."""
-    more: dict[tuple[str, str], int] = {}
-    for write in writes:
-        consumer = known[write.consumer]
-        for sign, holding in ((-1, consumer.holding if consumer is not None else NOTHING), (1, write.holding)):
-            for uuid, resources in holding.items():
-                for name, amount in resources.items():
-                    more[uuid, name] = more.get((uuid, name), 0) + sign * amount
+def _check_capacity(ledger: ClaimLedger, writes: Sequence[ConsumerWrite]) -> AllocationOutcome:
+    """Compare the total that all these consumers hold before and after with the capacities, and each amount with the
+    unit constraints.
+    """
+    before, after = ledger.totals(writes)
     for write in writes:
         for uuid, resources in write.holding.items():
             inventories = ledger.providers[uuid].inventories
@@ -217,8 +159,7 @@ def _check_capacity(
                     )
                 if not is_allowed_amount(amount, inventory):
                     return _does_not_fit(name, uuid, "violate inventory constraints")
-                extra = more[uuid, name]
-                if extra > 0 and ledger.used_of(uuid, name) + extra > inventory.capacity:
+                if ledger.fit(uuid, name, amount, after[uuid][name] - amount_of(before, uuid, name)) is Fit.FULL:
                     return _does_not_fit(name, uuid, "exceed the capacity")
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import MAX_CAUSES, Change
+from bus.contracts.feed import MAX_CAUSES, Change
 
 
 class Caused(Struct, frozen=True, kw_only=True):

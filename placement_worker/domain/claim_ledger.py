@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Claim, ClaimOption, Migration
-from placement_worker.domain.claim_verdict import ClaimVerdict, Decision
-from placement_worker.domain.moves import source_held
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, Migration
+from placement_worker.domain.moves import source_held, total_of
 from placement_worker.domain.server_groups import (
     GroupCount,
     counted_by_class,
@@ -18,9 +18,72 @@ from placement_worker.domain.server_groups import (
     held_by_class,
     hosts_that_matter,
 )
+from placement_worker.domain.units import Fit, fit
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 NO_GROUPS: Mapping[GroupKey, Members] = {}
+
+# (provider, class) pairs with too little free.
+Lacking = tuple[tuple[str, str], ...]
+
+
+class ClaimVerdict(Struct, frozen=True, kw_only=True):
+    """The result of one item. changed: the item wrote something, so its reply carries the transaction's feed number.
+
+    of_gang: the result of each claim of a ClaimAll. lacking: of a claim that is full. attempt: as in ClaimResult.
+    """
+
+    outcome: str
+    option: int | None = None
+    outcomes: tuple[ClaimOutcome, ...] = ()
+    consumer: str | None = None
+    consumer_generation: int | None = None
+    generations: dict[str, int] = {}
+    changed: bool = False
+    reason: str = ""
+    holding: Holding = {}
+    members: dict[str, int] = {}
+    of_gang: tuple[ClaimVerdict, ...] = ()
+    lacking: Lacking = ()
+    attempt: int = 0
+
+
+class Decision(Struct, frozen=True):
+    """The verdict on every item, and the rows to write. Each row occurs once and has absolute values.
+
+    consumers: the new state of each changed consumer; None: the row is deleted. used, generations: the new values of
+    each changed provider. joined: the new members of each server group, with the host that the member's claim named.
+    """
+
+    verdicts: list[ClaimVerdict]
+    consumers: dict[str, ConsumerState | None]
+    used: dict[str, dict[str, int]]
+    generations: dict[str, int]
+    joined: dict[GroupKey, dict[str, str]] = {}
+
+
+class AnyGeneration(Struct, frozen=True):
+    """The write names no consumer generation, as all writes of the REST API before microversion 1.28."""
+
+
+ANY = AnyGeneration()
+Expected = int | None | AnyGeneration
+
+
+class ConsumerWrite(Struct, frozen=True):
+    """The new allocations of one consumer; an empty holding removes it.
+
+    expects: the generation that the consumer must have; None: it must hold nothing. consumer_type: None before 1.38; an
+    existing consumer then keeps its type, and a new one has none. attempt: no later one may have written; None: any.
+    """
+
+    consumer: str
+    holding: Holding
+    project_id: str
+    user_id: str
+    consumer_type: str | None = None
+    expects: Expected = ANY
+    attempt: int | None = None
 
 
 class ClaimLedger:
@@ -187,13 +250,17 @@ class ClaimLedger:
                 return f"{name}: {now.get(name, 0)} of {limit} held, {more} more requested"
         return ""
 
+    def fit(self, uuid: str, name: str, amount: int, more: int) -> Fit:
+        """Whether one allocation may have this amount when the usage of a class of a provider grows by `more`."""
+        inventory = self.providers[uuid].inventories.get(name)
+        return fit(amount, inventory, 0 if inventory is None else self.used_of(uuid, name), more)
+
     def move(self, before: Holding, after: Holding) -> None:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider
         once.
         """
         self.shift(before, after)
-        self.bump(after)
-        self.bump(uuid for uuid in before if uuid not in after)
+        self.bump({**after, **before})
 
     def shift(self, before: Holding, after: Holding) -> None:
         """Change the usage from one holding of a consumer to another, and leave the generations as they are."""
@@ -213,18 +280,46 @@ class ClaimLedger:
         for uuid in uuids:
             self.generations[uuid] += 1
 
-    def replace(self, uuid: str, wanted: ConsumerState) -> None:
-        """Record that a consumer holds `wanted.holding` from now on, under its next generation. A consumer that is left
-        with nothing stays as a fence of its attempts, so that a late claim of an old one cannot create it again.
+    def held_by(self, uuid: str) -> Holding:
+        """The allocations of a consumer after the decisions so far."""
+        return holding_of(self.consumer(uuid))
+
+    def is_expected(self, write: ConsumerWrite) -> bool:
+        """Whether the consumer has the generation that the write names, and no later attempt has written it."""
+        known = self.consumer(write.consumer)
+        if known is not None and write.attempt is not None and known.attempt > write.attempt:
+            return False
+        generation = known.generation if known is not None and known.holding else None
+        return write.expects in (ANY, generation)
+
+    def totals(self, writes: Sequence[ConsumerWrite]) -> tuple[Holding, Holding]:
+        """The sums that all these consumers hold before and after the writes, with which capacities are compared."""
+        return total_of(self.held_by(write.consumer) for write in writes), total_of(write.holding for write in writes)
+
+    def replace(self, writes: Sequence[ConsumerWrite], *, bump_left: bool) -> None:
+        """Record that each consumer holds what its write says from now on, under its next generation. A consumer that
+        is left with nothing stays as a fence of its attempts, so that a late claim of an old one cannot create it
+        again.
+
+        bump_left: increment the generations of the providers, too, that a consumer with new allocations has left.
         """
-        known = self.consumer(uuid)
-        if wanted.holding:
-            generation = 1 if known is None else known.generation + 1
-            attempt = max(wanted.attempt, 0 if known is None else known.attempt)
-            run = wanted.run if known is None else known.run
-            self.write(uuid, replace(wanted, generation=generation, attempt=attempt, run=run))
-        elif known is not None and known.holding:
-            self.write(uuid, replace(known, holding=NOTHING) if known.attempt else None)
+        written: dict[str, None] = {}  # each provider once, in a stated order
+        for write in writes:
+            known = self.consumer(write.consumer)
+            held, wanted = holding_of(known), write.holding
+            self.shift(held, wanted)
+            written.update(dict.fromkeys({**wanted, **held} if bump_left else wanted or held))
+            if wanted:
+                kind = write.consumer_type
+                if kind is None:
+                    kind = known.consumer_type if known is not None and held else ""
+                old = known or ConsumerState(0, 0, "", "", "")
+                attempt = max(write.attempt or 0, old.attempt)
+                owner = (write.project_id, write.user_id, kind)
+                self.write(write.consumer, ConsumerState(old.generation + 1, attempt, *owner, wanted, old.run))
+            elif known is not None and held:
+                self.write(write.consumer, replace(known, holding=NOTHING) if known.attempt else None)
+        self.bump(written)
 
     def generations_of(self, holding: Holding) -> dict[str, int]:
         """Return {provider: generation} of the providers in a holding, after the decisions so far."""

@@ -12,18 +12,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from bus.contracts.placement import (
-    Change,
-    Claim,
-    ClaimAll,
-    ClaimOption,
-    ClaimOutcome,
-    Release,
-    Revert,
-    Swap,
+from bus.contracts.feed import Change
+from bus.contracts.placement import Claim, ClaimAll, ClaimOption, ClaimOutcome, Release, Revert, Swap
+from placement_worker.domain.claim_ledger import (
+    ClaimLedger,
+    ClaimVerdict,
+    ConsumerWrite,
+    Decision,
+    Lacking,
+    holding_of,
 )
-from placement_worker.domain.claim_ledger import ClaimLedger, holding_of
-from placement_worker.domain.claim_verdict import ClaimVerdict, Decision, Lacking
 from placement_worker.domain.moves import (
     COUNTED_MIGRATION_TYPE,
     MIGRATION_TYPE,
@@ -37,7 +35,7 @@ from placement_worker.domain.server_groups import (
     permitted,
     visible_members,
 )
-from placement_worker.domain.units import is_allowed_amount
+from placement_worker.domain.units import Fit
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
 
 ClaimItem = Claim | ClaimAll | Release | Revert | Swap
@@ -99,7 +97,7 @@ def decide(
 def changes_of(decision: Decision) -> list[Change]:
     """Return a decision as changes of the feed, one for each provider. `feed.append` numbers them."""
     return [
-        Change(sequence=0, provider=uuid, generation=generation, used=decision.used[uuid])
+        Change(provider=uuid, generation=generation, used=decision.used[uuid])
         for uuid, generation in decision.generations.items()
     ]
 
@@ -132,9 +130,11 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         source = ledger.source_held(claim.migration, held, kept) if claim.release_first else held
     outcomes: list[ClaimOutcome] = []
     past = ""
+    before = total_of((held, kept)) if kept else held
     others = ledger.others(claim) if claim.server_group is not None else {}
     for number, option in enumerate(claim.options):
-        outcome = _fits(ledger, option, total_of((held, kept)) if kept else held, source)
+        wanted = option.allocations
+        outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
         if outcome is _CLAIMED and claim.limits and (past := ledger.past_limit(claim, option, held or source)):
@@ -181,8 +181,7 @@ def _lacking(ledger: ClaimLedger, option: ClaimOption, held: Holding) -> Lacking
         (uuid, name)
         for uuid, resources in option.allocations.items()
         for name, amount in resources.items()
-        if (inventory := ledger.providers[uuid].inventories.get(name)) is not None
-        and ledger.used_of(uuid, name) + amount - held.get(uuid, _NO_AMOUNTS).get(name, 0) > inventory.capacity
+        if ledger.fit(uuid, name, amount, amount - amount_of(held, uuid, name)) is Fit.FULL
     )
 
 
@@ -368,15 +367,24 @@ def _fence(known: ConsumerState, attempt: int) -> ConsumerState:
     return ConsumerState(known.generation, attempt, known.project_id, known.user_id, known.consumer_type)
 
 
-def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holding = NOTHING) -> ClaimOutcome:
-    """Return the outcome of one option. GONE takes precedence over FULL, FULL over RACED, and RACED over INVALID.
+def _larger(wanted: Holding, source: Holding) -> dict[str, dict[str, int]]:
+    """Return `wanted` with the amounts of a move's source where these are larger."""
+    return {
+        uuid: {name: max(amount, amount_of(source, uuid, name)) for name, amount in resources.items()}
+        for uuid, resources in wanted.items()
+    }
 
-    held: the present allocations of the consumer and of its migration. source: the allocations of a move's source; of
-    each class the larger of the source's and the option's amount counts.
+
+def _fits(
+    ledger: ClaimLedger, wanted: Holding, before: Holding, after: Holding, shapes: Mapping[str, int] = _NO_AMOUNTS
+) -> ClaimOutcome:
+    """Return whether allocations fit. GONE takes precedence over FULL, FULL over RACED, and RACED over INVALID.
+
+    before, after: what all consumers of the item hold together, with which capacities are compared (microversion 1.13).
+    shapes: of the providers when they were chosen.
     """
     invalid = raced = False
-    shapes = option.shapes
-    for uuid, resources in option.allocations.items():
+    for uuid, resources in wanted.items():
         provider = ledger.providers.get(uuid)
         if provider is None or uuid in ledger.foreign:
             return _GONE
@@ -384,25 +392,20 @@ def _fits(ledger: ClaimLedger, option: ClaimOption, held: Holding, source: Holdi
             invalid = True
         if uuid in shapes and shapes[uuid] != provider.shape:
             raced = True
-    for uuid, resources in option.allocations.items():
-        inventories = ledger.providers[uuid].inventories
-        before = held.get(uuid, _NO_AMOUNTS)
+    for uuid, resources in wanted.items():
+        held, total = before.get(uuid, _NO_AMOUNTS), after[uuid]
         for name, amount in resources.items():
-            more = (max(amount, amount_of(source, uuid, name)) if source else amount) - before.get(name, 0)
-            if more <= 0:
-                continue  # over capacity or not, an amount that does not grow is allowed
-            inventory = inventories.get(name)
-            if inventory is None:
+            fit = ledger.fit(uuid, name, amount, total[name] - held.get(name, 0))
+            if fit is Fit.FULL:
+                return _FULL
+            if fit is Fit.NO_INVENTORY:
                 known, shape = name in ledger.known_classes, ledger.providers[uuid].shape
                 # The inventory was removed after the host was chosen, perhaps moved to a child provider: raced, not
                 # full.
                 if known and shapes.get(uuid, shape) == shape:
                     return _FULL
                 invalid = invalid or not known
-                continue
-            if ledger.used_of(uuid, name) + more > inventory.capacity:
-                return _FULL
-            if not is_allowed_amount(amount, inventory):
+            elif fit is Fit.NOT_IN_UNITS:
                 invalid = True
     if raced:
         return ClaimOutcome.RACED
@@ -467,8 +470,7 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
     source: Holding = held
     if known.attempt > revert.source_attempt:
         source = whole_source(revert.migration.source, ledger.source_held(revert.migration, held, kept))
-        before = total_of((held, kept))
-        outcome = _fits_swap(ledger, source, before, total_of((source,)))
+        outcome = _fits(ledger, source, total_of((held, kept)), source)
         if outcome is not _CLAIMED:
             return ClaimVerdict(outcome=outcome.value, reason="revert.no_room: the source has less than it had")
         ledger.move(held, source)
@@ -487,52 +489,32 @@ def _revert(ledger: ClaimLedger, revert: Revert) -> ClaimVerdict:
 
 
 def _swap(ledger: ClaimLedger, swap: Swap) -> ClaimVerdict:
-    """Replace the allocations of several consumers, all or none. Capacity is compared with the sum that all of them
-    hold before and after (microversion 1.13).
-    """
-    entries = swap.consumers
-    if len({entry.consumer for entry in entries}) != len(entries):
+    """Replace the allocations of several consumers, all or none."""
+    writes = [
+        ConsumerWrite(
+            entry.consumer,
+            entry.allocations,
+            entry.project_id,
+            entry.user_id,
+            entry.consumer_type,
+            entry.consumer_generation,
+            entry.attempt,
+        )
+        for entry in swap.consumers
+    ]
+    if len({write.consumer for write in writes}) != len(writes):
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="a consumer is named twice")
-    known = {entry.consumer: ledger.consumer(entry.consumer) for entry in entries}
-    before = total_of(holding_of(consumer) for consumer in known.values())
-    if all(holding_of(known[entry.consumer]) == entry.allocations for entry in entries):
+    before, after = ledger.totals(writes)
+    if all(ledger.held_by(write.consumer) == write.holding for write in writes):
         return ClaimVerdict(outcome=_CLAIMED, generations=ledger.generations_of(before))
-    for entry in entries:
-        consumer = known[entry.consumer]
-        generation = consumer.generation if consumer is not None and consumer.holding else None
-        if ledger.is_others(holding_of(consumer)):
-            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer, reason=OF_ANOTHER_CELL)
-        is_late = entry.attempt is not None and consumer is not None and consumer.attempt > entry.attempt
-        if entry.consumer_generation != generation or is_late:
-            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=entry.consumer)
-    after = total_of(entry.allocations for entry in entries)
-    for entry in entries:
-        outcome = _fits_swap(ledger, entry.allocations, before, after)
+    for write in writes:
+        if ledger.is_others(ledger.held_by(write.consumer)):
+            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer, reason=OF_ANOTHER_CELL)
+        if not ledger.is_expected(write):
+            return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, consumer=write.consumer)
+    for write in writes:
+        outcome = _fits(ledger, write.holding, before, after)
         if outcome is not _CLAIMED:
-            return ClaimVerdict(outcome=outcome, consumer=entry.consumer)
-    for entry in entries:
-        ledger.move(holding_of(known[entry.consumer]), entry.allocations)
-        owner = (entry.project_id, entry.user_id, entry.consumer_type)
-        ledger.replace(entry.consumer, ConsumerState(0, entry.attempt or 0, *owner, entry.allocations))
+            return ClaimVerdict(outcome=outcome, consumer=write.consumer)
+    ledger.replace(writes, bump_left=True)
     return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of({**before, **after}))
-
-
-def _fits_swap(ledger: ClaimLedger, wanted: Holding, before: Holding, after: Holding) -> ClaimOutcome:
-    for uuid, resources in wanted.items():
-        provider = ledger.providers.get(uuid)
-        if provider is None or uuid in ledger.foreign:
-            return _GONE
-        if not resources:
-            return ClaimOutcome.INVALID
-        for name, amount in resources.items():
-            more = after[uuid][name] - before.get(uuid, {}).get(name, 0)
-            if more <= 0:
-                continue
-            inventory = provider.inventories.get(name)
-            if inventory is None:
-                return _FULL if name in ledger.known_classes else ClaimOutcome.INVALID
-            if ledger.used_of(uuid, name) + more > inventory.capacity:
-                return _FULL
-            if not is_allowed_amount(amount, inventory):
-                return ClaimOutcome.INVALID
-    return _CLAIMED

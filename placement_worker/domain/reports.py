@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import Change, InventoryUpdate, ProviderReport
+from bus.contracts.feed import Change
+from bus.contracts.placement import InventoryUpdate, ProviderReport
 from placement_worker.domain.allocation_migration import migrate_allocations, sources_of, usage_after
 from placement_worker.domain.names import is_class, is_custom, suggestion
 from placement_worker.domain.values import (
@@ -137,7 +138,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
     created_again = [uuid for uuid, old in before.items() if uuid in after and after[uuid].generation < old.generation]
     changes = [_removed(before[uuid]) for uuid in created_again]
     changes += [
-        Change(sequence=0, provider=uuid, generation=provider.generation, state=state_of(provider))
+        Change(provider=uuid, generation=provider.generation, state=state_of(provider))
         for uuid, provider in after.items()
         if before.get(uuid) is not provider
     ]
@@ -146,7 +147,7 @@ def changes_of(before: Mapping[str, Provider], after: Mapping[str, Provider]) ->
 
 
 def _removed(provider: Provider) -> Change:
-    return Change(sequence=0, provider=provider.uuid, generation=provider.generation + 1, removed=True)
+    return Change(provider=provider.uuid, generation=provider.generation + 1, removed=True)
 
 
 class _Draft:

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from msgspec import Struct
 from msgspec.structs import replace as changed
 
-from placement_worker.domain.allocations import ConsumerWrite, replace
+from placement_worker.domain.allocations import replace
 from placement_worker.domain.causes import Caused
-from placement_worker.domain.claim_ledger import ClaimLedger
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_ledger import ClaimLedger, ConsumerWrite, Decision
 from placement_worker.domain.refusal import Why, WriteRefusal, no_such_class
 from placement_worker.domain.trees import in_use
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory, claimed_provider

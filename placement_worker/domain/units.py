@@ -1,15 +1,20 @@
-"""The amounts that an inventory allows for one allocation: Placement's rule of min_unit, max_unit and step_size.
+"""Whether an inventory has room for an amount: Placement's rule of capacity, min_unit, max_unit and step_size.
 
-The rule stands here twice: for numbers and for columns of numbers, and as SQL; a test compares the two.
+The rule of units stands here twice: for numbers and for columns of numbers, and as SQL; a test compares the two.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, Protocol
 
 
-class UnitRule(Protocol):
-    """The part of an inventory that the rule reads: `Inventory` of the contracts, `InventoryUsage`."""
+class Rules(Protocol):
+    """The part of an inventory that the rule reads: `InventoryUsage`, `StoredInventory`."""
+
+    @property
+    def capacity(self) -> int:
+        """The most that all allocations together may have."""
 
     @property
     def min_unit(self) -> int:
@@ -22,6 +27,15 @@ class UnitRule(Protocol):
     @property
     def step_size(self) -> int:
         """Every allocation is a multiple of this amount."""
+
+
+class Fit(Enum):
+    """Whether an amount of a class of a provider can be allocated."""
+
+    FITS = "fits"
+    NO_INVENTORY = "no_inventory"  # the provider has nothing of the class
+    FULL = "full"
+    NOT_IN_UNITS = "not_in_units"
 
 
 def is_in_units(amount: Any, min_unit: Any, max_unit: Any, step_size: Any) -> Any:
@@ -39,6 +53,19 @@ def in_units_sql(amount: str, inventory: str = "i") -> str:
     return f"{amount} >= {low} AND {amount} <= {high} AND {amount} % {step} = 0"
 
 
-def is_allowed_amount(amount: int, rule: UnitRule) -> bool:
+def is_allowed_amount(amount: int, rules: Rules) -> bool:
     """Whether one allocation may have this amount, regardless of free capacity."""
-    return bool(is_in_units(amount, rule.min_unit, rule.max_unit, rule.step_size))
+    return bool(is_in_units(amount, rules.min_unit, rules.max_unit, rules.step_size))
+
+
+def fit(amount: int, rules: Rules | None, used: int, more: int) -> Fit:
+    """Whether one allocation may have this amount when the usage grows by `more`, from `used`. Over capacity or not, an
+    amount for which it does not grow is allowed.
+    """
+    if more <= 0:
+        return Fit.FITS
+    if rules is None:
+        return Fit.NO_INVENTORY
+    if used + more > rules.capacity:
+        return Fit.FULL
+    return Fit.FITS if is_allowed_amount(amount, rules) else Fit.NOT_IN_UNITS

@@ -10,7 +10,7 @@ import asyncpg
 
 from bus.contracts.placement import Swap
 from placement_worker.book import claim
-from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.operations.repair import HOLD_CONSUMERS
 from placement_worker.store.postgres_transaction import PostgresBookTransaction
@@ -42,6 +42,6 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
     named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
     locked = [row[0] for row in await connection.fetch(LOCK, named)]
     opened: Sequence[asyncpg.Record] = await connection.fetch(OPEN, locked)
-    [reply] = await claim(transaction, [swap], ABOVE_CELLS)
+    [reply] = await claim(transaction, ClaimGroup([swap]), ABOVE_CELLS)
     await connection.execute(CLOSE, [row[0] for row in opened], [row[1] for row in opened])
     return reply

@@ -14,7 +14,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.assumptions import Assumptions
 from placement_worker.replica.columns import (
     CAPACITY,

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import structlog
 
-from bus.contracts.placement import Change, ChangesPage, ProviderState, SnapshotPage
+from bus.contracts.feed import Change, ChangesPage, SnapshotPage
+from bus.contracts.placement import ProviderState
 from bus.faults import Transient
 from bus.turns import next_turn
 from placement_worker.replica.book import Book, Gap

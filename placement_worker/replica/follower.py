@@ -18,15 +18,7 @@ from msgspec import Struct
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import (
-    Change,
-    ChangesPage,
-    ChangesRequest,
-    FeedChanges,
-    FeedHead,
-    SnapshotPage,
-    SnapshotRequest,
-)
+from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.faults import RequestRefused, RequestTimeout
 from bus.port import BusError, BusForbidden
 from bus.retrying import Retrying, RetryPolicy

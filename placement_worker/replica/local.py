@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from bus.contracts.placement import FeedHead
+from bus.contracts.feed import FeedHead
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import CatchUp, FeedSource
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from placement_worker.domain.allocations import ConsumerWrite, Remove, Replace
+from placement_worker.domain.allocations import Remove, Replace
+from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reshape import Reshape
 from placement_worker.rest import bodies

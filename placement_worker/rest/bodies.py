@@ -17,7 +17,7 @@ from msgspec import Meta as Bound
 
 from bus.contracts.base import MAX_AMOUNT
 from bus.json_values import has_more_values
-from placement_worker.domain.allocations import ANY, ConsumerWrite, Expected
+from placement_worker.domain.claim_ledger import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
 from placement_worker.rest.faults import HttpFault

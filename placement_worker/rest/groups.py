@@ -104,10 +104,9 @@ class Groups(Generic[Item, Result]):
 
     def _fail_waiting(self, error: Exception) -> None:
         """No group can be made of what waits: its callers get the error."""
-        while self._waiting:
-            _, future = self._waiting.popleft()
-            if not future.done():
-                future.set_exception(error)
+        waiting = list(self._waiting)
+        self._waiting.clear()
+        _fail(waiting, error)
 
     def _next_group(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         """Take the writes that have waited longest, within the bounds of a group."""
@@ -148,14 +147,16 @@ class Groups(Generic[Item, Result]):
                 for one in group:
                     await self._run([one])
                 return
-            for _, future in group:
-                if not future.done():
-                    future.set_exception(error)
+            _fail(group, error)
             return
-        self._committed()
-        for (_, future), result in zip(group, results, strict=True):
-            if not future.done():
-                future.set_result(result)
+        try:
+            for (_, future), result in zip(group, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+            self._committed()
+        except Exception as error:  # it is committed: what failed is tried no more, and others are not concerned
+            log.exception("rest.failed", group=self._name)
+            _fail(group, error)
 
     async def _tried(self, items: list[Item]) -> Sequence[Result]:
         for left in range(TRIES - 1, -1, -1):
@@ -166,6 +167,13 @@ class Groups(Generic[Item, Result]):
                     raise
                 log.info("rest.group_again", group=self._name, code=error.code)
         raise AssertionError("the last try returns or raises")
+
+
+def _fail(group: Sequence[tuple[Item, asyncio.Future[Result]]], error: Exception) -> None:
+    """Raise an error to the callers that have no outcome yet."""
+    for _, future in group:
+        if not future.done():
+            future.set_exception(error)
 
 
 def _done(future: asyncio.Future[None]) -> None:

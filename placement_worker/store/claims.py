@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 import asyncpg
 import msgspec
 
-from bus.contracts.placement import Change
+from bus.contracts.feed import Change
 from bus.faults import BrokenInvariant
 from bus.turns import turn_for
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
 from placement_worker.store import feed, limits
 from placement_worker.store.port import Locked, PassedMeanwhile

@@ -14,7 +14,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.base import encode
-from bus.contracts.placement import Change, FeedHead
+from bus.contracts.feed import Change, FeedHead, FeedRow, changes_in
 from bus.persistence.guarded_statement import ASYNCHRONOUS_COMMIT
 from placement_worker.store.port import NewestHead
 
@@ -30,14 +30,15 @@ APPEND = "SELECT append_changes($1::bigint[], $2::bigint[], $3::bytea[])"
 READ = "SELECT first, last, body FROM changes WHERE last > $1 ORDER BY last LIMIT $2"
 HEAD = "SELECT number, history FROM feed_head"
 NEWEST = """
-SELECT number, history, origin <> feed_origin() OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
+SELECT number, history,
+    origin <> origin_of('feed_head') OR coalesce(history = $1::uuid AND number < $2, false) AS is_another,
     number > (SELECT number FROM feed_position) AS unpublished
 FROM feed_head
 """
 # When several processes find at once that the history has ended, only the first one sets a new id.
 RENEW = """
-UPDATE feed_head SET history = gen_random_uuid(), origin = feed_origin()
-WHERE origin <> feed_origin() OR (history = $1::uuid AND number < $2)
+UPDATE feed_head SET history = gen_random_uuid(), origin = origin_of('feed_head')
+WHERE origin <> origin_of('feed_head') OR (history = $1::uuid AND number < $2)
 RETURNING number
 """
 NEW_HISTORY = "UPDATE feed_head SET history = gen_random_uuid()"
@@ -80,8 +81,6 @@ WITH moved AS (
 SELECT {ASYNCHRONOUS_COMMIT}
 """
 
-_decode = msgspec.json.Decoder(list[Change]).decode
-
 
 async def append(connection: asyncpg.Connection, changes: Sequence[Change]) -> int:
     """Number the changes and write them, as the last statement of a transaction. Returns the last number, 0 when there
@@ -123,47 +122,38 @@ def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
 
 async def read(
     connection: asyncpg.Connection, after: int, limit: int, found: Sequence[asyncpg.Record] | None = None
-) -> tuple[list[Change], bool]:
-    """Return (the changes numbered above `after`, in order; whether there may be more). At most `limit` changes, fewer
-    when they are large.
+) -> tuple[list[FeedRow], bool]:
+    """Return (the rows of the changes numbered above `after`, in order; whether there may be more). At most `limit`
+    changes, fewer when they are large. The changes of a row are not decoded.
 
     found: the first rows, if the caller has read them. Outside of a transaction, rows may be trimmed between two
     statements; the returned changes then end before the hole.
     """
-    changes: list[Change] = []
+    rows: list[FeedRow] = []
+    last = after + limit
     size = 0
     while True:
-        wanted = min(limit - len(changes), ROWS_AT_ONCE)
+        wanted = min(last - after, ROWS_AT_ONCE)
         if found is None:
             found = await connection.fetch(READ, after, wanted)
-        for row in found:
-            first, last, body = row[0], row[1], row[2]
+        for record in found:
+            first, body = record[0], record[2]
             if first > after + 1:
-                return changes, True
-            changes.extend(_numbered(first, body, after))
-            after = last
+                return rows, True
+            row = FeedRow(first=first, last=record[1], changes=msgspec.Raw(body))  # type: ignore[arg-type]
+            rows.append(row if first > after and row.last <= last else _part(row, after + 1, min(row.last, last)))
+            after = row.last
             size += len(body)
-            if len(changes) >= limit or size >= MAX_BYTES_READ:
-                return changes[:limit], True
+            if after >= last or size >= MAX_BYTES_READ:
+                return rows, True
         if len(found) < wanted:
-            return changes, False
+            return rows, False
         found = None
 
 
-def _numbered(first: int, body: bytes, after: int) -> list[Change]:
-    return [
-        Change(
-            sequence=number,
-            provider=change.provider,
-            generation=change.generation,
-            state=change.state,
-            used=change.used,
-            removed=change.removed,
-            causes=change.causes,
-        )
-        for number, change in enumerate(_decode(body), first)
-        if number > after
-    ]
+def _part(row: FeedRow, first: int, last: int) -> FeedRow:
+    """The changes of a row from one number to another."""
+    return FeedRow(first=first, last=last, changes=changes_in((row,))[first - row.first : last + 1 - row.first])
 
 
 async def head(connection: asyncpg.Connection) -> FeedHead:

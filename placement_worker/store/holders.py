@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import asyncpg
 
 from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
-from placement_worker.domain.claim_verdict import Lacking
+from placement_worker.domain.claim_ledger import Lacking
 from placement_worker.store.rows import transposed
 
 # Allocations of one provider that are searched. For a provider with more, the newest holders are not looked up, because

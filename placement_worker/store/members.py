@@ -14,7 +14,7 @@ import asyncpg
 
 from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import WantedMembers
+from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.server_groups import SHARING
 from placement_worker.domain.values import GroupKey
 from placement_worker.store.rows import transposed

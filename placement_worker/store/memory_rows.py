@@ -14,11 +14,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.placement import Change, ClaimHolder, FeedHead
+from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
+from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.server_groups import usage_changes
@@ -122,7 +123,7 @@ class MemoryBookRows:
             until = now + lease_s
             transaction.durable = False  # if a crash loses this, the changes are published again
             transaction.will(lambda: setattr(table, "taken_until", until))
-            return Taken(changes, len(changes) >= limit, table.history, until)
+            return Taken(feed_rows(changes), len(changes) >= limit, table.history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
@@ -422,9 +423,9 @@ class MemoryBookTransaction:
         """The number of the oldest change that is kept."""
         return self._table.changes[0].sequence if self._table.changes else None
 
-    async def changes(self, after: int, limit: int) -> list[Change]:
-        """The changes after a number, in order."""
-        return changes_after(self._table, after, limit)
+    async def changes(self, after: int, limit: int) -> tuple[FeedRow, ...]:
+        """The rows of the changes after a number, in order."""
+        return feed_rows(changes_after(self._table, after, limit))
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""

@@ -10,7 +10,8 @@ import os_traits
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.placement import MAX_HOLDERS, Change, ClaimHolder, FeedHead
+from bus.contracts.feed import Change, FeedHead
+from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
 from bus.persistence.memory_database import MemoryDatabase
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources

@@ -23,9 +23,10 @@ from bus.contracts.book import (
     ServiceHostsPage,
     ServiceHostsQuery,
 )
-from bus.contracts.placement import Change, ClaimHolder, FeedHead, LocatePage, LocateRequest
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from bus.contracts.feed import Change, FeedHead, FeedRow
+from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, GroupKey, Members, Provider
@@ -140,10 +141,10 @@ class Listing(Struct, frozen=True):
 
 class Taken(Struct, frozen=True):
     """Changes that a process has taken to publish. lease: ends with the publishing; None: another process holds it, and
-    there are no changes.
+    there are no rows.
     """
 
-    changes: Sequence[Change]
+    rows: Sequence[FeedRow]
     more: bool
     history: str
     lease: Any
@@ -300,8 +301,8 @@ class BookTransaction(NameRows, Protocol):
     async def oldest(self) -> int | None:
         """The number of the oldest change that is kept."""
 
-    async def changes(self, after: int, limit: int) -> list[Change]:
-        """The changes after a number, in order; fewer than the limit when they are large."""
+    async def changes(self, after: int, limit: int) -> Sequence[FeedRow]:
+        """The rows of the changes after a number, in order; fewer than the limit when they are large."""
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""

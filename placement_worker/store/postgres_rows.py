@@ -9,7 +9,7 @@ from typing import Any
 import asyncpg
 
 from bus.clock import SystemClock
-from bus.contracts.placement import FeedHead
+from bus.contracts.feed import FeedHead
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
 from placement_worker.store import feed, limits, members
@@ -106,8 +106,8 @@ class PostgresBookRows:
             history, until = found[0]["history"], found[0]["until"]
             if until is None:
                 return Taken((), True, history, None)
-            changes, more = await feed.read(connection, found[0]["number"], limit, found)
-            return Taken(changes, more, history, until)
+            rows, more = await feed.read(connection, found[0]["number"], limit, found)
+            return Taken(rows, more, history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""

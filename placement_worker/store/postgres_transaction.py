@@ -10,10 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 import asyncpg
 import msgspec
 
-from bus.contracts.placement import Change, ClaimHolder, FeedHead
+from bus.contracts.feed import Change, FeedHead, FeedRow
+from bus.contracts.placement import ClaimHolder
 from bus.turns import turn_for
-from placement_worker.domain.claim_items import WantedMembers
-from placement_worker.domain.claim_verdict import Decision, Lacking
+from placement_worker.domain.claim_group import WantedMembers
+from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
@@ -247,8 +248,8 @@ class PostgresBookTransaction:
         number: int | None = await self.connection.fetchval(feed.OLDEST)
         return number
 
-    async def changes(self, after: int, limit: int) -> list[Change]:
-        """The changes after a number, in order; fewer than the limit when they are large."""
+    async def changes(self, after: int, limit: int) -> list[FeedRow]:
+        """The rows of the changes after a number, in order; fewer than the limit when they are large."""
         return (await feed.read(self.connection, after, limit))[0]
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:

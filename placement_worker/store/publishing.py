@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from bus.contracts.placement import FeedChanges
+from bus.contracts.feed import FeedChanges
 from placement_worker.store.port import BookRows
 
 # Much longer than a broker takes to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.
@@ -51,7 +51,8 @@ class Publishing:
         if taken.lease is None:
             return Published(0, True, taken=True)
         self._lease = taken.lease
-        await send(FeedChanges(changes=tuple(taken.changes), history=taken.history))
-        await self._rows.move_position(taken.changes[-1].sequence, taken.lease)
+        last = taken.rows[-1].last
+        await send(FeedChanges(rows=tuple(taken.rows), history=taken.history))
+        await self._rows.move_position(last, taken.lease)
         self._lease = None
-        return Published(len(taken.changes), taken.more)
+        return Published(last - taken.rows[0].first + 1, taken.more)

@@ -207,7 +207,7 @@ changes = Table(
 store_as_it_is(changes, "body")
 
 # The one row that every writing transaction locks last: number order is commit order.
-# history: numbers of two histories do not compare. origin: what the history was given for (feed_origin).
+# history: numbers of two histories do not compare. origin: what the history was given for (bus/persistence/origin.sql).
 feed_head = Table(
     "feed_head",
     METADATA,

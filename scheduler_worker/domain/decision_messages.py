@@ -16,7 +16,6 @@ from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.cell_queries import CellBuildQuery
-from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
@@ -32,12 +31,9 @@ CAPABILITY = "capabilities:"
 NO_FLAVOR = Flavor()
 
 
-def instance_spec(
-    request: BuildRequest, flavor: Flavor, on_host_failure: EvacuationPolicy = EvacuationPolicy.WAIT
-) -> InstanceSpec:
-    """The parts of the request and its flavor that the cell needs. on_host_failure: the policy if neither of them sets
-    one.
-    """
+def instance_spec(request: BuildRequest, config: SchedulerConfig) -> InstanceSpec:
+    """The parts of the request, and of its flavor as it is now, that the cell needs."""
+    flavor = config.flavors.get(request.flavor, NO_FLAVOR)
     specs = flavor.extra_specs
     return InstanceSpec(
         instance_uuid=request.instance_uuid,
@@ -55,7 +51,7 @@ def instance_spec(
             key[len(TRAIT) :] for key, value in specs.items() if key.startswith(TRAIT) and value == "required"
         ),
         capabilities={key[len(CAPABILITY) :]: value for key, value in specs.items() if key.startswith(CAPABILITY)},
-        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, on_host_failure)),
+        on_host_failure=for_cell(policy_of(request.on_host_failure, flavor, config.on_host_failure)),
     )
 
 
@@ -64,7 +60,7 @@ def cell_build(
 ) -> CellBuild:
     """The command to the cell."""
     return CellBuild(
-        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR), config.on_host_failure),
+        spec=instance_spec(request, config),
         selections=claimed.selections,
         consumer_generation=claimed.consumer_generation,
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,
@@ -79,7 +75,7 @@ def cell_build(
 def build_query(request: BuildRequest, build: RecordedBuild, at: float, config: SchedulerConfig) -> CellBuildQuery:
     """The query of its cell about a build that has had no event for long, or whose claim was found there."""
     return CellBuildQuery(
-        spec=instance_spec(request, config.flavors.get(request.flavor, NO_FLAVOR), config.on_host_failure),
+        spec=instance_spec(request, config),
         attempt=build.attempt or FIRST_ATTEMPT,
         build_timeout_s=request.build_timeout_s or config.build_timeout_s,
         sequence=build.sequence,

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.given_up import given_up_of
+from bus.consuming.given_up import EXPIRED_WAITING, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState
@@ -54,11 +54,12 @@ _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def pending_move(
-    received: Received, position: int, *, now: float, max_age_s: float, is_late: bool = False
-) -> PendingMove:
-    """A request that has just been taken. is_late: as in PendingMove."""
+def pending_move(received: Received, position: int, *, now: float, max_age_s: float) -> PendingMove:
+    """A request that has just been taken. One that is late has no event where its requester knows that it may be
+    carried out, and ends with one where nobody waits for an answer.
+    """
     request, meta = received.message, received.meta
+    is_late, has_requester = received.is_late(), meta.reply_to is not None
     assert isinstance(request, MoveRequest)
     return PendingMove(
         position=position,
@@ -66,9 +67,9 @@ def pending_move(
         digest=blake2b(_encode(request), digest_size=16).digest(),
         taken_at=now,
         delivery=meta.attempt,
-        given_up=given_up_of(received),
+        given_up=EXPIRED_WAITING if is_late and not has_requester else given_up_of(received),
         too_old=0 < meta.sent_at < now - max_age_s,
-        is_late=is_late,
+        is_late=is_late and has_requester,
     )
 
 
@@ -216,7 +217,7 @@ def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
     """The request for which hosts are chosen: that of the build, with the instance's present flavor and image and those
-    that this request names.
+    that this request names. The source of its present image is known to its cell alone.
     """
     built = known.build_request
     assert built is not None
@@ -226,6 +227,7 @@ def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:
         flavor=request.flavor if request.kind is MoveKind.RESIZE and request.flavor else flavor_of(known),
         image=request.image if is_rebuilt and request.image is not None else image_of(known),
         image_properties=dict(rebuilt_from(request, known) if is_rebuilt else image_properties_of(known)),
+        image_source=request.image_source,
         host=request.host,
         forced=request.forced,
         ignore_hosts=request.ignore_hosts,

@@ -31,7 +31,6 @@ FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
 MAX_NAME = 255  # of an instance
-CLOCKS_APART_S = 30.0  # the most that the clocks of a client and of a scheduler are assumed to differ
 
 _encode = msgspec.json.Encoder(order="deterministic").encode
 

@@ -172,6 +172,7 @@ class PostgresBuildRows:
         statement, now = GuardedStatement(), writes.at
         if writes.inserts:
             inserts = sorted(writes.inserts, key=lambda new: new.build.instance_uuid)
+            statement.expect(rows.ARE_NEW, [new.build.instance_uuid for new in inserts])
             statement.add("inserted", rows.INSERT, *await rows.insert_columns(inserts), now, rows=len(inserts))
         if writes.decisions:
             decisions = sorted(writes.decisions, key=lambda one: one.build.instance_uuid)

@@ -30,9 +30,11 @@ SELECT n.*, t.now, t.now
 FROM unnest({}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[], {}::bytea[], {}::text[], {}::bigint[],
             {}::boolean[], {}::text[], {}::text[], {}::text[], {}::text[], {}::uuid[], {}::integer[]) n,
      (SELECT {}::float8 AS now) t
-ON CONFLICT (instance_uuid) DO NOTHING
+WHERE {met} ON CONFLICT (instance_uuid) DO NOTHING
 RETURNING instance_uuid
 """
+
+ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
 
 # If the statement is planned by key, as in an optimistic unit, the values are looked up one by one: rows are locked in
 # the order of the values (tests/integration/scheduler/test_lock_order.py). A locking unit locks them before.
@@ -46,7 +48,7 @@ FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], 
      n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, run, funnel, timeline),
      (SELECT {}::float8 AS now) t
 WHERE build_requests.instance_uuid = n.instance_uuid AND build_requests.run = n.run
-  AND build_requests.state = 'accepted'
+  AND build_requests.state = 'accepted' AND {met}
 RETURNING build_requests.instance_uuid
 """
 
@@ -69,7 +71,7 @@ FROM unnest({}::uuid[], {}::text[], {}::bigint[], {}::integer[], {}::boolean[], 
             {}::text[], {}::uuid[], {}::text[], {}::text[], {}::text[], {}::text[])
      n(instance_uuid, state, sequence, attempt, terminal, cell, host, host_uuid, code, reason, history, timeline),
      (SELECT {}::float8 AS now) t
-WHERE build_requests.instance_uuid = n.instance_uuid
+WHERE build_requests.instance_uuid = n.instance_uuid AND {met}
 """
 
 
@@ -79,7 +81,7 @@ ROWS_AT_ONCE = 64  # made in one turn of the event loop
 
 def numbered(statement: str) -> str:
     """A statement with numbered placeholders, to send alone."""
-    return statement.format(*(f"${number}" for number in range(1, 1 + MAX_VALUES)))
+    return statement.format(*(f"${number}" for number in range(1, 1 + MAX_VALUES)), met="true")
 
 
 async def insert_columns(builds: Sequence[NewBuild]) -> Columns:

@@ -10,13 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
+from bus.contracts.feed import Change, FeedChanges
 from bus.contracts.placement import (
-    Change,
     Claim,
     ClaimOption,
     ClaimResult,
     ConsumerAllocations,
-    FeedChanges,
     Inventory,
     InventoryResult,
     InventoryUpdate,

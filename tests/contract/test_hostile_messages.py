@@ -67,7 +67,7 @@ HOSTILE: dict[str, dict[str, bytes]] = {
             "berth-cause",
             "berth-sent-at-ms",
             "berth-attempt",
-            "berth-deadline-ms",
+            "berth-patience-ms",
             "berth-key",
             "traceparent",
         )

@@ -7,15 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from bus.contracts.placement import (
-    ChangesPage,
-    FeedChanges,
-    FeedHead,
-    Inventory,
-    InventoryUpdate,
-    ProviderReport,
-    SnapshotPage,
-)
+from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.book import ResourceBook
 from placement_worker.replica.book import Book
 from placement_worker.replica.local import LocalReplica

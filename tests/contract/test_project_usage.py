@@ -26,7 +26,8 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.book import ResourceBook
-from placement_worker.domain.allocations import AllocationWrite, ConsumerWrite, Remove, Replace
+from placement_worker.domain.allocations import AllocationWrite, Remove, Replace
+from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.reshape import Reshape

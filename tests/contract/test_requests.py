@@ -11,7 +11,6 @@ import pytest
 from msgspec.structs import replace
 
 from bus import wire
-from bus.bus import Bus
 from bus.consuming.dead_letters import list_dead
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, Refusal
@@ -195,7 +194,7 @@ async def test_an_expired_request_is_skipped(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare(REQUESTS)
-    for headers in (late_by(bus), {}):
+    for headers in (late_by(), {}):
         await bus.transport.publish(delete(headers))
     await house.consume(bus, REQUESTS, handler)
     await settled(bus, queue)
@@ -208,7 +207,7 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare(REQUESTS)
-    await bus.transport.publish(delete({**late_by(bus), "berth-attempt": int(how == "retried")}))
+    await bus.transport.publish(delete({**late_by(), "berth-attempt": int(how == "retried")}))
     if how == "redelivered":
         other = await house.bus()
         taken = Collector(ack=False)
@@ -224,9 +223,9 @@ async def test_an_expired_query_is_skipped(house: House) -> None:
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare("scheduler.records")
-    for headers in (late_by(bus), {}):
-        body = b'{"type":"build.query.v1"}'
-        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.query", body=body, headers=headers))
+    for headers in (late_by(), {}):
+        query = replace(delete(headers), routing_key="build.query", body=b'{"type":"build.query.v1"}')
+        await bus.transport.publish(query)
     await house.consume(bus, "scheduler.records", handler)
     await settled(bus, queue)
     assert len(await handler.wait(1)) == 1
@@ -292,9 +291,7 @@ async def test_a_dead_letter_is_handled_however_late_it_is(house: House) -> None
     bus = await house.bus()
     handler = Answering()
     queue = await bus.declare("scheduler.given_up")
-    await bus.transport.publish(
-        replace(delete({**late_by(bus), "berth-code": "c"}), exchange=DEAD, routing_key=REQUESTS)
-    )
+    await bus.transport.publish(replace(delete({**late_by(), "berth-code": "c"}), exchange=DEAD, routing_key=REQUESTS))
     await house.consume(bus, "scheduler.given_up", handler)
     await settled(bus, queue, dead=1)
     assert [received.given_up for received in await handler.wait(1)] == ["c"]
@@ -338,11 +335,13 @@ async def test_a_query_that_cannot_be_served_is_given_up_when_its_client_has_sto
     assert (await asker.request(BuildQuery(), Refusal, timeout_s=PATIENCE_S)).code == "hello"
 
 
-def late_by(bus: Bus, s: float = 1.0) -> dict[str, int]:
+def late_by(s: float = 1.0) -> dict[str, int]:
     """The headers of a message whose requester has stopped waiting so long ago."""
-    return {"berth-deadline-ms": int((bus.clock.time() - s) * 1000)}
+    return {"berth-patience-ms": 0, "berth-waited-ms": int(s * 1000)}
 
 
 def delete(headers: Mapping[str, int | str]) -> Outgoing:
     body = b'{"type":"build.delete.v1","instance_uuid":"%s","project_id":"p"}' % boot().instance_uuid.encode()
-    return Outgoing(exchange=COMMANDS, routing_key="build.delete.17.p", body=body, headers=headers)
+    return Outgoing(
+        exchange=COMMANDS, routing_key="build.delete.17.p", body=body, headers=headers, reply_to="client.reply.gone"
+    )

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus.clock import SystemClock
+from bus.contracts.feed import FeedChanges
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
-    FeedChanges,
     Inventory,
     InventoryResult,
     InventoryUpdate,

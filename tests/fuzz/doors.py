@@ -212,7 +212,7 @@ def property_of(name: str, rng: random.Random, *, bare: bool = False) -> bytes:
 
 
 def _header_name(rng: random.Random) -> bytes:
-    known = (b"berth-cause", b"berth-sent-at-ms", b"berth-attempt", b"berth-deadline-ms", b"berth-key", b"traceparent")
+    known = (b"berth-cause", b"berth-sent-at-ms", b"berth-attempt", b"berth-patience-ms", b"berth-key", b"traceparent")
     more = (b"x-death", b"x-delivery-count", b"CC", b"BCC", b"berth-reason", b"berth-code", b"")
     return rng.choice((*known, *more, rng.randbytes(rng.choice((1, 30, 255)))))
 

@@ -94,9 +94,9 @@ async def test_a_restored_database_is_seen_to_be_set_back(backup: Path, postgres
         await restore(target, backup)
         connection = await asyncpg.connect(target)
         await connection.execute("SET search_path = cell_c1")
-        assert await connection.fetchval("SELECT origin <> cell_origin() FROM identity")
+        assert await connection.fetchval("SELECT origin <> origin_of('instances') FROM identity")
         await connection.execute("SET search_path = placement")
-        assert await connection.fetchval("SELECT origin <> feed_origin() FROM feed_head")
+        assert await connection.fetchval("SELECT origin <> origin_of('feed_head') FROM feed_head")
         await connection.close()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import TypeVar, cast
 
@@ -22,10 +22,10 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import DELETE_CONFIRMED, PostgresRows
 from bus.persistence.relay import SWEEP_BATCH, Relay
 from bus.persistence.tables import create_tables, outbox_tables
-from bus.port import BusError, BusUnavailable, Unroutable
-from bus.publishing import Waiter
+from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
+from tests.kit.posting import PostedBus
 
 pytestmark = pytest.mark.postgres
 
@@ -34,71 +34,17 @@ UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
 PATIENCE_S = 60.0
 
 
-class StubBus:
-    """The operations that the relay needs of a bus, which a test makes fail or wait. Also its transport."""
+class AwayBus(PostedBus):
+    """A bus whose broker is away for a number of messages, and has no queue for those of some projects."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.got: list[tuple[Message, str]] = []
-        self.traces: list[str] = []
-        self.failures = 0  # so many calls find the broker away
-        self.refused: set[str] = set()  # projects whose messages have no queue
-        self.unavailable_reason = ""
-        self.calls = 0
-        self._back: list[Callable[[], None]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.open = asyncio.Event()
-        self.open.set()
-        self.arrived = asyncio.Condition()
+    failures = 0
+    refused: Collection[str] = ()
 
-    @property
-    def transport(self) -> StubBus:
-        return self
-
-    def on_reconnect(self, callback: Callable[[], None]) -> None:
-        self._back.append(callback)
-
-    def go(self) -> None:
-        self.unavailable_reason = "not connected"
-
-    def come_back(self) -> None:
-        self.unavailable_reason = ""
-        for callback in self._back:
-            callback()
-
-    def post_all(
-        self,
-        messages: Sequence[tuple[Message, str]],
-        traceparents: Sequence[str],
-        waiters: Sequence[Waiter],
-        line: Callable[[Message], Hashable],
-    ) -> None:
-        self.calls += 1
-        self.traces += traceparents
-        for waiter in waiters:
-            waiter.pending += 1
-        task = asyncio.create_task(self._publish(messages, waiters))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _publish(self, messages: Sequence[tuple[Message, str]], waiters: Sequence[Waiter]) -> None:
-        await self.open.wait()
-        for (message, cause), waiter in zip(messages, waiters, strict=True):
-            error: BusError | None = None
-            if self.failures > 0:
-                self.failures -= 1
-                error = BusUnavailable("unavailable")
-            elif getattr(message, "project_id", "") in self.refused:
-                error = Unroutable("no queue")
-            else:
-                self.got.append((message, cause))
-            waiter.settle(error)
-        async with self.arrived:
-            self.arrived.notify_all()
-
-    async def until(self, count: int) -> None:
-        async with self.arrived:
-            await asyncio.wait_for(self.arrived.wait_for(lambda: len(self.got) >= count), PATIENCE_S)
+    def fault_of(self, message: Message) -> BaseException | None:
+        if self.failures > 0:
+            self.failures -= 1
+            return BusUnavailable("unavailable")
+        return Unroutable("no queue") if getattr(message, "project_id", "") in self.refused else None
 
 
 def event(project: str = "p", sequence: int = 1) -> BuildEvent:
@@ -118,7 +64,7 @@ async def database(empty_database: str) -> AsyncIterator[Database]:
 
 
 @asynccontextmanager
-async def running(database: Database, *buses: StubBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
+async def running(database: Database, *buses: PostedBus, sweep_age_s: float = 60.0) -> AsyncIterator[Relay]:
     named = {bus.name: bus for bus in buses}
     relay = Relay(PostgresRows(database), named, clock=SystemClock(), sweep_interval_s=0.02, sweep_age_s=sweep_age_s)  # type: ignore[arg-type]
     task = asyncio.create_task(relay.run())
@@ -152,7 +98,7 @@ async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
 
 
 async def test_a_committed_row_is_published_with_its_causes_and_deleted(database: Database) -> None:
-    api, cell = StubBus("api"), StubBus("cell1")
+    api, cell = PostedBus("api"), PostedBus("cell1")
     outgoing = [
         OutboxMessage("api", event(), "cause-1"),
         OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "cause-2"),
@@ -161,8 +107,8 @@ async def test_a_committed_row_is_published_with_its_causes_and_deleted(database
         relay.send(await commit(database, outgoing), outgoing)
         await relay.drain(PATIENCE_S)
         assert relay.held == 0
-    assert api.got == [(event(), "cause-1")]
-    assert cell.got == [(CellDelete(instance_uuid=UUID, project_id="p"), "cause-2")]
+    assert api.confirmed == [(event(), "cause-1")]
+    assert cell.confirmed == [(CellDelete(instance_uuid=UUID, project_id="p"), "cause-2")]
     assert await rows(database) == 0
 
 
@@ -206,7 +152,7 @@ async def test_deleting_finds_one_row_or_two_thousand_by_key(database: Database,
 
 async def test_nothing_to_publish_is_no_row(database: Database) -> None:
     assert await commit(database, []) == []
-    async with running(database, StubBus("api")) as relay:
+    async with running(database, PostedBus("api")) as relay:
         relay.send([], [])
         with pytest.raises(AssertionError):
             relay.send([], [OutboxMessage("api", event())])
@@ -222,7 +168,7 @@ async def test_a_rolled_back_transaction_publishes_nothing(database: Database) -
 
 async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(database: Database) -> None:
     """After a crash the sequence gives numbers again; the new row was not sent, and deleted with the old one."""
-    api = StubBus("api")
+    api = PostedBus("api")
     forgotten, kept = ([OutboxMessage("api", event(project))] for project in ("p", "q"))
     held = await commit(database, forgotten)
     async with database.raw() as connection:
@@ -238,16 +184,16 @@ async def test_a_row_that_the_database_forgot_does_not_take_another_with_it(data
     await api.until(2)
     task.cancel()
     await asyncio.wait([task])
-    assert [message.project_id for message, _ in api.got] == ["p", "q"]
+    assert [message.project_id for message, _ in api.confirmed] == ["p", "q"]
 
 
 async def test_what_a_dead_process_left_is_swept_by_another(database: Database) -> None:
     await commit(database, [OutboxMessage("api", event(sequence=n), f"c{n}") for n in range(3)])
-    api = StubBus("api")
+    api = PostedBus("api")
     async with running(database, api, sweep_age_s=0.0):
         await api.until(3)
         await until_equal(lambda: rows(database), 0)
-    assert [cause for _message, cause in api.got[:3]] == ["c0", "c1", "c2"]
+    assert [cause for _message, cause in api.confirmed[:3]] == ["c0", "c1", "c2"]
 
 
 async def test_a_message_that_another_process_publishes_stays_in_its_trace(database: Database) -> None:
@@ -255,7 +201,7 @@ async def test_a_message_that_another_process_publishes_stays_in_its_trace(datab
     token = CURRENT.set(Scope(tracer.start, {"c1": TraceContext("a" * 32, "b" * 16)}, None))
     await commit(database, [OutboxMessage("api", event(sequence=n), f"c{n}") for n in range(2)])
     CURRENT.reset(token)
-    api = StubBus("api")
+    api = PostedBus("api")
     async with running(database, api, sweep_age_s=0.0):
         await api.until(2)
     assert api.traces[:2] == ["", f"00-{'a' * 32}-{'b' * 16}-01"]
@@ -263,28 +209,28 @@ async def test_a_message_that_another_process_publishes_stays_in_its_trace(datab
 
 async def test_a_young_row_is_left_to_its_own_process(database: Database) -> None:
     await commit(database, [OutboxMessage("api", event())])
-    api = StubBus("api")
+    api = PostedBus("api")
     async with running(database, api, sweep_age_s=60.0) as relay:
         row = await commit(database, [OutboxMessage("api", event("mine"))])
         relay.send(row, [OutboxMessage("api", event("mine"))])
         await relay.drain(PATIENCE_S)
-    assert [message.project_id for message, _ in api.got] == ["mine"]
+    assert [message.project_id for message, _ in api.confirmed] == ["mine"]
     assert await rows(database) == 1
 
 
 async def test_an_unavailable_broker_is_waited_for(database: Database) -> None:
-    api = StubBus("api")
+    api = AwayBus("api")
     api.failures = 2
     async with running(database, api) as relay:
         relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await relay.drain(PATIENCE_S)
-    assert len(api.got) == 1
+    assert len(api.confirmed) == 1
     assert await rows(database) == 0
 
 
 async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Database) -> None:
-    api, cell = StubBus("api"), StubBus("cell1")
-    cell.open.clear()
+    api, cell = PostedBus("api"), PostedBus("cell1")
+    cell.confirms.clear()
     stuck = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     async with running(database, api, cell) as relay:
         relay.send(await commit(database, stuck), stuck)
@@ -296,13 +242,13 @@ async def test_an_unreachable_cell_does_not_hold_up_the_others(database: Databas
         await api.until(20)
         await until_equal(lambda: rows(database), 1)
         await until_equal(lambda: held(relay), 1)  # it learns of the rows' end after all others can see it
-        cell.open.set()
+        cell.confirms.set()
         await relay.drain(PATIENCE_S)
     assert await rows(database) == 0
 
 
 async def test_an_unreachable_cell_leaves_room_for_the_others(database: Database) -> None:
-    api, cell = StubBus("api"), StubBus("cell1")
+    api, cell = PostedBus("api"), PostedBus("cell1")
     cell.go()
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     relay = Relay(PostgresRows(database), {"api": api, "cell1": cell}, clock=SystemClock(), max_rows=8)  # type: ignore[dict-item]
@@ -319,7 +265,7 @@ async def test_an_unreachable_cell_leaves_room_for_the_others(database: Database
 
 async def test_rows_for_an_unreachable_cell_do_not_starve_those_that_can_leave(database: Database) -> None:
     """They are more than a sweep takes, before a dead worker's row, and untouched while the cell is unavailable."""
-    api, cell = StubBus("api"), StubBus("cell1")
+    api, cell = PostedBus("api"), PostedBus("cell1")
     cell.go()
     to_cell = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"))]
     async with database.raw() as connection:
@@ -364,7 +310,7 @@ async def test_a_transaction_for_two_buses_leaves_where_it_can_and_is_not_repeat
     database: Database, rest: str
 ) -> None:
     """Its bus is unavailable, or it is none of ours."""
-    api, cell = StubBus("api"), StubBus("cell1")
+    api, cell = PostedBus("api"), PostedBus("cell1")
     cell.go()
     to_rest = OutboxMessage(rest, CellDelete(instance_uuid=UUID, project_id="p"), "kept")
     both = [OutboxMessage("api", event("both")), to_rest]
@@ -379,14 +325,14 @@ async def test_a_transaction_for_two_buses_leaves_where_it_can_and_is_not_repeat
         await until_equal(buses, [rest])
         await commit(database, [OutboxMessage("api", event("last"))])
         await api.until(2)
-    assert [message.project_id for message, _ in api.got] == ["both", "last"]  # type: ignore[attr-defined]
+    assert [message.project_id for message, _ in api.confirmed] == ["both", "last"]  # type: ignore[attr-defined]
     ((_, body),) = [one for one in await PostgresRows(database).claim_stale(-1.0, 10, []) if b"kept" in one[1]]
     assert [one["bus"] for one in msgspec.json.decode(body)] == [rest]
 
 
 async def test_rows_that_stayed_for_a_bus_leave_when_it_is_back_and_others_rows_do_not(database: Database) -> None:
     """However young they are: the rows of another process may be under way."""
-    api, cell = StubBus("api"), StubBus("cell1")
+    api, cell = PostedBus("api"), PostedBus("cell1")
     cell.go()
     outgoing = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "mine")]
     others = [OutboxMessage("cell1", CellDelete(instance_uuid=UUID, project_id="p"), "others")]
@@ -397,11 +343,11 @@ async def test_rows_that_stayed_for_a_bus_leave_when_it_is_back_and_others_rows_
         cell.come_back()
         await cell.until(1)
         await until_equal(lambda: rows(database), 1)
-    assert [cause for _, cause in cell.got] == ["mine"]
+    assert [cause for _, cause in cell.confirmed] == ["mine"]
 
 
 async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(database: Database) -> None:
-    api = StubBus("api")
+    api = AwayBus("api")
     api.refused = {"nobody"}
     async with running(database, api) as relay:
         for project in ("a", "nobody", "b"):
@@ -410,16 +356,16 @@ async def test_one_without_a_queue_stays_for_the_sweep_and_its_neighbours_go(dat
         await relay.drain(PATIENCE_S)
         assert await rows(database) == 1
     api.refused = set()
-    api.got.clear()
+    api.confirmed.clear()
     async with running(database, api, sweep_age_s=0.0):
         await api.until(1)
         await until_equal(lambda: rows(database), 0)
-    assert {message.project_id for message, _ in api.got} == {"nobody"}
+    assert {message.project_id for message, _ in api.confirmed} == {"nobody"}
 
 
 async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Database) -> None:
-    api = StubBus("api")
-    api.open.clear()
+    api = PostedBus("api")
+    api.confirms.clear()
     relay = Relay(PostgresRows(database), {"api": api}, clock=SystemClock(), max_rows=4)  # type: ignore[dict-item]
     task = asyncio.create_task(relay.run())
     for n in range(3):
@@ -427,16 +373,16 @@ async def test_past_its_bound_the_relay_leaves_rows_to_the_sweep(database: Datab
             await commit(database, [OutboxMessage("api", event(sequence=n))]), [OutboxMessage("api", event(sequence=n))]
         )
     assert relay.held == 2, "half of it, where nothing else is held"
-    api.open.set()
+    api.confirms.set()
     await relay.drain(PATIENCE_S)
-    assert (len(api.got), await rows(database)) == (3, 0), "a drain waits for it"
+    assert (len(api.confirmed), await rows(database)) == (3, 0), "a drain waits for it"
     task.cancel()
     await asyncio.wait([task])
 
 
 async def test_draining_ends_with_the_grace_time_and_the_row_stays(database: Database) -> None:
-    api = StubBus("api")
-    api.open.clear()
+    api = PostedBus("api")
+    api.confirms.clear()
     async with running(database, api) as relay:
         relay.send(await commit(database, [OutboxMessage("api", event())]), [OutboxMessage("api", event())])
         await relay.drain(0.05)
@@ -457,7 +403,7 @@ async def test_a_row_that_cannot_be_read_is_kept_and_the_rest_goes(database: Dat
         body = unreadable
         await connection.execute("INSERT INTO outbox (bus, body) VALUES ('api', $1)", body)
         await outbox.add(connection, [OutboxMessage("api", event())])
-    api = StubBus("api")
+    api = PostedBus("api")
     async with running(database, api, sweep_age_s=0.0):
         await api.until(1)
         await until_equal(lambda: rows(database), 1)
@@ -491,8 +437,8 @@ async def test_two_processes_with_the_same_messages_agree_on_who_was_first(datab
 async def test_a_bus_that_is_removed_leaves_its_messages_in_the_table_and_gets_them_when_it_is_added(
     database: Database,
 ) -> None:
-    first = StubBus("c3")
-    first.open.clear()  # what it publishes is under way
+    first = PostedBus("c3")
+    first.confirms.clear()  # what it publishes is under way
     async with running(database, first, sweep_age_s=0.0) as relay:
         for project in ("a", "b"):
             outgoing = [OutboxMessage("c3", event(project))]
@@ -502,9 +448,9 @@ async def test_a_bus_that_is_removed_leaves_its_messages_in_the_table_and_gets_t
         outgoing = [OutboxMessage("c3", event("c"))]
         relay.send(await commit(database, outgoing), outgoing)
         assert (await held(relay), await rows(database)) == (0, 3)
-        again = StubBus("c3")
+        again = PostedBus("c3")
         relay.add_bus(again)  # type: ignore[arg-type]
         await again.until(3)
         await until_equal(lambda: rows(database), 0)
-    assert {cast("BuildEvent", message).project_id for message, _ in again.got} == {"a", "b", "c"}
-    assert first.got == []
+    assert {cast("BuildEvent", message).project_id for message, _ in again.confirmed} == {"a", "b", "c"}
+    assert first.confirmed == []

@@ -9,7 +9,9 @@ import pytest
 from sqlalchemy import text
 
 from bus.faults import DatabaseUnavailable
+from bus.persistence import database as database_module
 from bus.persistence.database import Database
+from tests.contract.rig import Proxy
 from tests.kit.clusters import database_pair
 
 pytestmark = pytest.mark.postgres
@@ -113,5 +115,44 @@ async def test_a_connection_in_use_when_its_server_is_left_is_not_used_again(emp
                     await writer.execute("INSERT INTO written VALUES (1)")
         async with database.raw() as reader:
             assert await reader.fetchval("SELECT pg_backend_pid()") != former
+    finally:
+        await database.close()
+
+
+async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_primary_before() -> None:
+    """Found by reading: what is not on the stand-by was acknowledged as if it were on disk."""
+    manager = database_pair()
+    pair = await asyncio.to_thread(manager.__enter__)
+    door = Proxy("127.0.0.1", pair.primary.port)
+    await door.open()
+    database = Database(pair.url.replace(f":{pair.primary.port},", f":{door.port},"), "fenced", pool_size=3)
+    try:
+        await database.open()
+        async with database.raw() as one, database.raw() as two:  # one connection more will be needed
+            losses = database.losses
+            assert await one.fetchval("SELECT inet_server_port()") == pair.primary.port
+            await asyncio.to_thread(pair.stand_by.promote)
+            door._server.close()  # type: ignore[union-attr]  (nobody else can come in, and nobody is put out)
+            with pytest.raises(DatabaseUnavailable):
+                await database.flushed(losses)
+            assert await two.fetchval("SELECT inet_server_port()") == pair.primary.port
+    finally:
+        await database.close()
+        await door.close()
+        await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def test_a_statement_without_an_answer_counts_as_a_loss(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server may have gone without a word, and its successor not have what was committed there."""
+    monkeypatch.setattr(database_module, "COMMAND_TIMEOUT_S", 0.2)
+    database = Database(empty_database, "owner", pool_size=1)
+    await database.open()
+    try:
+        losses = database.losses
+        with pytest.raises(DatabaseUnavailable):
+            await _execute(database, "single", "SELECT pg_sleep(30)")
+        assert database.losses > losses
     finally:
         await database.close()

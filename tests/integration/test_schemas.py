@@ -96,7 +96,7 @@ async def test_a_schema_at_head_is_known_without_alembic(empty_database: str, wo
         "DROP INDEX consumers_released; CREATE INDEX consumers_released ON consumers (released_at)",
         "ALTER SEQUENCE shapes INCREMENT 2",
         "ALTER FUNCTION append_changes RESET enable_seqscan",
-        "CREATE OR REPLACE FUNCTION feed_origin() RETURNS text LANGUAGE plpgsql AS 'BEGIN RETURN 1; END'",
+        "CREATE OR REPLACE FUNCTION origin_of(relation regclass) RETURNS text LANGUAGE sql AS 'SELECT 1::text'",
         "CREATE TRIGGER more BEFORE UPDATE ON traits EXECUTE FUNCTION suppress_redundant_updates_trigger()",
         "CREATE TYPE more AS ENUM ('a')",
         "CREATE VIEW more AS SELECT 1 AS one",

@@ -8,6 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from bus.contracts.base import Message
 from bus.publishing import Waiter
 
+PATIENCE_S = 60.0
+
 
 class PostedBus:
     """Confirms what is posted in the next turn of the event loop, while `confirms` is set. Stands for its transport,
@@ -19,10 +21,12 @@ class PostedBus:
         self.batches: list[list[Message]] = []
         self.causes: list[str] = []
         self.traces: list[str] = []
+        self.confirmed: list[tuple[Message, str]] = []  # each with its cause
         self.has_some, self.confirms = asyncio.Event(), asyncio.Event()
         self.confirms.set()
         self.unavailable_reason = ""
         self.on_back: list[Callable[[], None]] = []
+        self._settled = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -65,8 +69,18 @@ class PostedBus:
         self.causes += [cause for _, cause in messages]
         self.traces += traceparents
         await self.confirms.wait()
-        for (message, _), waiter in zip(messages, waiters, strict=True):
-            waiter.settle(self.fault_of(message))
+        for (message, cause), waiter in zip(messages, waiters, strict=True):
+            fault = self.fault_of(message)
+            if fault is None:
+                self.confirmed.append((message, cause))
+            waiter.settle(fault)
+        async with self._settled:
+            self._settled.notify_all()
+
+    async def until(self, count: int) -> None:
+        """Until so many messages are confirmed."""
+        async with self._settled, asyncio.timeout(PATIENCE_S):
+            await self._settled.wait_for(lambda: len(self.confirmed) >= count)
 
     def fault_of(self, message: Message) -> BaseException | None:
         """The broker's answer to a message; a test may overwrite it."""

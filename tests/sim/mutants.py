@@ -33,7 +33,7 @@ from scheduler_worker import announcements, deletes
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.effects import release_of
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
-from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS, UNPROVEN_OF_HOSTS
+from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
 from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES
 from tests.sim.mutants_of_peers import MUTANTS_OF_PEERS, UNPROVEN_OF_PEERS
 
@@ -372,6 +372,5 @@ MUTANTS: dict[str, Mutant] = {
 }
 # Not judged by the tests: `python -m tests.sim.seeds_to_find NAME` looks for one.
 UNPROVEN: dict[str, Mutant] = {
-    mutant.__name__: mutant
-    for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_HOSTS, *UNPROVEN_OF_MESSAGES, *UNPROVEN_OF_PEERS)
+    mutant.__name__: mutant for mutant in (*UNPROVEN_OF_DISKS, *UNPROVEN_OF_MESSAGES, *UNPROVEN_OF_PEERS)
 }

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from bus.contracts.placement import ClaimAll, ClaimOutcome
 from placement_worker.domain import claims
-from placement_worker.domain.claim_verdict import ClaimVerdict
+from placement_worker.domain.claim_ledger import ClaimVerdict
 from scheduler_worker import placing
 from scheduler_worker.domain import decisions, gangs
 from scheduler_worker.domain.placement import PlacementRefused

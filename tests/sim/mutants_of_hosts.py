@@ -11,10 +11,11 @@ import numpy as np
 from msgspec.structs import replace
 
 import cell_conductor.app
+import cell_conductor.handlers
 import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
-from cell_conductor.domain import rules, steps
+from cell_conductor.domain.proof import rescan_id
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.host_changes import HostChanges
@@ -187,36 +188,26 @@ def outage_uses_up_messages() -> AbstractContextManager[Any]:
 
 
 def patience_by_two_clocks() -> AbstractContextManager[Any]:
-    """A request's deadline, by the asker's clock, is compared with the answering side's."""
+    """The end of a request's patience, by the asker's clock, is compared with the answering side's."""
 
-    def until(self: Consumer, meta: Any) -> float | None:
+    def until(self: Consumer, delivery: Any, meta: Any, since: float) -> float | None:
         clock = self._bus.clock
-        return None if meta.deadline is None else float(clock.monotonic() + meta.deadline - clock.time())
+        if meta.patience_s is None:
+            return None
+        return float(clock.monotonic() + meta.sent_at + meta.patience_s - clock.time())
 
     return patch.object(Consumer, "_until", until)
 
 
 def report_by_our_clock() -> AbstractContextManager[Any]:
-    """A host's report is as old as it looks by the conductor's clock."""
+    """A host's report is as old as it looks by the conductor's clock: when it came."""
+    real = cell_conductor.handlers.differences
 
-    def is_gone(instance: Any, event: Any, context: Any) -> bool:
-        if event.host_uuid != instance.host_uuid:
-            return False
-        if isinstance(event, rules.Destroyed):
-            return bool(event.attempt >= instance.attempt)
-        return bool(event.seen_at > instance.since + context.report_grace_s)
+    def differences(report: Any, recorded: Any, *, now: float, **fields: Any) -> Any:
+        rescans = tuple(rescan_id(one) for one in recorded if now > one.since)
+        return real(replace(report, rescans=rescans), recorded, now=now, **fields)
 
-    return patch.object(steps, "is_gone", is_gone)
-
-
-def report_by_a_clock_that_is_set() -> AbstractContextManager[Any]:
-    """Which of a host's reports was first is decided by its clock, and an operator sets that."""
-    real = steps.is_gone
-
-    def is_gone(instance: Any, event: Any, context: Any) -> bool:
-        return real(replace(instance, up_scan=None), event, context)
-
-    return patch.object(steps, "is_gone", is_gone)
+    return patch.object(cell_conductor.handlers, "differences", differences)
 
 
 MUTANTS_OF_HOSTS = (
@@ -237,4 +228,3 @@ MUTANTS_OF_HOSTS = (
     report_by_our_clock,
 )
 # One seed of the first 160 finds it, the 59th: a clock set back, a conductor that is late, and a build, all in seconds.
-UNPROVEN_OF_HOSTS = (report_by_a_clock_that_is_set,)

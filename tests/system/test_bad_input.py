@@ -166,7 +166,7 @@ UNREADABLE: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a field missing", b'{"project_id":"bad"}', {}, "message.invalid"),
     ("a UUID that is none", request("the first one"), {}, "message.invalid"),
     ("a UUID in capitals", request(str(uuid.UUID(int=2**128 - 1)).upper()), {}, "message.invalid"),
-    ("a header that is no number", b"{}", {"headers": {"berth-deadline-ms": "soon"}}, "message.invalid"),
+    ("a header that is no number", b"{}", {"headers": {"berth-patience-ms": "soon"}}, "message.invalid"),
     ("a huge body", request(FIXED[2], name="x" * 17 * 2**20), {}, "message.too_large"),
 ]
 

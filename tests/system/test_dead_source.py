@@ -19,9 +19,9 @@ from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cell import FindMachines, MachinesFound
 from bus.contracts.drains import DrainAction, DrainCommand, DrainProgress, DrainQuery, DrainStart
+from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.moves import MoveKind, MovePage, MoveQuery, MoveRequest
 from bus.contracts.operations import AdminState, SetAdminState
-from bus.contracts.placement import SnapshotPage, SnapshotRequest
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from tests.kit.forks import run_berth

@@ -34,6 +34,7 @@ class Behaviour(Struct, frozen=True, kw_only=True):
     undeploy_s: float = 0.1
     clean_s: float = 0.3
     deploy_fails: float = 0.0
+    failure: str = "Timeout reached while waiting for callback"
     rescue_fails: bool = False
     undeploy_fails: bool = False
     power_s: float = 0.0  # 0: at once
@@ -65,6 +66,7 @@ class NodePool:
         self.invalid: dict[str, str] = {}  # why a node's deploy interface would not deploy it, by node
         self.history: dict[str, list[dict[str, Any]]] = {}  # as Ironic answers it, by node
         self.vifs: dict[str, list[str]] = {}  # attached network ports, by node
+        self.no_ports: set[str] = set()  # network ports that Neutron does not have
         self.volume_targets: dict[str, dict[str, Any]] = {}  # by their uuid
         self.config_drives: dict[str, Any] = {}  # of the last deployment, by node
         self.behaviour = behaviour or Behaviour()
@@ -253,7 +255,7 @@ class NodePool:
         await self._move(node, "deploying", "start", "deploy", request_id, target="active")
         await self._clock.sleep(self.behaviour.deploy_s)
         if self._rng.random() < self.behaviour.deploy_fails:
-            node["last_error"] = "Timeout reached while waiting for callback"
+            node["last_error"] = self.behaviour.failure
             self._remember(node, "deploying", str(node["last_error"]))
             await self._move(node, "deploy failed", "error", "fail", request_id, target="active")
             return

@@ -212,7 +212,10 @@ class IronicStandIn:
         if request.method == "DELETE":
             attached.remove(request.path_params["vif"])
         else:
-            attached.append(str((await _json(request, dict))["id"]))
+            vif = str((await _json(request, dict))["id"])
+            if vif in self.pool.no_ports:
+                raise RequestError(404, f"Port {vif} could not be found.")
+            attached.append(vif)
         return Response(status_code=204, headers=VERSIONS)
 
     async def _volume_targets(self, request: Request) -> Response:

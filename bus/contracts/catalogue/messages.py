@@ -7,6 +7,7 @@ from bus.contracts import (
     build,
     cell,
     cell_queries,
+    feed,
     fences,
     host_metrics,
     placement,
@@ -194,12 +195,8 @@ MESSAGES: tuple[MessageRow, ...] = (
         persistent=False,
         idempotency="each consumer's generation",
     ),
-    _read_of_book(
-        placement.ChangesRequest, "placement.changes", placement.ChangesPage, ("scheduler_worker", "operator")
-    ),
-    _read_of_book(
-        placement.SnapshotRequest, "placement.snapshot", placement.SnapshotPage, ("scheduler_worker", "operator")
-    ),
+    _read_of_book(feed.ChangesRequest, "placement.changes", feed.ChangesPage, ("scheduler_worker", "operator")),
+    _read_of_book(feed.SnapshotRequest, "placement.snapshot", feed.SnapshotPage, ("scheduler_worker", "operator")),
     _read_of_book(placement.LocateRequest, "placement.locate", placement.LocatePage, ("scheduler_worker",)),
     _read_of_book(book.HoldingRequest, "placement.holding", book.HoldingPage, ("scheduler_worker",)),
     _read_of_book(book.ServiceHostsQuery, "placement.service", book.ServiceHostsPage, ("scheduler_worker",)),
@@ -209,7 +206,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         book.ProjectUsageQuery, "placement.usage", book.ProjectUsagePage, ("operator", "scheduler_worker"), public=True
     ),
     MessageRow(
-        message=placement.FeedChanges,
+        message=feed.FeedChanges,
         owner="placement_worker",
         publishers=("placement_worker",),
         where=Where.API,
@@ -219,7 +216,7 @@ MESSAGES: tuple[MessageRow, ...] = (
         idempotency="each change's sequence",
     ),
     MessageRow(
-        message=placement.FeedHead,
+        message=feed.FeedHead,
         owner="placement_worker",
         publishers=("placement_worker",),
         where=Where.API,

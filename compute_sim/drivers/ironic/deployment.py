@@ -16,11 +16,11 @@ from bus.contracts.base import MAX_REASON
 from bus.contracts.cell import WaitingBuild
 from bus.retrying import doubled_s
 from compute_sim.config import IronicConfig
-from compute_sim.driver import Build, BuildAbort, DriverBusy, DriverOutage, DriverUnavailable, Reschedule
+from compute_sim.driver import Build, BuildAbort, BuildFault, DriverBusy, DriverOutage, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi, Refused
 from compute_sim.drivers.ironic.network import Attachments, Network
 from compute_sim.drivers.ironic.node import BUILT, DEPLOYING, IronicNode, Mark
-from compute_sim.drivers.ironic.request import config_drive, image_of, take_patch
+from compute_sim.drivers.ironic.request import config_drive, image_of, is_of_request, take_patch
 from compute_sim.drivers.ironic.volume import WITHOUT_VOLUMES, Volumes, target_body
 
 log = structlog.get_logger()
@@ -31,6 +31,7 @@ VALIDATED = ["boot", "deploy", "network", "power", "storage"]
 # A poll waits this part of the time that the deployment has taken: a deployment of minutes is not polled twice a
 # second.
 POLL_SHARE = 0.05
+NOT_FOUND = 404
 CLOCKS_APART_S = 30.0  # Ironic's clock and ours
 # This many refusals in a row are one lock that lasts. Under load two looks are seconds apart, and two short locks, as
 # of a power sync, would count as one.
@@ -192,7 +193,7 @@ class NodeDeployment:
         elif node.provision_state not in DEPLOYING:
             history = await self._api.failures(node.uuid, self._began_at - CLOCKS_APART_S)
             appended = f"; its history: {'; '.join(history)}" if history else ""
-            raise Reschedule("node.deploy_failed", f"the node is {node.condition}{appended}")
+            raise self._failed("node.deploy_failed", f"the node is {node.condition}{appended}")
         return False
 
     def _check_free(self, node: IronicNode) -> None:
@@ -219,7 +220,7 @@ class NodeDeployment:
             await self._conflict(refused)
         else:
             await self._check_served_still()
-            raise Reschedule("node.refused", f"{refused} (to taking the node)")
+            raise self._failed("node.refused", f"{refused} (to taking the node)")
 
     async def _conflict(self, refused: Refused) -> None:
         """The node is another's or locked, or another node still carries this instance. Returns when waiting may help.
@@ -259,19 +260,22 @@ class NodeDeployment:
                 return
             if refused is not None:
                 await self._check_served_still()
-                raise Reschedule("node.network", f"{refused} (to attaching port {vif})")
+                why = f"{refused} (to attaching port {vif})"
+                if refused.status == NOT_FOUND:  # the node was there at the last look
+                    raise BuildAbort("network.refused", why)
+                raise Reschedule("node.network", why)
         if not await self._attach_volumes(node):
             return
         if self._config.validate and not self._validated:
             if refusals := await self._api.refusals(node.uuid, VALIDATED):
-                raise Reschedule("node.invalid", "; ".join(refusals))
+                raise self._failed("node.invalid", "; ".join(refusals))
             self._validated = True
         drive = config_drive(spec, self._attachments.network_data)
         more = {} if drive is None else {"configdrive": drive}
         refused = await self._api.provision(node.uuid, "active", **more)
         if refused is not None and not refused.is_conflict:
             await self._check_served_still()
-            raise Reschedule("node.refused", f"{refused} (to deploying the node)")
+            raise self._failed("node.refused", f"{refused} (to deploying the node)")
         if refused is not None:
             self._turned_down()
 
@@ -303,6 +307,10 @@ class NodeDeployment:
                 await self._check_served_still()
                 raise Reschedule("node.volume", f"{refused} (to attaching volume {volume.volume_id})")
         return True
+
+    def _failed(self, code: str, words: str) -> BuildFault:
+        """The end of the attempt after Ironic's refusal; no other node is tried for one of the request."""
+        return (BuildAbort if is_of_request(words, self._image) else Reschedule)(code, words)
 
     async def _check_served_still(self) -> None:
         """A refusal is not the node's fault when its conductor has just gone. Raises DriverOutage."""

@@ -136,7 +136,7 @@ class NodeChange:
     def _image_patch(self, node: IronicNode, mark: Mark) -> list[dict[str, object]]:
         """The new image instead of the old one, and the order in our mark, all or none."""
         try:
-            image = image_of(replace(self._change.spec, image_source=None), self._config.images)
+            image = image_of(self._change.spec, self._config.images)
         except BuildAbort as fault:
             raise ChangeFault(fault.code, fault.reason) from fault
         wanted = {

@@ -81,13 +81,14 @@ class NeutronNetwork:
 
     async def prepare(self, node: str, spec: InstanceSpec) -> Attachments:
         """The ports that the request names, and one of ours for each network. Raises BuildAbort, DriverUnavailable."""
-        if all(wanted.port is not None for wanted in spec.networks):
-            return Attachments(tuple(wanted.port for wanted in spec.networks if wanted.port is not None))
-        made = {port.name: port.id for port in await self._ours(node, spec.instance_uuid)}
+        made: dict[str, str] = {}
+        if any(wanted.network is not None for wanted in spec.networks):
+            made = {port.name: port.id for port in await self._ours(node, spec.instance_uuid)}
         vifs: builtins.list[str] = []
         for number, wanted in enumerate(spec.networks):
             name = _name(node, spec.instance_uuid, str(number))
             if wanted.port is not None:
+                await self._look_at(wanted.port)
                 vifs.append(wanted.port)
             elif name in made:
                 vifs.append(made[name])
@@ -116,6 +117,14 @@ class NeutronNetwork:
         prefix = _name(node, instance, "")
         found = _parse(answer, Ports).ports
         return [port for port in found if port.device_id == instance and port.name.startswith(prefix)]
+
+    async def _look_at(self, port: str) -> None:
+        """Ironic answers an unknown port as it does a failure of its own, for which every node would be tried."""
+        answer = await self._call("GET", f"{PORTS}/{port}")
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise BuildAbort("network.refused", f"{_words(answer)} (to port {port})")
+        if answer.is_error:
+            raise DriverUnavailable(_words(answer))
 
     async def _make(self, name: str, network: str, spec: InstanceSpec) -> str:
         port = {

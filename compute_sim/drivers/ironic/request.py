@@ -25,6 +25,16 @@ IMAGE_ENTRIES = frozenset(
 )
 
 
+# InvalidImage and ImageChecksumError of ironic.common.exception, and the agent's ImageChecksumError, which mean the
+# instance's image alone.
+_INVALID = (
+    "instance_info",
+    "requested image is not valid",
+    "image checksum is invalid or does not match",
+    "Image failed to verify against checksum",
+)
+
+
 def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSource | None:
     """The image: as the request has it, else the settings' of that name; None: it boots from a volume, or has none.
 
@@ -38,6 +48,17 @@ def image_of(spec: InstanceSpec, images: Mapping[str, ImageSource]) -> ImageSour
         known = ", ".join(sorted(images)) or "none"
         raise BuildAbort("image.unknown", f"compute.ironic.images has no {spec.image!r}; it has {known}")
     return images[spec.image]
+
+
+def is_of_request(words: str, image: ImageSource | None) -> bool:
+    """Whether Ironic refuses what the request gives it, which it would refuse for every node.
+
+    Ironic has no codes. Its words name the field that was written, `instance_info`, or an image of the request;
+    the deploy ramdisk, which is the node's, has an image too.
+    """
+    sources = () if image is None else (image.source, image.kernel, image.ramdisk)
+    named = (f"image href {source} failed" for source in sources if source is not None)
+    return any(one in words for one in (*_INVALID, *named))
 
 
 def take_patch(spec: InstanceSpec, mark: Mark, image: ImageSource | None) -> list[dict[str, Any]]:

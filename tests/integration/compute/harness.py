@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,16 +27,18 @@ from bus.contracts.cell import (
 from bus.contracts.placement import InventoryUpdate
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Transport
+from bus.rabbitmq import RabbitTransport
 from bus.service.environment import Environment
 from bus.service.service import Service
 from compute_sim.app import build
 from compute_sim.config import ComputeConfig
 from compute_sim.driver import Driver
 from compute_sim.fleet import Fleet
+from tests.kit.waiting import PATIENCE_S
 
 CELL = "c1"
+SERVICE = "c1-a"
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
-PATIENCE_S = 60.0
 
 
 class Cell:
@@ -55,6 +57,7 @@ class Cell:
         self._ring_number = 0
         self._consumers: list[Consumer] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._lives: list[Life] = []
 
     async def open(self) -> None:
         await self.bus.open()
@@ -71,6 +74,10 @@ class Cell:
             self._consumers.append(consumer)
 
     async def close(self) -> None:
+        """Services that still run are stopped first."""
+        for life in self._lives:
+            if not life.task.done():
+                await life.stop()
         for consumer in self._consumers:
             await consumer.drain(1.0)
         for task in self._tasks:
@@ -144,16 +151,34 @@ class Cell:
         )
         return found[0]  # type: ignore[no-any-return]
 
+    async def built(self, host: str, instance: str = "", attempt: int = 1, service: str = SERVICE) -> str:
+        """Have an instance built there, a new one by default; returns it when its machine runs."""
+        instance = instance or self.instance()
+        await self.spawn(host, instance, attempt, service)
+        await self.ended(instance, attempt, ComputeOutcome.ACTIVE)
+        return instance
+
+    async def destroyed(self, host: str, instance: str, attempt: int = 1, service: str = SERVICE) -> None:
+        """Have a machine destroyed, and wait for the result."""
+        await self.destroy(host, instance, attempt, service)
+        await self.ended(instance, attempt, ComputeOutcome.DESTROYED)
+
+    async def asked(self) -> list[ComputeHosts]:
+        """Have all hosts announced; the whole announcements that came since, at least one."""
+        first = len(self.announced())
+        await self.ask()
+        return await self.until(lambda: [page for page in self.announced()[first:] if page.complete])  # type: ignore[no-any-return]
+
     # --- what is asked
 
     def instance(self) -> str:
         return new_uuid(self.rng)
 
-    async def spawn(self, host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> None:
+    async def spawn(self, host: str, instance: str, attempt: int = 1, service: str = SERVICE) -> None:
         await self.bus.publish(spawn(host, instance, attempt, service), cause=instance)
 
     async def destroy(
-        self, host: str, instance: str, attempt: int = 1, service: str = "c1-a", deployment: str = DEPLOYMENT
+        self, host: str, instance: str, attempt: int = 1, service: str = SERVICE, deployment: str = DEPLOYMENT
     ) -> None:
         command = Destroy(
             instance_uuid=instance, attempt=attempt, host_uuid=host, service=service, deployment=deployment
@@ -166,10 +191,11 @@ class Cell:
     # --- compute services
 
     async def compute(
-        self, config: ComputeConfig, fleet: Fleet, *, service: str = "c1-a", driver: Driver | None = None
+        self, config: ComputeConfig, fleet: Fleet, *, service: str = SERVICE, driver: Driver | None = None
     ) -> Life:
         env = Environment(f"compute-{service}", transports=self.transports, clock=self.clock, rng=self.rng)
         life = Life(build(env, config, CELL, service, fleet=fleet, driver=driver))
+        self._lives.append(life)
         await life.ready()
         return life
 
@@ -202,7 +228,7 @@ class Life:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def spawn(host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> Spawn:
+def spawn(host: str, instance: str, attempt: int = 1, service: str = SERVICE) -> Spawn:
     return Spawn(
         spec=InstanceSpec(instance_uuid=instance, project_id="p1", flavor="m1.small"),
         attempt=attempt,
@@ -213,13 +239,20 @@ def spawn(host: str, instance: str, attempt: int = 1, service: str = "c1-a") -> 
     )
 
 
-async def settled(there: Callable[[], Any], turns: int = 10_000) -> None:
-    """Wait, turn of the loop by turn, for something that is not published on the bus."""
-    for _ in range(turns):
-        if there():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it did not happen")
+def running(pages: Sequence[ComputeHosts]) -> dict[str, list[tuple[str, int]]]:
+    """By host: the instances that run there, each with its attempt, as the last of these has it."""
+    return {
+        host.uuid: [(one.instance_uuid, one.attempt) for one in host.running or ()]
+        for page in pages
+        for host in page.hosts
+    }
 
 
-Starting = Callable[..., Awaitable[Life]]
+def planned(settings: ComputeConfig) -> Fleet:
+    """The simulated fleet of SERVICE."""
+    return Fleet.planned(settings, CELL, SERVICE)
+
+
+def cell_on(url: str, prefix: str = "") -> Cell:
+    """A cell on a real broker."""
+    return Cell(lambda name: RabbitTransport(url, name=name, prefix=prefix))

@@ -1,99 +1,57 @@
-"""The bare-metal driver against the Ironic stand-in, over real HTTP, in a whole service."""
+"""The bare-metal driver: builds on nodes, what is not ours, and which service offers a node."""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from msgspec.structs import replace
 
-from berth.trial.ironic_stand_in import Behaviour, IronicStandIn, NodePool, Silent
-from bus.clock import SystemClock
-from bus.contracts.cell import ComputeHosts, ComputeOutcome, InstanceSpec
-from compute_sim.config import ComputeConfig, IronicConfig
-from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
-from compute_sim.drivers.ironic import driver as driver_module
-from compute_sim.drivers.ironic.driver import BareMetal
-from compute_sim.fleet import Fleet
-from tests.integration.compute.harness import CELL, DEPLOYMENT, PATIENCE_S, Cell
+from bus.contracts.cell import ComputeHosts, ComputeOutcome
+from compute_sim.driver import DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
+from tests.integration.compute.harness import DEPLOYMENT, Cell, running
+from tests.integration.compute.metal import FAILING, INSTANCE, QUICK, Driver, Metal, build, fault, mark
+from tests.kit.waiting import until
 
-NODES = 6
-QUICK = Behaviour(verify_s=0.001, deploy_s=0.02, undeploy_s=0.005, clean_s=0.02)
+OTHER = "70000000-0000-4000-8000-000000000000"
+ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 
 
-@pytest_asyncio.fixture
-async def ironic() -> AsyncIterator[IronicStandIn]:
-    stand_in = IronicStandIn(Silent(), clock=SystemClock(), rng=random.Random(1), behaviour=QUICK)
-    await stand_in.start()
-    stand_in.pool.plan(NODES)
-    yield stand_in
-    await stand_in.stop()
+def occupy(metal: Metal, instance: str = OTHER, state: str = "active", info: object = None) -> str:
+    """A node that carries an instance that this deployment did not put there."""
+    info = {"image_source": "x"} if info is None else info
+    metal.node.update(instance_uuid=instance, provision_state=state, instance_info=info)
+    return metal.first
 
 
-@pytest_asyncio.fixture
-async def driver(ironic: IronicStandIn) -> AsyncIterator[BareMetal]:
-    made = bare_metal(settings(ironic).ironic)
-    await made.open()
-    yield made
-    await made.close()
+# --- builds
 
 
-def settings(ironic: IronicStandIn, **more: Any) -> ComputeConfig:
-    return ComputeConfig(
-        driver="ironic",
-        hosts=0,
-        ironic=IronicConfig(url=ironic.url, poll_interval_s=0.005, watch_interval_s=0.01, **more),
-    )
-
-
-def build(node: str, instance: str, attempt: int = 1) -> Build:
-    allocations = {node: {"CUSTOM_GOLD": 1}}
-    return Build(node, InstanceSpec(instance_uuid=instance, project_id="p"), attempt, allocations, DEPLOYMENT)
-
-
-def bare_metal(
-    config: IronicConfig, transport: httpx.AsyncBaseTransport | None = None, service: str = "c1-a"
-) -> BareMetal:
-    return BareMetal(config, cell=CELL, service=service, clock=SystemClock(), transport=transport)
-
-
-async def test_a_node_is_deployed_listed_and_given_back(cell: Cell, ironic: IronicStandIn) -> None:
-    config = settings(ironic)
-    fleet = Fleet.planned(config, CELL, "c1-a")
-    life = await cell.compute(config, fleet)
+async def test_a_node_is_deployed_listed_and_given_back(cell: Cell, metal: Metal) -> None:
+    life, node = await metal.serve(cell), metal.first
     page = (await cell.until(cell.announced))[0]
-    assert sorted(host.uuid for host in page.hosts) == sorted(ironic.pool.nodes) and page.complete
-    node, instance = sorted(ironic.pool.nodes)[0], cell.instance()
-    await cell.spawn(node, instance)
-    assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
-    assert ironic.pool.nodes[node]["provision_state"] == "active"
+    assert sorted(host.uuid for host in page.hosts) == sorted(metal.nodes) and page.complete
+    instance = await cell.built(node)
+    assert metal.node["provision_state"] == "active"
     await life.kill()
-    life = await cell.compute(config, fleet)  # Ironic does not know attempts: the records do
-    page = (await cell.until(lambda: [p for p in cell.announced() if any(h.running for h in p.hosts)]))[0]
-    running = {host.uuid: [(r.instance_uuid, r.attempt) for r in host.running or ()] for host in page.hosts}
-    assert running[node] == [(instance, 1)]
+    await metal.serve(cell)  # Ironic does not know attempts: the records do
+    pages = await cell.until(lambda: [page for page in cell.announced() if any(host.running for host in page.hosts)])
+    assert running(pages[:1])[node] == [(instance, 1)]
     assert cell.inventory() == []  # ironic_sync's business
-    await cell.destroy(node, instance)
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    assert ironic.pool.nodes[node]["instance_uuid"] is None
-    await life.stop()
+    await cell.destroyed(node, instance)
+    assert metal.node["instance_uuid"] is None
 
 
-async def test_a_build_that_is_destroyed_half_way_gives_the_node_back(cell: Cell, ironic: IronicStandIn) -> None:
-    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
-    for node in ironic.pool.nodes:
+async def test_a_build_that_is_destroyed_half_way_gives_the_node_back(cell: Cell, metal: Metal) -> None:
+    await metal.serve(cell)
+    for node in metal.nodes:
         instance = cell.instance()
         await cell.spawn(node, instance)
-        await cell.destroy(node, instance)
-        await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-        assert ironic.pool.nodes[node]["instance_uuid"] is None
-    await life.stop()
+        await cell.destroyed(node, instance)
+        assert metal.nodes[node]["instance_uuid"] is None
 
 
 @pytest.mark.parametrize(
@@ -101,235 +59,180 @@ async def test_a_build_that_is_destroyed_half_way_gives_the_node_back(cell: Cell
     [
         ({"maintenance": True}, "node.maintenance"),
         ({"provision_state": "cleaning"}, "node.not_available"),
-        ({"instance_uuid": "10000000-0000-4000-8000-000000000000", "provision_state": "active"}, "node.taken"),
+        ({"instance_uuid": OTHER, "provision_state": "active"}, "node.taken"),
+        ({"retired": True}, "node.retired"),
         (None, "host.unknown"),
     ],
 )
 async def test_a_node_is_looked_at_again_before_it_is_taken(
-    ironic: IronicStandIn, driver: BareMetal, change: dict[str, object] | None, code: str
+    metal: Metal, driver: Driver, change: dict[str, object] | None, code: str
 ) -> None:
-    node = next(iter(ironic.pool.nodes))
+    node = metal.first
     if change is None:
-        del ironic.pool.nodes[node]
+        del metal.nodes[node]
     else:
-        ironic.pool.nodes[node].update(change)
-    with pytest.raises(Reschedule) as caught:
-        await driver.spawn(build(node, "20000000-0000-4000-8000-000000000000"))
-    assert caught.value.code == code
+        metal.node.update(change)
+    assert await fault(driver.spawn(build(node))) == (Reschedule, code)
+    assert not metal.requested
 
 
-async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(
-    ironic: IronicStandIn, driver: BareMetal
-) -> None:
-    ironic.pool.behaviour = Behaviour(deploy_s=0.001, undeploy_s=0.001, clean_s=0.001, deploy_fails=1.0)
-    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
-    with pytest.raises(Reschedule) as caught:
-        await driver.spawn(build(node, instance))
-    assert caught.value.code == "node.deploy_failed"
-    await driver.destroy(node, instance, 1, DEPLOYMENT)
-    assert ironic.pool.nodes[node]["instance_uuid"] is None
-    await driver.destroy(node, instance, 1, DEPLOYMENT)  # nothing there: fine
+async def test_a_failed_deployment_is_for_another_host_and_can_be_cleared(metal: Metal, driver: Driver) -> None:
+    metal.pool.behaviour = FAILING
+    assert await fault(driver.spawn(build(metal.first))) == (Reschedule, "node.deploy_failed")
+    for _ in range(2):  # the second time nothing is there: fine
+        await driver.destroy(metal.first)
+        assert metal.node["instance_uuid"] is None
 
 
-async def half_undeployed(ironic: IronicStandIn, node: str) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while ironic.pool.nodes[node]["provision_state"] != "error":  # noqa: ASYNC110  (the stand-in takes its time)
-            await asyncio.sleep(0.001)
-
-
-async def test_a_node_whose_undeploying_failed_is_undeployed_again(ironic: IronicStandIn, driver: BareMetal) -> None:
+async def test_a_node_whose_undeploying_failed_is_undeployed_again(metal: Metal, driver: Driver) -> None:
     """Ironic drops instance and mark then. The delete ended, and the machine ran on in a node that none undeployed."""
-    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
-    await driver.spawn(build(node, instance))
-    ironic.pool.behaviour = replace(QUICK, undeploy_fails=True)
-    async with asyncio.timeout(PATIENCE_S):
-        destroying = asyncio.create_task(driver.destroy(node, instance, 1, DEPLOYMENT))
-        await half_undeployed(ironic, node)
-        assert [(one.instance_uuid, one.attempt) for one in (await driver.list())[node]] == [(instance, 1)]
-        orders = len(ironic.requested)
-        while len(ironic.requested) == orders:
-            assert not destroying.done()
-            await asyncio.sleep(0.001)
-        ironic.pool.behaviour = QUICK
-        await destroying
-    assert ironic.pool.nodes[node]["provision_state"] in {"cleaning", "available"}
+    await driver.spawn(build(metal.first))
+    metal.pool.behaviour = replace(QUICK, undeploy_fails=True)
+    destroying = asyncio.create_task(driver.destroy(metal.first))
+    await metal.in_state("error")
+    assert [(one.instance_uuid, one.attempt) for one in (await driver.list())[metal.first]] == [(INSTANCE, 1)]
+    orders = len(metal.requested)
+    await until(lambda: len(metal.requested) > orders)
+    assert not destroying.done()
+    metal.pool.behaviour = QUICK
+    await destroying
+    assert metal.node["provision_state"] in {"cleaning", "available"}
 
 
-async def test_a_node_that_is_never_undeployed_is_named(ironic: IronicStandIn) -> None:
-    driver = bare_metal(settings(ironic, clean_timeout_s=0.2).ironic)
-    await driver.open()
-    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
-    await driver.spawn(build(node, instance))
-    ironic.pool.behaviour = replace(QUICK, undeploy_fails=True)
-    with pytest.raises(DriverUnavailable):
-        await driver.destroy(node, instance, 1, DEPLOYMENT)
-    await half_undeployed(ironic, node)
+async def test_a_node_that_is_never_undeployed_is_named(metal: Metal) -> None:
+    driver = await metal.deployed(build(metal.first), clean_timeout_s=0.05)
+    metal.pool.behaviour = replace(QUICK, undeploy_fails=True)
+    assert (await fault(driver.destroy(metal.first)))[0] is DriverUnavailable
+    await metal.in_state("error")
     with pytest.raises(DriverUnavailable, match=r"is not undeployed and is in (error|deleting): "):
-        await driver.destroy(node, instance, 1, DEPLOYMENT)  # as the agent repeats it
-    await driver.close()
-    await half_undeployed(ironic, node)
-    orders = len(ironic.requested)
-    restarted = bare_metal(settings(ironic).ironic)
-    await restarted.open()
-    await restarted.destroy(node, instance, 1, DEPLOYMENT)
-    assert len(ironic.requested) == orders, "nothing proves any more that it was ours: it is left to its operator"
-    await restarted.close()
+        await driver.destroy(metal.first)  # as the agent repeats it
+    await metal.in_state("error")
+    orders = len(metal.requested)
+    await (await metal.driver()).destroy(metal.first)  # after a restart
+    assert len(metal.requested) == orders, "nothing proves any more that it was ours: it is left to its operator"
 
 
-async def test_two_instances_race_for_one_node_and_one_wins(ironic: IronicStandIn, driver: BareMetal) -> None:
-    node = next(iter(ironic.pool.nodes))
-    first, second = "20000000-0000-4000-8000-000000000000", "30000000-0000-4000-8000-000000000000"
-    ended = await asyncio.gather(
-        driver.spawn(build(node, first)), driver.spawn(build(node, second)), return_exceptions=True
-    )
-    lost = [one for one in ended if isinstance(one, BaseException)]
-    assert len(lost) == 1 and isinstance(lost[0], Reschedule) and lost[0].code == "node.taken"
-    winner, loser = (first, second) if ended[1] is lost[0] else (second, first)
-    await driver.destroy(node, loser, 1, DEPLOYMENT)  # the loser's clean-up leaves the winner alone
-    assert ironic.pool.nodes[node]["instance_uuid"] == winner
-
-
-async def test_shares_cover_every_node_once(ironic: IronicStandIn) -> None:
-    ironic.pool.plan(50)
-    seen: list[str] = []
-    for share in range(3):
-        driver = bare_metal(settings(ironic, share=share, shares=3).ironic)
-        await driver.open()
-        seen += [host.uuid for host in await driver.hosts()]
-        await driver.close()
-    assert sorted(seen) == sorted(ironic.pool.nodes)
+async def test_two_instances_race_for_one_node_and_one_wins(metal: Metal, driver: Driver) -> None:
+    node, two = metal.first, (INSTANCE, OTHER)
+    ended = await asyncio.gather(*(driver.spawn(build(node, one)) for one in two), return_exceptions=True)
+    ((loser, lost),) = [(one, end) for one, end in zip(two, ended, strict=True) if isinstance(end, BaseException)]
+    assert isinstance(lost, Reschedule) and lost.code == "node.taken"
+    await driver.destroy(node, loser)  # the loser's clean-up leaves the winner alone
+    assert metal.node["instance_uuid"] == ({*two} - {loser}).pop()
 
 
 @pytest.mark.parametrize(
     ("status", "body"), [(503, "{}"), (401, "{}"), (200, "not json"), (200, '{"uuid": 5}'), (404, "")]
 )
-async def test_empty_answers_are_never_taken_for_destroyed(status: int, body: str) -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, text=body))
-    driver = bare_metal(IronicConfig(), transport=transport)
-    await driver.open()
-    node, instance = "10000000-0000-4000-8000-000000000000", "20000000-0000-4000-8000-000000000000"
+async def test_empty_answers_are_never_taken_for_destroyed(metal: Metal, status: int, body: str) -> None:
+    driver = await metal.driver(way=httpx.MockTransport(lambda _: httpx.Response(status, text=body)))
     if status == 404:
-        await driver.destroy(node, instance, 1, DEPLOYMENT)
+        await driver.destroy(OTHER)
     else:
         with pytest.raises(DriverUnavailable):
-            await driver.destroy(node, instance, 1, DEPLOYMENT)
-    await driver.close()
+            await driver.destroy(OTHER)
 
 
-class Growing(BareMetal):
+# --- what is announced
+
+
+class Growing(Driver):
     """A node appears in Ironic while the service looks what its nodes run."""
 
-    pool: NodePool
+    metal: Metal
     grown: str | None = None
+    report_requested = False
 
     async def list(self, hosts: Sequence[str] | None = None) -> Mapping[str, Sequence[Machine]]:
         found = await super().list(hosts)
         if hosts is None and self.grown is None and self.report_requested:
-            self.grown = self.pool.add(provision_state="available", power_state="power off")["uuid"]
+            self.grown = self.metal.pool.add(provision_state="available", power_state="power off")["uuid"]
         return found
 
-    report_requested = False
 
-
-async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell, ironic: IronicStandIn) -> None:
+async def test_a_host_that_is_announced_is_one_whose_builds_are_taken(cell: Cell, metal: Metal) -> None:
     """A node that appeared between two looks was announced, and its builds refused as host.unknown."""
-    config = settings(ironic)
-    driver = Growing(config.ironic, cell=CELL, service="c1-a", clock=SystemClock())
-    driver.pool = ironic.pool
-    life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"), driver=driver)
+    driver = metal.made(Growing)
+    driver.metal = metal
+    await metal.serve(cell, driver=driver)
     first = len(await cell.until(cell.announced))
     driver.report_requested = True
     await cell.ask()
     pages = await cell.until(lambda: cell.announced()[first:])
     assert driver.grown is not None
-    for host in {host.uuid for page in pages for host in page.hosts}:
-        instance = cell.instance()
-        await cell.spawn(host, instance)
-        assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE, host
-    await life.stop()
+    for host in running(pages):
+        await cell.built(host)
 
 
-async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, ironic: IronicStandIn) -> None:
-    config = settings(ironic)
-    await cell.compute(config, Fleet.planned(config, CELL, "c1-a"))
+async def test_a_node_that_is_new_in_ironic_is_announced_at_once(cell: Cell, metal: Metal) -> None:
+    await metal.serve(cell)
     await cell.until(cell.announced)
-    new = ironic.pool.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
+    new = metal.pool.add(provision_state="available", resource_class="baremetal-gold")["uuid"]
 
     def offered() -> list[bool]:
         return [host.enabled for page in cell.announced() for host in page.hosts if host.uuid == new]
 
     assert await cell.until(offered) == [True]
-    ironic.pool.nodes[new]["maintenance"] = True
+    metal.nodes[new]["maintenance"] = True
     await cell.until(lambda: offered() == [True, False])
 
 
 async def test_a_new_node_is_announced_whichever_service_has_seen_it(
-    ironic: IronicStandIn, driver: BareMetal, monkeypatch: pytest.MonkeyPatch
+    metal: Metal, driver: Driver, looks_soon: None
 ) -> None:
     """An announcement of one host alone reads all nodes, too; what was new then waited for the next of all hosts."""
-    monkeypatch.setattr(driver_module, "LOOK_SHARE", 0)  # a look that takes long delays the next one by no minute
     assigned: list[str] = []
     driver.on_change(assigned.extend)
     await driver.hosts()  # the announcement of all hosts, which a start begins with
-    new = ironic.pool.add(provision_state="available")["uuid"]
+    new = metal.pool.add(provision_state="available")["uuid"]
     await driver.hosts()
-    watching = asyncio.create_task(driver.watch())
-    async with asyncio.timeout(PATIENCE_S):
-        while not assigned:  # noqa: ASYNC110  (Ironic is asked over HTTP)
-            await asyncio.sleep(0.01)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    async with metal.watching(driver):
+        await until(lambda: assigned)
     assert assigned == [new]
+
+
+async def test_a_new_lessee_is_announced_at_once(cell: Cell, metal: Metal) -> None:
+    """Not with the next announcement of all hosts, which does not come in this test."""
+    await metal.serve(cell, report_interval_s=86_400.0)
+
+    def projects() -> list[object]:
+        hosts = [host for page in cell.announced() for host in page.hosts if host.uuid == metal.first]
+        return [host.attributes.get("project_id") for host in hosts]
+
+    await cell.until(projects)
+    for lessee in ("guest", "another"):  # the first may be announced by the first scan, which announces all nodes
+        assert projects()[-1] != lessee
+        metal.node["lessee"] = lessee
+        await cell.until(lambda lessee=lessee: projects()[-1] == lessee)  # type: ignore[misc]
 
 
 # --- what is not ours
 
-NOVAS = "70000000-0000-4000-8000-000000000000"
-ANOTHER = "dddddddd-0000-4000-8000-000000000002"
 
-
-def occupy(ironic: IronicStandIn, instance: str = NOVAS, state: str = "active", info: object = None) -> str:
-    """A node that carries an instance that this deployment did not put there."""
-    node = next(iter(ironic.pool.nodes))
-    ironic.pool.nodes[node].update(
-        instance_uuid=instance, provision_state=state, instance_info={"image_source": "x"} if info is None else info
-    )
-    return node
-
-
-def mark(instance: str = NOVAS, **changed: object) -> dict[str, object]:
-    made = {"deployment": DEPLOYMENT, "cell": CELL, "service": "c1-a", "instance": instance, "attempt": 1}
-    return {"berth": {**made, **changed}}
-
-
-async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(
-    ironic: IronicStandIn, driver: BareMetal
-) -> None:
-    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
-    await driver.spawn(build(node, instance, attempt=3))
-    assert ironic.pool.nodes[node]["instance_info"] == {**mark(instance, attempt=3), "project_id": "p"}
-    assert [method for method, _ in ironic.requested] == ["PATCH", "PUT"], "one PATCH carries both"
-    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True),)
-    await driver.destroy(node, instance, 3, DEPLOYMENT)
-    assert ironic.pool.nodes[node]["instance_info"] == {}
+async def test_a_nodes_mark_is_written_with_its_instance_and_goes_with_it(metal: Metal, driver: Driver) -> None:
+    await driver.spawn(build(metal.first, attempt=3))
+    assert metal.node["instance_info"] == {**mark(attempt=3), "project_id": "acme"}
+    assert [method for method, _ in metal.requested] == ["PATCH", "PUT"], "one PATCH carries both"
+    assert (await driver.list())[metal.first] == (Machine(metal.first, INSTANCE, 3, DEPLOYMENT, True),)
+    await driver.destroy(metal.first, attempt=3)
+    assert metal.node["instance_info"] == {}
 
 
 async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothing_is_done_to_it(
-    ironic: IronicStandIn, driver: BareMetal
+    metal: Metal, driver: Driver
 ) -> None:
     """It was reported lost; set again by its operator the machine was then destroyed as one that is over."""
-    node, instance = next(iter(ironic.pool.nodes)), "20000000-0000-4000-8000-000000000000"
-    await driver.spawn(build(node, instance, attempt=3))
-    ironic.pool.nodes[node]["instance_uuid"] = None
-    ironic.requested.clear()
-    assert (await driver.list())[node] == (Machine(node, instance, 3, DEPLOYMENT, True, left=True),)
-    with pytest.raises(Reschedule):
-        await driver.spawn(build(node, NOVAS))
-    await driver.destroy(node, instance, 3, DEPLOYMENT)  # a client's delete: the node is its operator's now
-    assert not ironic.requested and ironic.pool.nodes[node]["provision_state"] == "active"
-    ironic.pool.nodes[node]["instance_uuid"] = NOVAS
-    assert (await driver.list())[node] == (Machine(node, NOVAS, None, None, True),), "another's: now it is lost"
-    ironic.pool.nodes[node].update(instance_uuid=None, provision_state="available")
+    node = metal.first
+    await driver.spawn(build(node, attempt=3))
+    metal.node["instance_uuid"] = None
+    metal.requested.clear()
+    assert (await driver.list())[node] == (Machine(node, INSTANCE, 3, DEPLOYMENT, True, left=True),)
+    assert (await fault(driver.spawn(build(node, OTHER))))[0] is Reschedule
+    await driver.destroy(node, attempt=3)  # a client's delete: the node is its operator's now
+    assert not metal.requested and metal.node["provision_state"] == "active"
+    metal.node["instance_uuid"] = OTHER
+    assert (await driver.list())[node] == (Machine(node, OTHER, None, None, True),), "another's: now it is lost"
+    metal.node.update(instance_uuid=None, provision_state="available")
     assert (await driver.list())[node] == (), "nothing is deployed there: now it is lost"
 
 
@@ -337,94 +240,79 @@ async def test_a_cleared_instance_uuid_does_not_prove_the_machine_gone_and_nothi
     "info",
     [
         {"image_source": "x"},
-        mark(deployment=ANOTHER),
-        mark("20000000-0000-4000-8000-000000000000"),
+        mark(OTHER, deployment=ANOTHER),
+        mark(INSTANCE),
         {"berth": "no mark"},
         {"berth": {"deployment": 5}},
     ],
 )
-async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(
-    ironic: IronicStandIn, driver: BareMetal, info: object
-) -> None:
+async def test_a_foreign_nodes_uuid_neither_builds_nor_destroys_it(metal: Metal, driver: Driver, info: object) -> None:
     """A client's build request may name the uuid of another's instance: its delete undeployed that node."""
-    node = occupy(ironic, info=info)
-    before = dict(ironic.pool.nodes[node])
-    with pytest.raises(Reschedule) as caught:
-        await driver.spawn(build(node, NOVAS))
-    assert caught.value.code == "node.taken"
-    with pytest.raises(NotOurs):
-        await driver.destroy(node, NOVAS, 9, DEPLOYMENT)
-    assert ironic.pool.nodes[node] == before and not ironic.requested
+    node = occupy(metal, info=info)
+    before = dict(metal.node)
+    assert await fault(driver.spawn(build(node, OTHER))) == (Reschedule, "node.taken")
+    assert (await fault(driver.destroy(node, OTHER, 9)))[0] is NotOurs
+    assert metal.node == before and not metal.requested
 
 
-async def test_a_refused_destroy_is_reported_and_an_operators_undeployment_ends_it(
-    cell: Cell, ironic: IronicStandIn
-) -> None:
-    life = await cell.compute(settings(ironic), Fleet.planned(settings(ironic), CELL, "c1-a"))
-    node = occupy(ironic)
-    await cell.spawn(node, NOVAS)
-    assert (await cell.ended(NOVAS, 1, ComputeOutcome.FAILED)).code == "node.taken"
-    await cell.destroy(node, NOVAS)
-    refused = (await cell.until(lambda: [r for r in cell.results(NOVAS) if r.code == "destroy.not_ours"]))[0]
-    assert "nothing was changed" in refused.reason and not ironic.requested
-    ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")
-    await cell.destroy(node, NOVAS)
-    await cell.ended(NOVAS, 1, ComputeOutcome.DESTROYED)
-    await life.stop()
+async def test_a_refused_destroy_is_reported_and_an_operators_undeployment_ends_it(cell: Cell, metal: Metal) -> None:
+    await metal.serve(cell)
+    node = occupy(metal)
+    await cell.spawn(node, OTHER)
+    assert (await cell.ended(OTHER, 1, ComputeOutcome.FAILED)).code == "node.taken"
+    await cell.destroy(node, OTHER)
+    await cell.until(lambda: [result for result in cell.results(OTHER) if result.code == "destroy.not_ours"])
+    assert not metal.requested
+    metal.node.update(instance_uuid=None, instance_info={}, provision_state="available")
+    await cell.destroyed(node, OTHER)
 
 
 @pytest.mark.parametrize(
     "state", ["rescue", "rescuing", "servicing", "deploying", "error", "cleaning", "deploy failed"]
 )
-async def test_a_node_with_an_instance_is_listed_whatever_its_state(
-    ironic: IronicStandIn, driver: BareMetal, state: str
-) -> None:
-    node = occupy(ironic, state=state, info=mark())
+async def test_a_node_with_an_instance_is_listed_whatever_its_state(metal: Metal, driver: Driver, state: str) -> None:
+    node = occupy(metal, state=state, info=mark(OTHER))
+    built = state in {"rescue", "rescuing", "servicing"}
     (machine,) = (await driver.list())[node]
-    assert (machine.instance_uuid, machine.attempt, machine.deployment) == (NOVAS, 1, DEPLOYMENT)
-    assert machine.built is (state in ("rescue", "rescuing", "servicing"))
+    assert (machine.instance_uuid, machine.attempt, machine.deployment, machine.built) == (OTHER, 1, DEPLOYMENT, built)
 
 
-async def test_every_node_that_was_seen_is_listed_and_no_other(ironic: IronicStandIn, driver: BareMetal) -> None:
-    listed = await driver.list()
-    assert listed == dict.fromkeys(ironic.pool.nodes, ())
-    one = next(iter(ironic.pool.nodes))
-    del ironic.pool.nodes[one]
+async def test_every_node_that_was_seen_is_listed_and_no_other(metal: Metal, driver: Driver) -> None:
+    assert await driver.list() == dict.fromkeys(metal.nodes, ())
+    one = metal.first
+    del metal.nodes[one]
     assert one not in await driver.list([one])
 
 
-async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, ironic: IronicStandIn) -> None:
+async def test_a_node_that_is_absent_from_ironics_list_is_not_lost(cell: Cell, metal: Metal) -> None:
     """Mere absence proves nothing: only a node that is there and carries another's or no instance does."""
-    fleet = Fleet.planned(settings(ironic), CELL, "c1-a")
-    life = await cell.compute(settings(ironic), fleet)
-    node, instance = next(iter(ironic.pool.nodes)), cell.instance()
-    await cell.spawn(node, instance)
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
-    hidden = ironic.pool.nodes.pop(node)
+    await metal.serve(cell)
+    node = metal.first
+    instance = await cell.built(node)
+    hidden = metal.nodes.pop(node)
     first = len(cell.announced())
     await cell.ask()
     # One that was on its way may still have it.
-    await cell.until(lambda: [page for page in cell.announced()[first:] if node not in {h.uuid for h in page.hosts}])
-    assert list(fleet.records.running()) == [(node, instance)]
-    ironic.pool.nodes[node] = hidden
+    await cell.until(lambda: [page for page in cell.announced()[first:] if node not in running([page])])
+    assert list(metal.fleets["c1-a"].records.running()) == [(node, instance)]
+    metal.nodes[node] = hidden
     first = len(cell.announced())
     await cell.ask()
-    page = (await cell.until(lambda: [p for p in cell.announced()[first:] if node in {h.uuid for h in p.hosts}]))[0]
-    (host,) = (host for host in page.hosts if host.uuid == node)
-    assert [(r.instance_uuid, r.attempt, r.deployment) for r in host.running or ()] == [(instance, 1, DEPLOYMENT)]
-    await life.stop()
+    pages = await cell.until(lambda: [page for page in cell.announced()[first:] if node in running([page])])
+    (host,) = (host for host in pages[0].hosts if host.uuid == node)
+    assert [(one.instance_uuid, one.attempt, one.deployment) for one in host.running] == [(instance, 1, DEPLOYMENT)]
 
 
-async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, ironic: IronicStandIn) -> None:
-    node = occupy(ironic)
-    config = settings(ironic)
-    fleet = Fleet.planned(config, CELL, "c1-a")
-    life = await cell.compute(config, fleet)
+async def test_a_restart_adopts_nothing_that_it_did_not_build(cell: Cell, metal: Metal) -> None:
+    node = occupy(metal)
+    await metal.serve(cell)
     page = (await cell.until(cell.announced))[0]
     (host,) = (host for host in page.hosts if host.uuid == node)
-    assert [(r.instance_uuid, r.attempt, r.deployment) for r in host.running or ()] == [(NOVAS, 0, None)]
-    assert fleet.records.running() == {} and not ironic.requested
-    await life.stop()
+    assert [(one.instance_uuid, one.attempt, one.deployment) for one in host.running] == [(OTHER, 0, None)]
+    assert metal.fleets["c1-a"].records.running() == {} and not metal.requested
+
+
+# --- which service offers a node
 
 
 def offering(cell: Cell) -> dict[str, str]:
@@ -437,16 +325,21 @@ def offering(cell: Cell) -> dict[str, str]:
     return found
 
 
-async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_dies(
-    cell: Cell, ironic: IronicStandIn
-) -> None:
+async def two_services(cell: Cell, metal: Metal) -> str:
+    """Service `a`, joined by `b` later; a node that has moved to it."""
+    metal.pool.plan(30)
+    await metal.serve(cell, "a")
+    await cell.until(lambda: set(offering(cell)) == set(metal.nodes))
+    await metal.serve(cell, "b")
+    await cell.until(lambda: set(offering(cell).values()) == {"a", "b"})
+    return next(node for node, service in offering(cell).items() if service == "b")
+
+
+async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_dies(cell: Cell, metal: Metal) -> None:
     """A number in a file assigned the nodes, and a dead service's free nodes served no more."""
-    ironic.pool.plan(30)
-    config = settings(ironic)
-    nodes = set(ironic.pool.nodes)
-    lives = {
-        name: await cell.compute(config, Fleet.planned(config, CELL, name), service=name) for name in ("a", "b", "c")
-    }
+    metal.pool.plan(30)
+    nodes = set(metal.nodes)
+    lives = {name: await metal.serve(cell, name) for name in ("a", "b", "c")}
 
     def of(*services: str) -> bool:
         found = offering(cell)
@@ -454,163 +347,112 @@ async def test_services_share_the_free_nodes_and_take_over_those_of_one_that_die
 
     await cell.until(lambda: of("a", "b", "c"))
     before = offering(cell)
-    occupied, instance = next(node for node, service in before.items() if service == "b"), cell.instance()
-    await cell.spawn(occupied, instance, service="b")
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
-    await lives.pop("a").kill()
+    occupied = next(node for node, service in before.items() if service == "b")
+    await cell.built(occupied, service="b")
+    await lives["a"].kill()
     await cell.lose("a")
     await cell.until(lambda: of("b", "c"))
     after = offering(cell)
-    assert {node: after[node] for node in nodes if before[node] != "a"} == {
-        node: before[node] for node in nodes if before[node] != "a"
-    }, "only the dead one's have moved"
-    await lives.pop("b").stop()  # it announces its stop, and is gone at once
+    assert all(after[node] == service for node, service in before.items() if service != "a"), "only the dead one's"
+    await lives["b"].stop()  # it announces its stop, and is gone at once
 
-    def all_but_the_occupied() -> bool:
-        return {node for node, service in offering(cell).items() if service == "c"} == nodes - {occupied}
+    def of_c() -> set[str]:
+        return {node for node, service in offering(cell).items() if service == "c"}
 
-    await cell.until(all_but_the_occupied)
-    await lives.pop("c").stop()
+    await cell.until(lambda: of_c() == nodes - {occupied})
 
 
-async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cell, ironic: IronicStandIn) -> None:
-    ironic.pool.plan(30)
-    config = settings(ironic)
-    first = await cell.compute(config, Fleet.planned(config, CELL, "a"), service="a")
-    await cell.until(lambda: set(offering(cell)) == set(ironic.pool.nodes))
-    second = await cell.compute(config, Fleet.planned(config, CELL, "b"), service="b")
-    await cell.until(lambda: set(offering(cell).values()) == {"a", "b"})
-    moved, instance = next(node for node, service in offering(cell).items() if service == "b"), cell.instance()
-    await cell.spawn(moved, instance, service="a")  # decided before it moved
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+async def test_a_build_for_a_node_that_has_just_changed_hands_is_taken(cell: Cell, metal: Metal) -> None:
+    moved = await two_services(cell, metal)
+    await cell.built(moved, service="a")  # decided before it moved
     await cell.until(lambda: offering(cell)[moved] == "a")
-    assert ironic.pool.nodes[moved]["instance_info"]["berth"]["service"] == "a", "and it stays there"
-    await first.stop()
-    await second.stop()
+    assert metal.nodes[moved]["instance_info"]["berth"]["service"] == "a", "and it stays there"
 
 
 async def test_a_node_whose_machine_is_gone_is_reported_by_its_service_until_the_cell_has_ended_it(
-    cell: Cell, ironic: IronicStandIn
+    cell: Cell, metal: Metal
 ) -> None:
     """Undeployed by its operator it was free, and the ring's: only a service with another clock knew what was there."""
-    ironic.pool.plan(30)
-    config = settings(ironic)
-    first = await cell.compute(config, Fleet.planned(config, CELL, "a"), service="a")
-    await cell.until(lambda: set(offering(cell)) == set(ironic.pool.nodes))
-    second = await cell.compute(config, Fleet.planned(config, CELL, "b"), service="b")
-    await cell.until(lambda: set(offering(cell).values()) == {"a", "b"})
-    node, instance = next(node for node, service in offering(cell).items() if service == "b"), cell.instance()
-    await cell.spawn(node, instance, service="a")
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
-    ironic.pool.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")  # by its operator
-    for _ in range(2):  # not only the look that notes it as lost
+    node = await two_services(cell, metal)
+    instance = await cell.built(node, service="a")
+    metal.nodes[node].update(instance_uuid=None, instance_info={}, provision_state="available")  # by its operator
+
+    async def reported() -> dict[str, list[tuple[str, int]]]:
         earlier = len(cell.announced())
         await cell.ask()
-        page = (await cell.until(partial(whole_of, cell, "a", earlier)))[0]
-        assert [host.running for host in page.hosts if host.uuid == node] == [()]
-    await cell.destroy(node, instance, service="a")  # what the cell does with what is lost
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    earlier = len(cell.announced())
-    await cell.ask()
-    page = (await cell.until(partial(whole_of, cell, "a", earlier)))[0]
-    assert node not in {host.uuid for host in page.hosts}, "free, and the ring's"
+
+        def whole() -> list[ComputeHosts]:
+            return [page for page in cell.announced()[earlier:] if page.service == "a" and page.complete]
+
+        return running((await cell.until(whole))[:1])
+
+    for _ in range(2):  # not only the look that notes it as lost
+        assert (await reported())[node] == []
+    await cell.destroyed(node, instance, service="a")  # what the cell does with what is lost
+    assert node not in await reported(), "free, and the ring's"
     await cell.until(lambda: offering(cell)[node] == "b")
-    await first.stop()
-    await second.stop()
 
 
-def whole_of(cell: Cell, service: str, earlier: int) -> list[ComputeHosts]:
-    """Whole announcements of this service, of those after the first `earlier`."""
-    return [page for page in cell.announced()[earlier:] if page.service == service and page.complete]
+async def hosts(metal: Metal, service: str = "c1-a", **config: Any) -> dict[str, DriverHost]:
+    """By node: what a service of these settings offers."""
+    return {host.uuid: host for host in await (await metal.driver(service=service, **config)).hosts()}
 
 
-async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_project(
-    ironic: IronicStandIn,
-) -> None:
-    plain, grouped, sharded, leased, owned, retired = sorted(ironic.pool.nodes)
-    ironic.pool.nodes[grouped].update(conductor_group="rack1", shard="s2")
-    ironic.pool.nodes[sharded].update(shard="s1")
-    ironic.pool.nodes[leased].update(owner="hotel", lessee="guest")
-    ironic.pool.nodes[owned].update(owner="hotel")
-    ironic.pool.nodes[retired].update(retired=True, retired_reason="the fan")
-
-    async def hosts(**more: Any) -> dict[str, DriverHost]:
-        driver = bare_metal(settings(ironic, **more).ironic)
-        await driver.open()
-        found = {host.uuid: host for host in await driver.hosts()}
-        await driver.close()
-        return found
-
-    everything = await hosts()
-    assert set(everything) == set(ironic.pool.nodes)
-    assert {uuid: host.attributes.get("project_id") for uuid, host in everything.items()} == {
-        **dict.fromkeys(everything),
-        leased: "guest",
-        owned: "hotel",
+async def test_a_service_offers_nodes_of_its_group_and_shards_and_names_their_project(metal: Metal) -> None:
+    metal.pool.plan(3)
+    plain, grouped, sharded, leased, owned, retired = sorted(metal.nodes)
+    metal.nodes[grouped].update(conductor_group="rack1", shard="s2")
+    metal.nodes[sharded].update(shard="s1")
+    metal.nodes[leased].update(owner="hotel", lessee="guest")
+    metal.nodes[owned].update(owner="hotel")
+    metal.nodes[retired].update(retired=True, retired_reason="the fan")
+    found = await hosts(metal)
+    assert set(found) == set(metal.nodes)
+    projects = {uuid: host.attributes["project_id"] for uuid, host in found.items() if "project_id" in host.attributes}
+    assert projects == {leased: "guest", owned: "hotel"}
+    assert {uuid: host.disabled_reason for uuid, host in found.items() if not host.enabled} == {
+        retired: "retired: the fan"
     }
-    assert [(host.uuid, host.disabled_reason) for host in everything.values() if not host.enabled] == [
-        (retired, "retired: the fan")
-    ]
-    assert set(await hosts(conductor_group="RACK1")) == {grouped}
-    assert set(await hosts(conductor_group="")) == set(ironic.pool.nodes) - {grouped}
-    assert set(await hosts(shards=("s1", "s2"), microversion="1.82")) == {grouped, sharded}
-    assert set(await hosts(shards=("s1",), conductor_group="rack1", microversion="1.82")) == set()
+    for config, offered in (
+        ({"conductor_group": "RACK1"}, {grouped}),
+        ({"conductor_group": ""}, {*metal.nodes} - {grouped}),
+        ({"shards": ("s1", "s2"), "microversion": "1.82"}, {grouped, sharded}),
+        ({"shards": ("s1",), "conductor_group": "rack1", "microversion": "1.82"}, set()),
+    ):
+        assert set(await hosts(metal, **config)) == offered, config
     with pytest.raises(ValueError, match=r"shards need microversion 1\.82"):
-        settings(ironic, shards=("s1",))
-    info = mark(service="c1-a")
-    ironic.pool.nodes[plain].update(instance_uuid=NOVAS, instance_info=info, provision_state="active")
-    assert set(await hosts(conductor_group="rack1")) == {grouped, plain}, "what it has built on it keeps"
+        metal.config(shards=("s1",))
+    metal.nodes[plain].update(instance_uuid=OTHER, instance_info=mark(OTHER), provision_state="active")
+    assert set(await hosts(metal, conductor_group="rack1")) == {grouped, plain}, "what it has built on it keeps"
 
 
-async def test_a_new_lessee_is_announced_at_once(cell: Cell, ironic: IronicStandIn) -> None:
-    """Not with the next announcement of all hosts, which does not come in this test."""
-    config = replace(settings(ironic), report_interval_s=86_400.0)
-    life = await cell.compute(config, Fleet.planned(config, CELL, "c1-a"))
-    node = next(iter(ironic.pool.nodes))
-    await cell.until(lambda: node in offering(cell))
-
-    def project() -> str | None:
-        offered = [host for page in cell.announced() for host in page.hosts if host.uuid == node]
-        return offered[-1].attributes.get("project_id")
-
-    for lessee in ("guest", "another"):  # the first may be announced by the first scan, which announces all nodes
-        assert project() != lessee
-        ironic.pool.nodes[node]["lessee"] = lessee
-        await cell.until(lambda lessee=lessee: project() == lessee)  # type: ignore[misc]
-    await life.stop()
-
-
-async def test_nodes_with_an_instance_stay_with_the_service_that_built_them(ironic: IronicStandIn) -> None:
+async def test_shares_cover_every_node_once_and_built_ones_stay_with_the_service_that_built_them(metal: Metal) -> None:
     """A third service took over two thirds of the nodes, machines and all, and its cell knew none of them."""
-    ironic.pool.plan(10)
+    metal.pool.plan(30)
 
     async def assigned(shares: int) -> dict[str, str]:
         found: dict[str, str] = {}
         for share in range(shares):
-            driver = bare_metal(settings(ironic, share=share, shares=shares).ironic, service=f"c{share}-a")
-            await driver.open()
+            driver = await metal.driver(service=f"c{share}-a", share=share, shares=shares)
             for host in await driver.hosts():
-                assert found.setdefault(host.uuid, f"c{share}-a") == f"c{share}-a"
+                assert found.setdefault(host.uuid, f"c{share}-a") == f"c{share}-a", "once"
                 assert set(await driver.list([host.uuid])) == {host.uuid}
-            await driver.close()
         return found
 
     before = await assigned(2)
-    assert sorted(before) == sorted(ironic.pool.nodes) and len(before) == 16
-    for number, node in enumerate(sorted(before)[:10]):
+    assert sorted(before) == sorted(metal.nodes)
+    built = sorted(before)[:10]
+    for number, node in enumerate(built):
         instance = f"20000000-0000-4000-8000-{number:012d}"
-        occupy_at = {"instance_uuid": instance, "provision_state": "active"}
-        ironic.pool.nodes[node].update(occupy_at, instance_info=mark(instance, service=before[node]))
+        info = mark(instance, service=before[node])
+        metal.nodes[node].update(instance_uuid=instance, provision_state="active", instance_info=info)
     after = await assigned(3)
     assert sorted(after) == sorted(before)
-    assert {node: after[node] for node in sorted(before)[:10]} == {node: before[node] for node in sorted(before)[:10]}
+    assert [after[node] for node in built] == [before[node] for node in built]
     assert "c2-a" in after.values(), "the free ones are dealt out anew"
 
 
-async def test_a_service_takes_over_the_nodes_of_one_that_runs_no_more_by_its_settings(ironic: IronicStandIn) -> None:
-    node = occupy(ironic, info=mark(service="c1-gone"))
-    for takes_over, seen in (((), False), (("c1-gone",), True)):
-        driver = bare_metal(settings(ironic, takes_over=takes_over).ironic)
-        await driver.open()
-        assert (node in {host.uuid for host in await driver.hosts()}) is seen
-        await driver.close()
+async def test_a_service_takes_over_the_nodes_of_one_that_runs_no_more_by_its_settings(metal: Metal) -> None:
+    node = occupy(metal, info=mark(OTHER, service="c1-gone"))
+    assert node not in await hosts(metal, takes_over=())
+    assert node in await hosts(metal, takes_over=("c1-gone",))

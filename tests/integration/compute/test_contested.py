@@ -13,10 +13,8 @@ from bus.contracts.cell import ComputeOutcome, HostReport, HostsContested, Hosts
 from bus.contracts.placement import InventoryTaken, InventoryUpdate
 from compute_sim.config import ComputeConfig
 from compute_sim.contested import ContestedHosts
-from compute_sim.fleet import Fleet
 from compute_sim.host_changes import HostChanges
-from tests.integration.compute.harness import CELL, Cell
-from tests.integration.compute.test_rabbitmq import cell_on
+from tests.integration.compute.harness import CELL, Cell, cell_on, planned
 
 HOST = "10000000-0000-4000-8000-000000000001"
 CONFIG = ComputeConfig(hosts=2, heartbeat_interval_s=0.05, report_interval_s=3600.0)
@@ -39,9 +37,9 @@ def reports_of(cell: Cell, host: str) -> list[InventoryUpdate]:
 
 
 async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_over(cell: Cell) -> None:
-    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
+    fleet = planned(CONFIG)
     contested, own = (host.plan.uuid for host in fleet.hosts)
-    life = await cell.compute(CONFIG, fleet)
+    await cell.compute(CONFIG, fleet)
     await cell.until(lambda: cell.announced() and reports_of(cell, contested))
     with capture_logs() as logs:
         for source in ("compute-c1-b", "compute-c1-a"):
@@ -71,7 +69,6 @@ async def test_it_builds_nothing_on_a_host_of_another_service_until_it_takes_it_
     fleet.disable(contested)
     await cell.until(lambda: len(reports_of(cell, contested)) > before + 1)
     assert reports_of(cell, contested)[-1].takes_over is None, "once for each release"
-    await life.stop()
 
 
 async def test_a_late_refusal_does_not_undo_a_release() -> None:
@@ -88,9 +85,9 @@ async def test_a_late_refusal_does_not_undo_a_release() -> None:
 
 
 async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(cell: Cell) -> None:
-    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
+    fleet = planned(CONFIG)
     (host, _) = (one.plan.uuid for one in fleet.hosts)
-    life = await cell.compute(CONFIG, fleet)
+    await cell.compute(CONFIG, fleet)
     await cell.until(lambda: cell.announced() and reports_of(cell, host))
     count = len(cell.announced())
     with capture_logs() as logs:
@@ -100,4 +97,3 @@ async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(c
     assert newest(cell, host).owner is None
     errors = [(line["code"], line["other"]) for line in logs if line["event"] == "host.contested"]
     assert errors == [("host.other_service", "c1-b")], "not with each message"
-    await life.stop()

@@ -21,22 +21,16 @@ from compute_sim.driver import DriverUnavailable
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from compute_sim.name import NameTaken
-from tests.integration.compute.harness import CELL, PATIENCE_S, Cell, Life, settled, spawn
+from tests.integration.compute.harness import CELL, SERVICE, Cell, Life, planned, spawn
 from tests.integration.compute.test_service import config, hosts_of
-from tests.integration.compute.test_service import planned as offering_planned
-from tests.integration.compute.victim import SERVICE as KILLED_SERVICE
 from tests.integration.compute.victim import config as killed_config
+from tests.kit.waiting import PATIENCE_S, until
 
 # --- a compute service's name belongs to one process: the second of a name touches nothing and ends, with a sentence
 
 
-SERVICE = "c1-a"
 SETTINGS = ComputeConfig(hosts=2, heartbeat_interval_s=0.02, name_wait_s=0.1)
 PATIENT = replace(SETTINGS, name_wait_s=PATIENCE_S)
-
-
-def planned(settings: ComputeConfig = SETTINGS) -> Fleet:
-    return Fleet.planned(settings, CELL, SERVICE)
 
 
 async def ended(life: Life) -> None:
@@ -51,9 +45,9 @@ async def beat(cell: Cell, epoch: int, sequence: int, *, service: str = SERVICE,
 
 async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> None:
     """40 hosts were announced as active, 10 machines ran without an allocation, and no log had a line of it."""
-    first = await cell.compute(SETTINGS, planned())
+    first = await cell.compute(SETTINGS, planned(SETTINGS))
     epochs = {heartbeat.epoch for heartbeat in await cell.until(cell.heartbeats)}
-    fleet = planned()
+    fleet = planned(SETTINGS)
     with pytest.raises(NameTaken, match=r"another process runs the compute service 'c1-a' of c1 \(for 0\.1 s\)"):
         await cell.compute(SETTINGS, fleet)
     assert fleet.records.epoch == 0, "the second one has not begun: its machines and memory were not looked at"
@@ -61,40 +55,36 @@ async def test_two_services_of_one_name_do_not_run_side_by_side(cell: Cell) -> N
     await cell.until(lambda: len(cell.heartbeats()) > count)
     assert {heartbeat.epoch for heartbeat in cell.heartbeats()} == epochs
     assert not first.task.done()
-    await first.stop()
 
 
 async def test_a_service_waits_for_a_former_one_of_its_name_to_go(cell: Cell) -> None:
-    first = await cell.compute(SETTINGS, planned())
-    starting = asyncio.create_task(cell.compute(PATIENT, planned()))
+    first = await cell.compute(SETTINGS, planned(SETTINGS))
+    starting = asyncio.create_task(cell.compute(PATIENT, planned(SETTINGS)))
     await asyncio.sleep(0)
     await first.kill()
     async with asyncio.timeout(PATIENCE_S):
-        second = await starting
-    await second.stop()
+        await starting
 
 
 async def test_a_service_whose_connection_was_lost_gets_its_name_and_commands_back(cell: Cell) -> None:
-    fleet = planned()
+    fleet = planned(SETTINGS)
     life = await cell.compute(SETTINGS, fleet)
     cell.broker.drop_connections()
-    await settled(lambda: life.service.not_ready() == [])
+    await until(lambda: life.service.not_ready() == [])
     instance = cell.instance()
     await cell.spawn(next(iter(fleet.hosts)).plan.uuid, instance)
     await cell.outcome(instance, 1)
-    await life.stop()
 
 
 async def test_a_service_whose_name_was_taken_while_its_connection_was_lost_ends(cell: Cell) -> None:
-    life = await cell.compute(SETTINGS, planned())
+    life = await cell.compute(SETTINGS, planned(SETTINGS))
     (mine,) = (one for one in cell.broker.transports if one.name == CELL and one is not cell.bus.transport)
     mine.lose()
-    second = await cell.compute(SETTINGS, planned())
+    second = await cell.compute(SETTINGS, planned(SETTINGS))
     mine.reconnect_soon()
     with pytest.raises(NameTaken, match="since this one's connection to the bus was lost"):
         await ended(life)
     assert not second.task.done()
-    await second.stop()
 
 
 async def test_a_service_that_receives_its_name_from_one_started_later_ends(cell: Cell) -> None:
@@ -109,7 +99,7 @@ async def test_a_service_that_receives_its_name_from_one_started_later_ends(cell
 
 
 async def test_a_service_that_keeps_hearing_its_name_from_one_started_earlier_ends(cell: Cell) -> None:
-    fleet = planned()
+    fleet = planned(SETTINGS)
     life = await cell.compute(SETTINGS, fleet)
     for sequence in range(1, 1_000_000):
         if life.task.done():
@@ -134,7 +124,6 @@ async def test_late_heartbeats_of_a_former_life_end_nothing(cell: Cell) -> None:
     count = len(cell.heartbeats())
     await cell.until(lambda: len(cell.heartbeats()) > count + 3)
     assert not life.task.done()
-    await life.stop()
 
 
 @pytest.mark.parametrize(
@@ -185,17 +174,17 @@ def is_offered(cell: Cell, uuid: str) -> bool:
     return report is not None and report.enabled and has_inventory
 
 
-async def returned(cell: Cell, fleet: Fleet, *, unavailable: bool = False) -> tuple[Gated, Life, str]:
+async def returned(cell: Cell, fleet: Fleet, *, unavailable: bool = False) -> tuple[Gated, str]:
     """A service with a machine on its first host dies, the machine is to be destroyed, and the service comes back."""
     first = hosts_of(fleet)[0]
-    life, instance = await cell.compute(OFFERING_SETTINGS, fleet), cell.instance()
-    await cell.spawn(first, instance)
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
+    life = await cell.compute(OFFERING_SETTINGS, fleet)
+    instance = await cell.built(first)
     await life.kill()
     await cell.destroy(first, instance)
     cell.received.clear()
     driver = Gated(fleet, cell, unavailable=unavailable)
-    return driver, await cell.compute(OFFERING_SETTINGS, fleet, driver=driver), instance
+    await cell.compute(replace(OFFERING_SETTINGS, destroy_attempts=1), fleet, driver=driver)
+    return driver, instance
 
 
 @pytest.mark.parametrize("unavailable", [False, True])
@@ -204,10 +193,9 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
 ) -> None:
     """Also where its driver did not answer for so long that the destruction was given up and is taken up later."""
     monkeypatch.setattr("compute_sim.agent.DESTROY_AGAIN_S", 0.05)
-    monkeypatch.setattr(__name__ + ".SETTINGS", replace(OFFERING_SETTINGS, destroy_attempts=1))
-    fleet = offering_planned(OFFERING_SETTINGS)
+    fleet = planned(OFFERING_SETTINGS)
     first, second = hosts_of(fleet)
-    driver, life, instance = await returned(cell, fleet, unavailable=unavailable)
+    driver, instance = await returned(cell, fleet, unavailable=unavailable)
     await cell.until(lambda: is_offered(cell, second))
     await driver.begun.wait()
     report = newest(cell, first)
@@ -218,7 +206,6 @@ async def test_a_returning_service_offers_a_host_when_it_has_destroyed_what_is_l
     await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
     await cell.until(lambda: is_offered(cell, first))
     assert fleet.guest(first, instance) is None
-    await life.stop()
 
 
 async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue_has_been_taken(
@@ -228,12 +215,12 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     markers: list[QueueMarker] = []
     on_marker = offering.Offering.on_marker
     monkeypatch.setattr(offering.Offering, "on_marker", lambda _self, marker, _owed: markers.append(marker))
-    fleet = offering_planned(OFFERING_SETTINGS)
+    fleet = planned(OFFERING_SETTINGS)
     life, instance = await cell.compute(OFFERING_SETTINGS, fleet), cell.instance()
     doomed = cell.instance()
     await cell.spawn(hosts_of(fleet)[0], instance)
     await cell.spawn(hosts_of(fleet)[0], doomed)
-    await settled(lambda: fleet.records.accepted == 2)
+    await until(lambda: fleet.records.accepted == 2)
     await cell.until(lambda: len(cell.heartbeats()) > 2)
     assert markers and cell.announced() == [] and cell.inventory() == []
     assert list(fleet.guests()) == [] and cell.results() == []  # the order that ends a build may be behind it
@@ -246,7 +233,6 @@ async def test_nothing_is_announced_or_begun_before_all_that_waited_in_the_queue
     await cell.until(lambda: all(is_offered(cell, uuid) for uuid in hosts_of(fleet)))
     await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
     assert {one.outcome for one in cell.results(doomed)} == {ComputeOutcome.DESTROYED}
-    await life.stop()
 
 
 def callbacks(life: Life) -> Sequence[object]:
@@ -291,7 +277,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
         else:
             reported[host, instance] = rest[1]
     settings = killed_config(str(tmp_path))
-    fleet = Fleet.planned(settings, CELL, KILLED_SERVICE)
+    fleet = planned(settings)
     fleet.open()
     before = dict(fleet.records.entries())
     machines = {(host, guest.instance_uuid) for host, guest in fleet.guests()}
@@ -304,7 +290,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
             assert key not in machines, "reported as gone, and is there"
     fleet.close()
 
-    life = await cell.compute(settings, Fleet.planned(settings, CELL, KILLED_SERVICE))
+    life = await cell.compute(settings, planned(settings))
     for (host, instance), command in took.items():
         if command == "destroy":
             await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
@@ -317,7 +303,7 @@ async def test_what_was_accepted_outlives_the_process(cell: Cell, tmp_path: Path
             await cell.destroy(host, instance)
             await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
     await life.stop()
-    after = Fleet.planned(settings, CELL, KILLED_SERVICE)
+    after = planned(settings)
     after.open()
     assert list(after.guests()) == []
     assert {entry.phase for _, entry in after.records.entries()} == {Phase.GONE}

@@ -8,37 +8,33 @@ import pytest
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.contracts.cell import ComputeOutcome
-from bus.port import Transport
-from bus.rabbitmq import RabbitTransport
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.fleet import Fleet
-from tests.integration.compute.harness import CELL, Cell
+from tests.integration.compute.harness import Cell, Life, cell_on, planned
 
 pytestmark = pytest.mark.rabbitmq
 
 CONFIG = ComputeConfig(hosts=20, heartbeat_interval_s=0.2)
 
 
-def cell_on(url: str, prefix: str = "") -> Cell:
-    def transport(name: str) -> Transport:
-        return RabbitTransport(url, name=name, prefix=prefix)
-
-    return Cell(transport)
+async def fleet_on(cell: Cell, config: ComputeConfig) -> tuple[Fleet, Life, list[str]]:
+    """A service whose hosts are known, and its hosts."""
+    await cell.open()
+    fleet = planned(config)
+    life = await cell.compute(config, fleet)
+    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    return fleet, life, [host.plan.uuid for host in fleet.hosts]
 
 
 async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> None:
     cell = cell_on(*amqp)
-    await cell.open()
-    fleet = Fleet.planned(CONFIG, CELL, "c1-a")
-    hosts = [host.plan.uuid for host in fleet.hosts]
-    life = await cell.compute(CONFIG, fleet)
-    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    fleet, life, hosts = await fleet_on(cell, CONFIG)
     builds = [(hosts[n % 20], cell.instance()) for n in range(1000)]
     await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds[:500]))
     await life.kill()
     await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds[500:]))
-    life = await cell.compute(CONFIG, fleet)
+    await cell.compute(CONFIG, fleet)
     await cell.until(lambda: len({r.instance_uuid for r in cell.results()}) == 1000)
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
     assert sorted((host, guest.instance_uuid) for host, guest in fleet.guests()) == sorted(builds)
@@ -47,20 +43,15 @@ async def test_a_thousand_builds_a_kill_and_a_restart(amqp: tuple[str, str]) -> 
         lambda: len({r.instance_uuid for r in cell.results() if r.outcome is ComputeOutcome.DESTROYED}) == 1000
     )
     assert list(fleet.guests()) == []
-    await life.stop()
     await cell.close()
 
 
 async def test_results_of_builds_that_end_while_the_broker_is_down_are_published_when_it_is_back(
     own_broker: RabbitMQ,
 ) -> None:
-    config = ComputeConfig(hosts=20, heartbeat_interval_s=0.2, faults=Faults(delay_min_s=2.0, delay_max_s=8.0))
+    config = ComputeConfig(hosts=20, heartbeat_interval_s=0.2, faults=Faults(delay_min_s=1.0, delay_max_s=3.0))
     cell = cell_on(own_broker.url())
-    await cell.open()
-    fleet = Fleet.planned(config, CELL, "c1-a")
-    hosts = [host.plan.uuid for host in fleet.hosts]
-    life = await cell.compute(config, fleet)
-    await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 20)
+    fleet, _, hosts = await fleet_on(cell, config)
     builds = [(hosts[n % 20], cell.instance()) for n in range(50)]
     await asyncio.gather(*(cell.spawn(host, instance) for host, instance in builds))
     await cell.until(lambda: fleet.records.accepted == 50)  # heartbeats make it look again
@@ -72,5 +63,4 @@ async def test_results_of_builds_that_end_while_the_broker_is_down_are_published
     assert {r.outcome for r in cell.results()} == {ComputeOutcome.ACTIVE}
     await cell.until(lambda: len(cell.inventory()) >= announced + 20)  # published again after the reconnection
     assert len(list(fleet.guests())) == 50
-    await life.stop()
     await cell.close()

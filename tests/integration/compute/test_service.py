@@ -1,9 +1,10 @@
-"""A whole compute service over the in-process bus."""
+"""A whole compute service of simulated hosts over the in-process bus."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,186 +19,158 @@ from compute_sim.crash_plan import ServiceDied
 from compute_sim.domain.faults import Faults
 from compute_sim.domain.hosts import DISABLED_TRAIT
 from compute_sim.fleet import Fleet, Guest
-from tests.integration.compute.harness import CELL, DEPLOYMENT, Cell, settled, spawn
+from tests.integration.compute.harness import CELL, DEPLOYMENT, SERVICE, Cell, planned, running, spawn
+from tests.kit.waiting import until
 
-SERVICE = "c1-a"
-LATE_S = 61.0  # as long as no other wait: `Agent.insist` waits 60 s, again and again
-
-
-class Late(SystemClock):
-    """Waits of LATE_S end when a test ends them."""
-
-    def __init__(self) -> None:
-        self.enough = asyncio.Event()
-
-    async def sleep(self, seconds: float) -> None:
-        """Wait."""
-        await (self.enough.wait() if seconds == LATE_S else super().sleep(seconds))
+ACTIVE, FAILED, DESTROYED = ComputeOutcome.ACTIVE, ComputeOutcome.FAILED, ComputeOutcome.DESTROYED
 
 
-def config(hosts: int = 4, **faults: object) -> ComputeConfig:
-    return ComputeConfig(hosts=hosts, gpu_share=0.5, heartbeat_interval_s=0.05, faults=Faults(**faults))  # type: ignore[arg-type]
-
-
-def planned(settings: ComputeConfig) -> Fleet:
-    return Fleet.planned(settings, CELL, SERVICE)
+def config(hosts: int = 4, **faults: Any) -> ComputeConfig:
+    return ComputeConfig(hosts=hosts, gpu_share=0.5, heartbeat_interval_s=0.05, faults=Faults(**faults))
 
 
 def hosts_of(fleet: Fleet) -> list[str]:
     return [host.plan.uuid for host in fleet.hosts]
 
 
-async def test_a_spawn_becomes_a_machine_and_is_answered(cell: Cell) -> None:
-    settings = config()
+async def serve(cell: Cell, settings: ComputeConfig | None = None, **faults: Any) -> tuple[Fleet, list[str]]:
+    """A service with these faults: its fleet, and the fleet's hosts."""
+    settings = settings or config(**faults)
     fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
-    instance = cell.instance()
-    await cell.spawn(host, instance)
-    result = await cell.outcome(instance, 1)
-    assert (result.outcome, result.host_uuid, result.service) == (ComputeOutcome.ACTIVE, host, SERVICE)
+    await cell.compute(settings, fleet)
+    return fleet, hosts_of(fleet)
+
+
+# --- commands and results
+
+# (what goes wrong, by a rate; the orders with their attempts, each with what it is answered, if it is; and how often
+# builds were accepted; the attempt whose machine is left, 0: none)
+ANSWERS = {
+    "a machine is built and destroyed": ({}, [("spawn", 1, ACTIVE, ""), ("destroy", 1, DESTROYED, "")], 1, 0),
+    "a repeated spawn gets the same answer": ({}, [("spawn", 1, ACTIVE, "")] * 2, 1, 1),
+    "a repeated failure gets the same answer": (
+        {"fail_rate": 1.0},
+        [("spawn", 1, FAILED, "sim.spawn_failed")] * 2,
+        1,
+        0,
+    ),
+    "an abort is final": ({"abort_rate": 1.0}, [("spawn", 1, FAILED, "final")], 1, 0),
+    "a fenced attempt never starts": (
+        {},
+        [("destroy", 2, DESTROYED, ""), ("spawn", 2, FAILED, "spawn.fenced")],
+        0,
+        0,
+    ),
+    "a destroy ends a build that hangs": (
+        {"hang_rate": 1.0},
+        [("spawn", 1, None, ""), ("destroy", 1, DESTROYED, "")],
+        1,
+        0,
+    ),
+    "a newer attempt replaces the older one, whose destroy comes late": (
+        {},
+        [("spawn", 1, ACTIVE, ""), ("spawn", 3, ACTIVE, ""), ("destroy", 1, DESTROYED, "")],
+        2,
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("faults", "orders", "accepted", "left"), ANSWERS.values(), ids=ANSWERS)
+async def test_commands_are_answered(
+    cell: Cell, faults: dict[str, float], orders: list[tuple[str, int, Any, str]], accepted: int, left: int
+) -> None:
+    fleet, (host, *_) = await serve(cell, **faults)
+    instance, count = cell.instance(), 0
+    for order, attempt, outcome, code in orders:
+        await (cell.spawn if order == "spawn" else cell.destroy)(host, instance, attempt)
+        if outcome is None:
+            continue
+        count += 1
+        result = (await cell.until(lambda count=count: cell.results(instance)[count - 1 :]))[0]
+        assert (result.attempt, result.outcome, result.host_uuid, result.service) == (attempt, outcome, host, SERVICE)
+        assert result.final is (code == "final") and code in {"final", result.code}
+    assert len(cell.results(instance)) == count and fleet.records.accepted == accepted
     guest = fleet.guest(host, instance)
-    assert guest is not None and guest.attempt == 1 and guest.complete
-    await cell.destroy(host, instance)
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    assert fleet.guest(host, instance) is None
-    await life.stop()
+    assert (guest.attempt if guest is not None and guest.complete else 0) == left
 
 
-async def test_a_repeated_spawn_gets_the_same_answer_and_one_machine(cell: Cell) -> None:
-    settings = config(fail_hosts=(f"{SERVICE}-00001",))
-    fleet = planned(settings)
-    good, bad = hosts_of(fleet)[:2]
-    life = await cell.compute(settings, fleet)
-    for host, outcome, code in ((good, ComputeOutcome.ACTIVE, ""), (bad, ComputeOutcome.FAILED, "sim.spawn_failed")):
-        instance = cell.instance()
-        await cell.spawn(host, instance)
-        first = await cell.outcome(instance, 1)
-        await cell.spawn(host, instance)
-        second = await cell.outcome(instance, 1, count=2)
-        assert (first.outcome, first.code) == (second.outcome, second.code) == (outcome, code)
-    assert fleet.records.accepted == 2
-    await life.stop()
+class Late(SystemClock):
+    """Waits of LATE_S end when a test ends them."""
 
+    LATE_S = 61.0  # as long as no other wait: `Agent.insist` waits 60 s, again and again
 
-async def test_a_fenced_attempt_never_starts(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
-    instance = cell.instance()
-    await cell.destroy(host, instance, attempt=2)
-    await cell.ended(instance, 2, ComputeOutcome.DESTROYED)
-    await cell.spawn(host, instance, attempt=2)
-    result = await cell.ended(instance, 2, ComputeOutcome.FAILED)
-    assert result.code == "spawn.fenced"
-    assert fleet.guest(host, instance) is None
-    await life.stop()
+    def __init__(self) -> None:
+        self.enough = asyncio.Event()
 
-
-async def test_a_destroy_ends_a_build_that_hangs(cell: Cell) -> None:
-    settings = config(hang_rate=1.0)
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
-    instance = cell.instance()
-    await cell.spawn(host, instance)
-    await cell.destroy(host, instance)
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    assert [r.outcome for r in cell.results(instance)] == [ComputeOutcome.DESTROYED]
-    await life.stop()
-
-
-async def test_a_newer_attempt_replaces_the_older_one_on_the_same_host(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
-    instance = cell.instance()
-    await cell.spawn(host, instance, attempt=1)
-    await cell.outcome(instance, 1)
-    await cell.spawn(host, instance, attempt=3)
-    await cell.ended(instance, 3, ComputeOutcome.ACTIVE)
-    guest = fleet.guest(host, instance)
-    assert guest is not None and guest.attempt == 3
-    await cell.destroy(host, instance, attempt=1)  # the older attempt's Destroy comes late: the newer one stays
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
-    assert fleet.guest(host, instance) == guest
-    await life.stop()
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        await (self.enough.wait() if seconds == self.LATE_S else super().sleep(seconds))
 
 
 async def test_a_wrong_driver_reports_active_after_its_destruction(cell: Cell) -> None:
-    settings = config(late_rate=1.0, late_s=LATE_S, duplicate_rate=0.0)
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
     cell.clock = late = Late()
-    life = await cell.compute(settings, fleet)
+    fleet, (host, *_) = await serve(cell, late_rate=1.0, late_s=Late.LATE_S, duplicate_rate=0.0)
     instance = cell.instance()
     await cell.spawn(host, instance)
-    await cell.destroy(host, instance)
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    await cell.destroyed(host, instance)
     late.enough.set()
-    await cell.ended(instance, 1, ComputeOutcome.ACTIVE)
-    assert [r.outcome for r in cell.results(instance)] == [ComputeOutcome.DESTROYED, ComputeOutcome.ACTIVE]
+    await cell.ended(instance, 1, ACTIVE)
+    assert [result.outcome for result in cell.results(instance)] == [DESTROYED, ACTIVE]
     assert fleet.guest(host, instance) is None
-    await life.stop()
 
 
 async def test_results_may_come_twice(cell: Cell) -> None:
-    settings = config(duplicate_rate=1.0)
-    fleet = planned(settings)
-    life = await cell.compute(settings, fleet)
-    instance = cell.instance()
-    await cell.spawn(hosts_of(fleet)[0], instance)
+    _, (host, *_) = await serve(cell, duplicate_rate=1.0)
+    instance = await cell.built(host)
     assert await cell.outcome(instance, 1) == await cell.outcome(instance, 1, count=2)
-    await life.stop()
 
 
 async def test_half_built_leftovers_go_with_the_destroy(cell: Cell) -> None:
-    settings = config(fail_rate=1.0, leftover_rate=1.0)
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
+    fleet, (host, *_) = await serve(cell, fail_rate=1.0, leftover_rate=1.0)
     instance = cell.instance()
     await cell.spawn(host, instance)
-    await cell.ended(instance, 1, ComputeOutcome.FAILED)
+    await cell.ended(instance, 1, FAILED)
     guest = fleet.guest(host, instance)
     assert guest is not None and not guest.complete
-    await cell.destroy(host, instance)
-    await cell.ended(instance, 1, ComputeOutcome.DESTROYED)
+    await cell.destroyed(host, instance)
     assert list(fleet.guests()) == []
-    await life.stop()
-
-
-async def test_an_abort_is_final_and_a_failure_is_not(cell: Cell) -> None:
-    for rates, final in (({"abort_rate": 1.0}, True), ({"fail_rate": 1.0}, False)):
-        settings = config(**rates)
-        fleet = planned(settings)
-        life = await cell.compute(settings, fleet)
-        instance = cell.instance()
-        await cell.spawn(hosts_of(fleet)[0], instance)
-        assert (await cell.outcome(instance, 1)).final is final
-        await life.stop()
 
 
 async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
-    foreign, lost = cell.instance(), cell.instance()
+    _, (host, *_) = await serve(cell)
+    foreign, lost, elsewhere = cell.instance(), cell.instance(), cell.instance()
     await cell.spawn(foreign, lost)
     assert (await cell.outcome(lost, 1)).code == "host.unknown"
-    await cell.destroy(foreign, lost)
-    await cell.ended(lost, 1, ComputeOutcome.DESTROYED)
-    elsewhere = cell.instance()
-    command = spawn(host, elsewhere)
-    await cell.bus.publish(
-        type(command)(spec=command.spec, attempt=1, host_uuid=host, service=SERVICE, allocations={foreign: {"VCPU": 1}})
-    )
+    await cell.destroyed(foreign, lost)
+    await cell.bus.publish(msgspec.structs.replace(spawn(host, elsewhere), allocations={foreign: {"VCPU": 1}}))
     assert (await cell.outcome(elsewhere, 1)).code == "allocation.elsewhere"
     assert await cell.bus.transport.depth(DEAD_LETTERS) == 0
-    await life.stop()
+
+
+async def test_a_vanished_machine_and_an_unknown_one_are_reported_as_they_are(cell: Cell) -> None:
+    fleet, (host, other, *_) = await serve(cell)
+    stray, foreign = cell.instance(), cell.instance()
+    gone = await cell.built(host)
+    fleet.lose(host)
+    fleet.put(other, Guest(stray, 5, {}, deployment=DEPLOYMENT))
+    fleet.put(other, Guest(foreign, 1, {}))
+    page = (await cell.asked())[0]
+    assert running([page]).items() >= {host: [], other: [(stray, 5), (foreign, 1)]}.items()
+    marks = {one.instance_uuid: one.deployment for host in page.hosts for one in host.running or ()}
+    assert marks == {stray: DEPLOYMENT, foreign: None}
+    await cell.spawn(host, gone)  # a late copy is not answered `active` for what is lost
+    assert (await cell.outcome(gone, 1, count=2)).code == "instance.lost"
+    await cell.destroyed(other, stray, 5)
+    assert fleet.guest(other, stray) is None
+    await cell.destroy(other, foreign, 5)
+    assert (await cell.ended(foreign, 5, FAILED)).code == "destroy.not_ours"
+    await cell.spawn(other, foreign, 6)  # nor is it built over
+    assert (await cell.ended(foreign, 6, FAILED)).code == "host.taken"
+    assert fleet.guest(other, foreign) is not None
+
+
+# --- announcements
 
 
 async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> None:
@@ -205,17 +178,17 @@ async def test_start_publishes_hosts_inventory_and_heartbeats(cell: Cell) -> Non
     fleet = planned(settings)
     life = await cell.compute(settings, fleet)
     await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 10 and len(cell.heartbeats()) >= 2)
-    page = cell.announced()[0]
-    assert page.complete and len(page.hosts) == 10 and page.cell == CELL and page.service == SERVICE
+    page, trees = cell.announced()[0], cell.inventory()
+    assert (page.complete, page.cell, page.service) == (True, CELL, SERVICE)
     assert [host.uuid for host in page.hosts] == hosts_of(fleet)
-    trees = cell.inventory()
     assert {update.root_uuid for update in trees} == set(hosts_of(fleet))
     assert {len(update.providers) for update in trees} == {1, 3}  # half of them have two GPUs
     child = next(update for update in trees if len(update.providers) == 3).providers[1]
     assert child.parent_uuid is not None and child.inventories["VGPU"].total == 8
-    assert len({update.version for update in trees}) == 10 and all(u.source == f"compute-{SERVICE}" for u in trees)
-    beats = cell.heartbeats()
-    assert [beat.sequence for beat in beats] == sorted({beat.sequence for beat in beats})
+    assert len({update.version for update in trees}) == 10
+    assert {update.source for update in trees} == {f"compute-{SERVICE}"}
+    sequences = [beat.sequence for beat in cell.heartbeats()]
+    assert sequences == sorted(set(sequences))
     await life.stop()
     await cell.until(lambda: cell.heartbeats()[-1].stopping)
 
@@ -224,38 +197,27 @@ async def test_more_hosts_than_a_page_holds_are_announced_as_one_report(
     cell: Cell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reporter, "HOSTS_PER_PAGE", 4)
-    settings = config(hosts=10)
-    life = await cell.compute(settings, planned(settings))
+    await serve(cell, hosts=10)
     await cell.until(lambda: [page for page in cell.announced() if page.complete])
     pages = cell.announced()[:3]
-    assert [len(page.hosts) for page in pages] == [4, 4, 2]
-    assert [(page.pages, page.complete) for page in pages] == [(3, False), (3, False), (3, True)]
+    assert [(len(page.hosts), page.pages, page.complete) for page in pages] == [
+        (4, 3, False),
+        (4, 3, False),
+        (2, 3, True),
+    ]
     assert {page.first_sequence for page in pages} == {pages[0].sequence}
-    await life.stop()
 
 
 async def test_a_request_for_a_report_publishes_everything_again_with_what_runs(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[1]
-    life = await cell.compute(settings, fleet)
-    await cell.until(cell.announced)
-    instance = cell.instance()
-    await cell.spawn(host, instance)
-    await cell.outcome(instance, 1)
-    await cell.ask()
-    page = (await cell.until(lambda: [p for p in cell.announced()[1:] if p.complete]))[0]
-    running = {report.uuid: report.running for report in page.hosts}
-    assert [(r.instance_uuid, r.attempt) for r in running[host] or ()] == [(instance, 1)]
-    assert page.sequence > cell.announced()[0].sequence
-    await life.stop()
+    _, (_, host, *_) = await serve(cell)
+    first = (await cell.until(cell.announced))[0]
+    instance = await cell.built(host)
+    page = (await cell.asked())[0]
+    assert running([page])[host] == [(instance, 1)] and page.sequence > first.sequence
 
 
 async def test_a_disabled_or_resized_host_is_announced_at_once_with_higher_versions(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
+    fleet, (host, *_) = await serve(cell)
     await cell.until(lambda: cell.announced() and len(cell.inventory()) >= 4)
     before = max(update.version for update in cell.inventory())
     fleet.disable(host, "a fan is loud")
@@ -269,144 +231,29 @@ async def test_a_disabled_or_resized_host_is_announced_at_once_with_higher_versi
     fleet.resize(host, HostSize(vcpus=2))
     healed = await cell.until(lambda: [u for u in cell.inventory() if u.providers[0].inventories["VCPU"].total == 2])
     assert DISABLED_TRAIT not in healed[0].providers[0].traits
-    await life.stop()
 
 
 async def test_consecutive_failures_are_announced_and_end_with_a_success(cell: Cell) -> None:
-    settings = config(fail_rate=0.5, abort_rate=0.0)
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    life = await cell.compute(settings, fleet)
+    fleet, (host, *_) = await serve(cell, fail_rate=0.5, abort_rate=0.0)
     expected = 0
     for _ in range(12):
         instance = cell.instance()
         await cell.spawn(host, instance)
         result = await cell.outcome(instance, 1)
-        expected = 0 if result.outcome is ComputeOutcome.ACTIVE else expected + 1
+        expected = 0 if result.outcome is ACTIVE else expected + 1
         assert fleet.records.failed_builds(host) == expected
-    await cell.until(
-        lambda: (
-            [p for p in cell.announced() for h in p.hosts if h.uuid == host][-1:]
-            and [h.failed_builds for p in cell.announced() for h in p.hosts if h.uuid == host][-1] == expected
-        )
-    )
-    await life.stop()
 
+    def announced() -> list[int]:
+        return [one.failed_builds for page in cell.announced() for one in page.hosts if one.uuid == host]
 
-async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    first = await cell.compute(settings, fleet)
-    runs, fenced = cell.instance(), cell.instance()
-    await cell.spawn(host, runs)
-    await cell.outcome(runs, 1)
-    await cell.destroy(host, fenced, attempt=4)
-    await cell.ended(fenced, 4, ComputeOutcome.DESTROYED)
-    epoch, versions = fleet.records.epoch, fleet.records.version
-    await first.kill()
-    waiting = cell.instance()
-    await cell.spawn(host, waiting)  # while no service is there
-    second = await cell.compute(settings, fleet)
-    assert (await cell.ended(waiting, 1, ComputeOutcome.ACTIVE)).host_uuid == host
-    assert fleet.records.epoch > epoch
-    page = await cell.until(
-        lambda: [h for p in cell.announced() if p.epoch > epoch for h in p.hosts if h.uuid == host and h.running]
-    )
-    assert (runs, 1) in [(r.instance_uuid, r.attempt) for r in page[0].running or ()]
-    await cell.until(lambda: [u for u in cell.inventory() if u.version > versions])
-    await cell.spawn(host, fenced, attempt=4)
-    assert (await cell.ended(fenced, 4, ComputeOutcome.FAILED)).code == "spawn.fenced"
-    await cell.destroy(host, runs)
-    await cell.ended(runs, 1, ComputeOutcome.DESTROYED)
-    await second.stop()
-
-
-async def test_an_accepted_build_is_finished_by_the_next_life(cell: Cell) -> None:
-    slow, quick = config(delay_min_s=3600.0, delay_max_s=3600.0), config()
-    fleet = planned(slow)
-    host = hosts_of(fleet)[0]
-    first = await cell.compute(slow, fleet)
-    instance = cell.instance()
-    await cell.spawn(host, instance)
-    await settled(lambda: fleet.records.accepted == 1)
-    await first.kill()
-    assert cell.results(instance) == []
-    second = await cell.compute(quick, fleet)
-    assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
-    await second.stop()
-
-
-async def test_a_planned_death_happens_once(cell: Cell) -> None:
-    settings = config(die_after=3)
-    fleet = planned(settings)
-    host = hosts_of(fleet)[0]
-    first = await cell.compute(settings, fleet)
-    instances = [cell.instance() for _ in range(6)]
-    for instance in instances:
-        await cell.spawn(host, instance)
-    with pytest.raises(ServiceDied):
-        await first.task
-    second = await cell.compute(settings, fleet)
-    for instance in instances:
-        assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
-    assert sorted(guest.instance_uuid for _, guest in fleet.guests()) == sorted(instances)
-    await second.stop()
-
-
-async def test_a_planned_death_is_remembered_by_the_next_process(cell: Cell, tmp_path: Path) -> None:
-    settings = ComputeConfig(hosts=1, state_dir=str(tmp_path), faults=Faults(die_after=2))
-    first = await cell.compute(settings, planned(settings))
-    host = hosts_of(planned(settings))[0]
-    instances = [cell.instance() for _ in range(6)]
-    for instance in instances[:2]:
-        await cell.spawn(host, instance)
-    with pytest.raises(ServiceDied):
-        await first.task
-    second = await cell.compute(settings, planned(settings))  # counts from nought again, as another process would
-    for instance in instances[2:]:
-        await cell.spawn(host, instance)
-    for instance in instances:
-        assert (await cell.outcome(instance, 1)).outcome is ComputeOutcome.ACTIVE
-    await second.stop()
-
-
-async def test_a_vanished_machine_and_an_unknown_one_are_reported_as_they_are(cell: Cell) -> None:
-    settings = config()
-    fleet = planned(settings)
-    host, other = hosts_of(fleet)[:2]
-    life = await cell.compute(settings, fleet)
-    gone, stray = cell.instance(), cell.instance()
-    await cell.spawn(host, gone)
-    await cell.outcome(gone, 1)
-    fleet.lose(host)
-    fleet.put(other, Guest(stray, 5, {}, deployment=DEPLOYMENT))
-    foreign = cell.instance()
-    fleet.put(other, Guest(foreign, 1, {}))
-    await cell.ask()
-    page = (await cell.until(lambda: [p for p in cell.announced() if any(h.running for h in p.hosts)]))[0]
-    running = {h.uuid: [(r.instance_uuid, r.attempt) for r in h.running or ()] for h in page.hosts}
-    assert running[host] == [] and running[other] == [(stray, 5), (foreign, 1)]
-    marks = {r.instance_uuid: r.deployment for h in page.hosts for r in h.running or ()}
-    assert marks == {stray: DEPLOYMENT, foreign: None}
-    await cell.spawn(host, gone)  # a late copy is not answered `active` for what is lost
-    assert (await cell.outcome(gone, 1, count=2)).code == "instance.lost"
-    await cell.destroy(other, stray, attempt=5)
-    await cell.ended(stray, 5, ComputeOutcome.DESTROYED)
-    assert fleet.guest(other, stray) is None
-    await cell.destroy(other, foreign, attempt=5)
-    assert (await cell.ended(foreign, 5, ComputeOutcome.FAILED)).code == "destroy.not_ours"
-    await cell.spawn(other, foreign, attempt=6)  # nor is it built over
-    assert (await cell.ended(foreign, 6, ComputeOutcome.FAILED)).code == "host.taken"
-    assert fleet.guest(other, foreign) is not None
-    await life.stop()
+    await cell.until(lambda: announced()[-1:] == [expected])
 
 
 async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> None:
     settings = msgspec.structs.replace(config(1200), metrics_interval_s=0.05)
     fleet = planned(settings)
-    busy, idle = list(fleet.hosts)[:2]
-    fleet.put(busy.plan.uuid, Guest(cell.instance(), 1, {busy.plan.uuid: {"VCPU": 128}}, deployment=DEPLOYMENT))
+    busy, idle = hosts_of(fleet)[:2]
+    fleet.put(busy, Guest(cell.instance(), 1, {busy: {"VCPU": 128}}, deployment=DEPLOYMENT))
     await cell.compute(settings, fleet)
 
     def readings() -> dict[str, HostReading]:
@@ -415,13 +262,66 @@ async def test_measurements_are_published_when_they_are_wanted(cell: Cell) -> No
         return {one.host_uuid: one for message in received for one in message.readings}
 
     await cell.until(lambda: len(readings()) == 1200)
-    values = [readings()[host.plan.uuid].values for host in (busy, idle)]
-    assert [one["temperature.celsius"] for one in values] == [47.0, 24.0]
-    assert [one["power.watts"] for one in values] == [255.0, 110.0]
+    values = [readings()[host].values for host in (busy, idle)]
+    assert [(one["temperature.celsius"], one["power.watts"]) for one in values] == [(47.0, 255.0), (24.0, 110.0)]
 
 
 async def test_nothing_is_measured_by_default(cell: Cell) -> None:
-    await cell.compute(config(), planned(config()))
-    await cell.until(cell.heartbeats)
+    await serve(cell)
     await cell.until(lambda: len(cell.heartbeats()) >= 3)
     assert not any(isinstance(message, HostMetrics) for message in cell.received)
+
+
+# --- lives of a service
+
+
+async def test_the_same_fleet_survives_a_killed_service(cell: Cell) -> None:
+    settings = config()
+    fleet = planned(settings)
+    host = hosts_of(fleet)[0]
+    first = await cell.compute(settings, fleet)
+    runs, fenced, waiting = await cell.built(host), cell.instance(), cell.instance()
+    await cell.destroyed(host, fenced, 4)
+    epoch, versions = fleet.records.epoch, fleet.records.version
+    await first.kill()
+    await cell.spawn(host, waiting)  # while no service is there
+    await cell.compute(settings, fleet)
+    assert (await cell.ended(waiting, 1, ACTIVE)).host_uuid == host
+    assert fleet.records.epoch > epoch
+    await cell.until(lambda: (runs, 1) in running([p for p in cell.announced() if p.epoch > epoch]).get(host, []))
+    await cell.until(lambda: [update for update in cell.inventory() if update.version > versions])
+    await cell.spawn(host, fenced, 4)
+    assert (await cell.ended(fenced, 4, FAILED)).code == "spawn.fenced"
+    await cell.destroyed(host, runs)
+
+
+async def test_an_accepted_build_is_finished_by_the_next_life(cell: Cell) -> None:
+    slow, quick = config(delay_min_s=3600.0, delay_max_s=3600.0), config()
+    fleet = planned(slow)
+    first = await cell.compute(slow, fleet)
+    instance = cell.instance()
+    await cell.spawn(hosts_of(fleet)[0], instance)
+    await until(lambda: fleet.records.accepted == 1)
+    await first.kill()
+    assert cell.results(instance) == []
+    await cell.compute(quick, fleet)
+    assert (await cell.outcome(instance, 1)).outcome is ACTIVE
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["one process", "two processes"])
+async def test_a_planned_death_happens_once(cell: Cell, tmp_path: Path, kept: bool) -> None:
+    """Another process counts from nought again, and knows of it from its file."""
+    settings = msgspec.structs.replace(config(hosts=1, die_after=3), state_dir=str(tmp_path) if kept else "")
+    fleet = planned(settings)
+    host = hosts_of(fleet)[0]
+    first = await cell.compute(settings, fleet)
+    instances = [cell.instance() for _ in range(6)]
+    for instance in instances:
+        await cell.spawn(host, instance)
+    with pytest.raises(ServiceDied):
+        await first.task
+    fleet = planned(settings) if kept else fleet
+    await cell.compute(settings, fleet)
+    for instance in instances:
+        assert (await cell.outcome(instance, 1)).outcome is ACTIVE
+    assert sorted(guest.instance_uuid for _, guest in fleet.guests()) == sorted(instances)

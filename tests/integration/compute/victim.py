@@ -13,11 +13,9 @@ from compute_sim.agent import Agent, Limits
 from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from compute_sim.drivers.hypervisor import Hypervisors
-from compute_sim.fleet import Fleet
 from compute_sim.survey import Survey
-from tests.integration.compute.harness import CELL, DEPLOYMENT, spawn
+from tests.integration.compute.harness import DEPLOYMENT, SERVICE, planned, spawn
 
-SERVICE = "c1-a"
 FAULTS = Faults(delay_max_s=0.02, fail_rate=0.1, hang_rate=0.05, destroy_delay_s=0.005)
 
 
@@ -35,7 +33,7 @@ def answered(result: ComputeResult) -> None:
 
 async def main(state_dir: str) -> None:
     settings, clock, rng = config(state_dir), SystemClock(), random.Random(3)
-    fleet = Fleet.planned(settings, CELL, SERVICE)
+    fleet = planned(settings)
     fleet.open()
     limits = Limits(per_host=10, builds=1000, accepted=1000, build_s=60, destroy_attempts=3)
     driver = Hypervisors(fleet, FAULTS, seed=1, clock=clock)

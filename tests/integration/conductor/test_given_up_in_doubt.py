@@ -34,7 +34,7 @@ def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
     over = run(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
     for record in (over.instance, run(RELEASED, start=over.instance).instance):
         known = replace(brief(record), first_not_tried=record.first_not_tried)
-        found = differences(report_of(attempt), [known], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT)
+        found = differences(report_of(attempt), [known], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         kinds = [one.kind.value for one in found.unexplained]
         assert not is_over(record, attempt, host(1)), f"{record.state.value}: over; {kinds}; harmful: {found.harmful}"
         assert kinds == ["quarantined"] and not found.harmful

@@ -31,7 +31,8 @@ from cell_conductor.store.postgres import PostgresInstances
 from cell_conductor.store.safety import DESTROY, KEEP
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.fleet import Fleet, Guest
-from tests.integration.compute.harness import PATIENCE_S, Life
+from tests.integration.compute.harness import Life
+from tests.kit.waiting import PATIENCE_S
 
 CELL = "c1"
 SERVICE = "c1-a"

@@ -80,6 +80,7 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
     await around.bus.publish(build)
     await around.until(lambda: bool(around.ends(uuid)))
     assert await cell.state(uuid) is State.ACTIVE
+    cell.clock.offset += 60.0
     ahead = cell.clock.time() + 3600.0
     report = ComputeHosts(
         service="heir", cell=CELL, epoch=1, sequence=1, seen_at=ahead, scan=1,

@@ -11,9 +11,10 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport
+from bus.contracts.cell import CellDelete, ComputeHosts, HostReport
 from cell_conductor.domain.events import DeleteRequested, InstanceEvent
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.proof import rescan_id
 from tests.integration.conductor.neighbours import CELL, Cell, opened
 
 
@@ -43,55 +44,23 @@ async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(ce
     assert states == [State.ABSENT, State.ACTIVE, State.FAILED, State.ABSENT]
 
 
-async def test_an_old_scan_that_arrives_late_does_not_prove_a_young_machine_missing(cell: Cell) -> None:
-    """A driver that lists for a minute: the machine came to be after its host was looked at."""
-    looked = cell.clock.time()
+async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cell) -> None:
+    """A driver that lists for a minute: the machine came to be after its host was looked at. Seed 59: the report waited
+    for a conductor that was paused, and by the host's clock it was the later word.
+    """
     build = cell.build(1)
-    uuid = build.spec.instance_uuid
+    uuid, host = build.spec.instance_uuid, cell.host(1)
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: bool(cell.around.ends(uuid)))
     cell.clock.offset += 60.0
-    report = ComputeHosts(
-        service="s1",
-        cell=CELL,
-        epoch=1,
-        sequence=1,
-        hosts=(HostReport(uuid=cell.host(1), name="host-1", running=()),),
-        seen_at=looked,
-    )
-    meta = Meta(id="1", sent_at=cell.clock.time())
-    await cell.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
-    assert await cell.state(uuid) is State.ACTIVE
-    assert cell.around.running
-
-
-async def test_a_report_from_before_a_hosts_clock_was_set_back_does_not_kill_what_it_built_since(cell: Cell) -> None:
-    """Seed 59: the report waited for a conductor that was paused, and by the host's clock it was the later word."""
-    build = cell.build(1)
-    uuid, host = build.spec.instance_uuid, cell.host(1)
-    cell.around.hangs = {host}
-    await cell.around.bus.publish(build)
-    await cell.around.until(lambda: len(cell.around.spawns) == 1)
-    cell.around.running[host, uuid] = 1
-    now = cell.clock.time()
-    built = ComputeResult(
-        instance_uuid=uuid,
-        attempt=1,
-        host_uuid=host,
-        service="s1",
-        outcome=ComputeOutcome.ACTIVE,
-        at=now - 240.0,
-        epoch=1,
-        scan=7,
-    )
-    await cell.around.bus.publish(built)
-    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     hosts = (HostReport(uuid=host, name="host-1", running=()),)
-    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=now - 1.0, scan=7)
+    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=cell.clock.time())
     await _receive(cell, before)
     assert await cell.state(uuid) is State.ACTIVE
+    assert cell.around.running
     del cell.around.running[host, uuid]
-    await _receive(cell, replace(before, sequence=2, seen_at=now - 239.0, scan=8))
+    (record,) = await cell.store.briefs([], [uuid])
+    await _receive(cell, replace(before, sequence=2, rescans=(rescan_id(record),)))
     await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)
 
 

@@ -28,7 +28,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
-from tests.integration.compute.test_baremetal_access import served
+from tests.integration.compute.metal import guarded
 from tests.kit.certificates import Authority
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 
@@ -88,7 +88,7 @@ async def test_a_microversion_that_ironic_does_not_support_is_answered_with_what
 
 async def test_basic_sign_in() -> None:
     expected = b"Basic " + base64.b64encode(b"berth:secret")
-    async with served(lambda headers: headers.get(b"authorization") == expected) as (pool, url):
+    async with guarded(lambda headers: headers.get(b"authorization") == expected) as (pool, url):
         assert await count(source(url, username="berth", password="secret")) == len(pool.nodes)
         with pytest.raises(SourceRefused) as refused:
             await count(source(url, username="berth", password="other"))
@@ -97,12 +97,12 @@ async def test_basic_sign_in() -> None:
 
 async def test_tls_with_an_authority_of_the_operators(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
-    async with served(lambda _: True, authority.issue("ironic", "IP:127.0.0.1")) as (pool, url):
+    async with guarded(lambda _: True, authority.issue("ironic", "IP:127.0.0.1")) as (pool, url):
         assert await count(source(url, ca_file=str(authority.file))) == len(pool.nodes)
         assert await count(source(url, verify_tls=False)) == len(pool.nodes)
         with pytest.raises(SourceUnavailable):  # this system does not know the authority
             await count(source(url))
-    async with served(lambda _: True, authority.issue("ironic", "DNS:ironic.example.org")) as (_, url):
+    async with guarded(lambda _: True, authority.issue("ironic", "DNS:ironic.example.org")) as (_, url):
         with pytest.raises(SourceUnavailable):
             await count(source(url, ca_file=str(authority.file)))
 

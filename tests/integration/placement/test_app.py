@@ -11,24 +11,18 @@ import pytest
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.feed import Change, ChangesPage, ChangesRequest, FeedChanges, FeedHead, SnapshotPage, SnapshotRequest
 from bus.contracts.placement import (
-    Change,
-    ChangesPage,
-    ChangesRequest,
     Claim,
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
-    FeedChanges,
-    FeedHead,
     Inventory,
     InventoryResult,
     InventoryUpdate,
     ProviderReport,
     Release,
     ReleaseResult,
-    SnapshotPage,
-    SnapshotRequest,
 )
 from bus.faults import RequestRefused
 from bus.memory import MemoryBroker, MemoryTransport

@@ -11,10 +11,11 @@ import asyncpg
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Change, Claim, ClaimOutcome, ClaimResult
+from bus.contracts.feed import Change
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.domain.claim_items import ClaimReply
+from placement_worker.domain.claim_group import ClaimReply
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 from .conftest import Book

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, Release
-from placement_worker.domain.claim_items import expected_consumers, groups_of, wanted_members
+from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
@@ -156,10 +156,10 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
     file = await exported(book)
     for requested in (member(rng, hosts[1]), member(rng, hosts[1], None, TWO)):
         async with book.database.raw() as reading:
-            await members.lock(reading, groups_of([requested]))
-            await members.read(reading, wanted_members([requested]))
+            await members.lock(reading, ClaimGroup([requested]).keys)
+            await members.read(reading, ClaimGroup([requested]).members())
             if requested.limits:
-                await claims.lock(reading, expected_consumers([requested]), None, limited=["p"], alone=True)
+                await claims.lock(reading, ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
             importing = asyncio.create_task(imported(book, file))
             async with asyncio.timeout(PATIENCE_S):
                 while not await reading.fetchval(WAITING):

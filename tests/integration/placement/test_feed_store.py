@@ -7,10 +7,12 @@ import random
 from collections.abc import Callable, Sequence
 
 import asyncpg
+import msgspec
 import pytest
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Change, Claim, FeedChanges, ProviderState, Release
+from bus.contracts.feed import Change, ChangesPage, FeedChanges, changes_in
+from bus.contracts.placement import Claim, ProviderState, Release
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker import book as resource_book
@@ -104,6 +106,27 @@ async def test_many_writers_make_one_dense_feed_that_replays_to_the_book(
     assert replay(changes) == as_replayed(page.providers)
     assert await book.findings() == []
     await second.close()
+
+
+async def test_what_was_committed_leaves_as_the_same_bytes(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    hosts = await book.hosts(3, rng, VCPU=10)
+    await book.store.apply([make_claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts])
+    async with book.database.raw() as connection:
+        committed = [row[0] for row in await connection.fetch("SELECT body FROM changes ORDER BY last")]
+    page = await book.store.changes(0, 100)
+    assert [change.sequence for change in page.changes] == list(range(1, page.head + 1))
+    sent: list[bytes] = []
+
+    async def send(announced: FeedChanges) -> None:
+        sent.append(msgspec.json.encode(announced))
+
+    await book.store.publish(send, 100)
+    for message in (*sent, msgspec.json.encode(page)):
+        assert all(body in message for body in committed)
+        decoded = msgspec.json.decode(message, type=FeedChanges | ChangesPage)
+        assert decoded.changes == page.changes
 
 
 async def test_two_publishers_publish_everything_once_and_in_order(
@@ -217,8 +240,8 @@ async def test_what_is_read_ends_before_changes_that_were_trimmed_meanwhile(book
     async with book.database.single() as connection:
         found = await connection.fetch(feed.READ, 0, feed.ROWS_AT_ONCE)
         await connection.execute("DELETE FROM changes WHERE last <= $1", feed.ROWS_AT_ONCE + 2)
-        changes, more = await feed.read(connection, 0, 1000, found)
-    assert [change.sequence for change in changes] == list(range(1, feed.ROWS_AT_ONCE + 1))
+        rows, more = await feed.read(connection, 0, 1000, found)
+    assert [change.sequence for change in changes_in(rows)] == list(range(1, feed.ROWS_AT_ONCE + 1))
     assert more
 
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from berth.trial.embedded.postgres import Postgres
-from bus.contracts.placement import FeedChanges
+from bus.contracts.feed import FeedChanges
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store

@@ -25,9 +25,10 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.book import write_allocations
-from placement_worker.domain import claim_items
-from placement_worker.domain.allocations import ConsumerWrite, Replace
-from placement_worker.domain.claim_items import wanted_members
+from placement_worker.domain import claim_group
+from placement_worker.domain.allocations import Replace
+from placement_worker.domain.claim_group import ClaimGroup
+from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.store import members
 
 from .conftest import Book
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.postgres
 
 PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-MANY = claim_items.MAX_GROUP_MEMBERS_READ + 20
+MANY = claim_group.MAX_GROUP_MEMBERS_READ + 20
 BATCH, SMALL, LARGE = 100, 50, 900  # claims of one transaction; members of a group; hosts
 MOST_BLOCKS = 30  # for each claim
 
@@ -54,7 +55,7 @@ def member(rng: random.Random, host: str, policy: GroupPolicy) -> Claim:
     ("policy", "most"),
     [
         (GroupPolicy.ANTI_AFFINITY, 1),
-        (GroupPolicy.AFFINITY, claim_items.MAX_GROUP_MEMBERS_READ + 1),
+        (GroupPolicy.AFFINITY, claim_group.MAX_GROUP_MEMBERS_READ + 1),
         (GroupPolicy.SOFT_ANTI_AFFINITY, 0),
         (GroupPolicy.SOFT_AFFINITY, 0),
     ],
@@ -67,7 +68,7 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     assert {str(reply.outcome) for reply in replies} == {"claimed"}
     requested = member(rng, hosts[7], policy)
     async with book.database.raw() as connection:
-        (found,) = (await members.read(connection, wanted_members([requested]))).values() or [{}]
+        (found,) = (await members.read(connection, ClaimGroup([requested]).members())).values() or [{}]
     assert len(found) <= most
     assert not most or ((hosts[7],) in map(tuple, found.values()))
     (reply,) = await book.store.apply([requested])
@@ -137,7 +138,7 @@ async def test_members_that_the_transaction_names_are_read_beside_those_that_sta
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one member that was read was released: the group was found empty, and split."""
-    monkeypatch.setattr(claim_items, "MAX_GROUP_MEMBERS_READ", 1)
+    monkeypatch.setattr(claim_group, "MAX_GROUP_MEMBERS_READ", 1)
     here, there = await book.hosts(2, rng, VCPU=4)
     both = sorted((member(rng, here, GroupPolicy.AFFINITY) for _ in range(2)), key=lambda one: one.consumer)
     await book.store.apply(both)
@@ -149,7 +150,7 @@ async def test_members_that_the_transaction_names_are_read_beside_those_that_sta
 async def blocks_read(book: Book, claims: Sequence[Claim], holders: Sequence[str] = ()) -> int:
     """How many blocks the claims' read of their groups touches."""
     async with book.database.raw() as connection:
-        columns = members.columns(wanted_members(claims, holders))
+        columns = members.columns(ClaimGroup(claims).members(set(holders)))
         answer = await connection.fetchval(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {members.READ}", *columns)
     (plan,) = json.loads(answer)
     blocks: int = plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"]

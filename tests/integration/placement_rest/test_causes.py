@@ -12,7 +12,7 @@ import structlog
 from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import Change, FeedChanges
+from bus.contracts.feed import Change, FeedChanges
 from bus.memory import MemoryTransport
 from placement_worker.domain.trees import CreateProvider
 from tests.integration.placement_rest.conftest import Placement, holding, on_postgres

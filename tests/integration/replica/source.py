@@ -10,16 +10,17 @@ from msgspec import structs
 
 from bus.bus import Bus
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.placement import (
+from bus.contracts.feed import (
     Change,
     ChangesPage,
     ChangesRequest,
     FeedChanges,
     FeedHead,
-    ProviderState,
     SnapshotPage,
     SnapshotRequest,
+    feed_rows,
 )
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from tests.unit.replica.books import inventory, uuid
 
@@ -138,7 +139,7 @@ class Source:
         """Announce what is committed and not yet published, as placement does."""
         unpublished, self.unpublished = self.unpublished, []
         if unpublished:
-            await self.bus.publish(FeedChanges(changes=tuple(unpublished), history=self.history))
+            await self.bus.publish(FeedChanges(rows=feed_rows(unpublished), history=self.history))
 
     async def announce_badly(self) -> None:
         """Lose, repeat or swap some of it."""
@@ -148,7 +149,7 @@ class Source:
             self.rng.shuffle(parts)
         for part in parts:
             for _ in range(self.rng.choice((0, 1, 1, 1, 2))):
-                await self.bus.publish(FeedChanges(changes=tuple(part), history=self.history))
+                await self.bus.publish(FeedChanges(rows=feed_rows(part), history=self.history))
 
     async def announce_head(self) -> None:
         await self.bus.publish(FeedHead(sequence=self.head, history=self.history))
@@ -167,8 +168,8 @@ class Source:
             if request.after < self.first - 1 or request.history not in ("", self.history):
                 return ChangesPage(head=self.head, too_old=True, history=self.history)
             at = request.after - self.first + 1
-            changes = tuple(self.changes[at : at + request.limit])
-            return ChangesPage(head=self.head, changes=changes, history=self.history)
+            rows = feed_rows(self.changes[at : at + request.limit])
+            return ChangesPage(head=self.head, rows=rows, history=self.history)
         assert isinstance(request, SnapshotRequest)
         self.snapshots += request.after is None
         left = sorted(one for one in self.states if request.after is None or one > request.after)

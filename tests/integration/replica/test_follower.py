@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from bus.bus import Bus
-from bus.contracts.placement import FeedChanges
+from bus.contracts.feed import FeedChanges, feed_rows
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import SnapshotEndless
@@ -237,7 +237,7 @@ async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
         lost, *rest = stage.source.unpublished
         most = 0
         for change in rest:
-            await stage.source.bus.publish(FeedChanges(changes=(change,)))
+            await stage.source.bus.publish(FeedChanges(rows=feed_rows([change])))
             await until(lambda number=change.sequence: follower.lag >= number, stage.clock)  # type: ignore[misc]
             most = max(most, len(follower._kept))
         assert most == 50
@@ -273,7 +273,7 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
         assert book.free("VCPU", roots)[0] == 6
         book.settle("boot", {state.uuid: 4})
         assert book.free("VCPU", roots)[0] == 6
-        await stage.source.bus.publish(FeedChanges(changes=(used(1, 0, 4, {"VCPU": 2}),)))
+        await stage.source.bus.publish(FeedChanges(rows=feed_rows([used(1, 0, 4, {"VCPU": 2})])))
         await until(lambda: book.sequence == 1, stage.clock)
         assert book.free("VCPU", roots)[0] == 6
         assert list(book.assumed_keys()) == []

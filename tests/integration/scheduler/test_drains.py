@@ -519,22 +519,22 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
     """The objects are locked by others until the request's time is over, and its requester has given it up."""
     name = "start" if isinstance(request, DrainStart) else "command"
     handle, lock = getattr(drains.DrainKeeper, name), PostgresOperationUnit.lock_objects
-    ends: list[float | None] = []
+    late: list[Callable[[], bool]] = []
     locked: list[RecordedObjects] = []
 
     async def handled(keeper: Any, *arguments: Any) -> Any:
-        ends.append(next((one for one in arguments if isinstance(one, float)), None))
+        late.append(next(one for one in arguments if callable(one)))
         return await handle(keeper, *arguments)
 
     async def locked_late(unit: PostgresOperationUnit) -> RecordedObjects:
         locked.append(await lock(unit))
-        await world.eventually(lambda: world.clock.monotonic() > (ends[-1] or 0.0))
+        await world.eventually(late[-1])
         return locked[-1]
 
     with monkeypatch.context() as patched:
         patched.setattr(drains.DrainKeeper, name, handled)
         patched.setattr(PostgresOperationUnit, "lock_objects", locked_late)
-        while not ends:  # a request that did not arrive in time was not handled at all
+        while not late:  # a request that did not arrive in time was not handled at all
             with suppress(RequestTimeout, RequestRefused):
                 await world.buses[API].request(request, DrainResult, timeout_s=0.5)
         await world.eventually(lambda: locked)

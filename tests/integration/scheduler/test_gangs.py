@@ -22,8 +22,9 @@ from bus.contracts.build import (
     FlavorCount,
     member_uuids,
 )
+from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Release, ReleaseResult, SnapshotPage, SnapshotRequest
+from bus.contracts.placement import Release, ReleaseResult
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.engine import SchedulingEngine

@@ -10,7 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.consuming import in_flight
 from bus.consuming.dead_letters import list_dead
+from bus.consuming.in_flight import CLOCKS_APART_S
 from bus.consuming.outcome import Outcome
 from bus.contracts.base import Message, Refusal, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
@@ -19,11 +21,10 @@ from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.deletes import Deletes
-from scheduler_worker.domain import pending
 from scheduler_worker.domain.admission import Admission
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.decisions import DecidedBuild, given_up
-from scheduler_worker.domain.pending import CLOCKS_APART_S, PendingBuild
+from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
@@ -262,8 +263,7 @@ async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_buil
 
 async def expires_with_deadline(world: World, message: Message) -> None:
     """A request of a client that waits for 10 s expires at the broker."""
-    now = world.clock.time()
-    await world.expires(message, sent_at=now, deadline=now + 10.0)
+    await world.expires(message, patience_s=10.0)
 
 
 async def test_a_request_that_expired_with_its_deadline_has_no_event_and_its_repeat_is_built(world: World) -> None:
@@ -360,12 +360,10 @@ async def test_what_a_request_had_claimed_before_it_expired_is_released(
     await world.scheduler()
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
-    now = world.clock.time()
     with monkeypatch.context() as patched:
         planted = Planted(patched)
         planted.fails_without_release(DatabaseUnavailable("planted"))
-        deadline = now + BEGUN_S if has_deadline else None
-        await world.expires(request, sent_at=now, deadline=deadline, after_s=BEGUN_S)
+        await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
         await planted.begun.wait()
         await world.kill("s1")
         await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
@@ -439,7 +437,7 @@ async def test_what_a_given_up_request_has_claimed_is_released_whatever_its_clie
     request: BuildRequest = world.request()
     Planted(monkeypatch).fails_without_release(RuntimeError("planted"))
     sent_at = world.clock.time() - CLOCKS_APART_S - 1.0 + ahead_s
-    monkeypatch.setattr(pending, "CLOCKS_APART_S", 0.0)
+    monkeypatch.setattr(in_flight, "CLOCKS_APART_S", 0.0)
     await world.buses[API].transport.publish(
         Outgoing(
             exchange=COMMANDS,

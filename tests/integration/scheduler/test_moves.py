@@ -10,11 +10,14 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.clock import new_uuid
+from bus.consuming.in_flight import CLOCKS_APART_S
 from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import COMMANDS, routing_key
 from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.deploy import ImageSource
+from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     CellMove,
@@ -31,8 +34,7 @@ from bus.contracts.moves import (
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
-from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.pending import CLOCKS_APART_S
+from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.test_given_up import BEGUN_S
@@ -98,13 +100,14 @@ async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> N
     """How long it has waited as an earlier copy is not known: it was begun whenever a scheduler was there again."""
     request = await one_active(world)
     late = world.move(request, MoveKind.REBUILD, image="a")
-    deadline = world.clock.time() - CLOCKS_APART_S - 1.0
-    headers = {"berth-attempt": 1, "berth-sent-at-ms": int((deadline - 600.0) * 1000)}  # 600 s from its arrival on
+    sent_at = world.clock.time() - PATIENCE_S - CLOCKS_APART_S - 1.0
+    headers = {"berth-attempt": 1, "berth-sent-at-ms": int(sent_at * 1000)}
     copy = Outgoing(
         exchange=COMMANDS,
         routing_key=routing_key(late),
         body=encode(late),
-        headers={**headers, "berth-deadline-ms": int(deadline * 1000)},
+        headers={**headers, "berth-patience-ms": int(PATIENCE_S * 1000)},
+        reply_to="client.reply.gone",
     )
     await world.buses[API].transport.publish(copy)
     other = world.move(request, MoveKind.REBUILD, image="b")
@@ -115,8 +118,7 @@ async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> N
 async def test_a_move_that_expired_at_the_broker_is_carried_out_when_its_client_repeats_it(world: World) -> None:
     request = await one_active(world)
     move = world.move(request, MoveKind.REBUILD, image="a")
-    now = world.clock.time()
-    await world.expires(move, sent_at=now, deadline=now + 10.0)
+    await world.expires(move, patience_s=10.0)
     await world.until_expired_are_handled()
     await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
     await world.dispatched(move)
@@ -130,7 +132,7 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
     command = await world.dispatched(move)
     assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source}
-    assert command.spec is None and command.step_timeout_s == 300.0
+    assert command.spec is not None and command.spec.flavor == built.flavor and command.step_timeout_s == 300.0
     answer = await world.moved(move, MoveState.SCHEDULED)
     assert (answer.host, answer.cell, answer.condition) == (command.selections[0].host, "c1", Condition.MOVING)
     record = await world.show(built.instance_uuid)
@@ -356,6 +358,43 @@ async def test_an_instance_moves_by_the_properties_of_the_image_that_it_was_rebu
     move = world.move(built, MoveKind.MIGRATE)
     await world.ask(move)
     assert [one.host for one in (await world.dispatched(move)).selections] == [fitting]
+
+
+async def test_a_cell_is_told_the_whole_flavor_that_hosts_were_chosen_for_and_the_image_of_a_rebuild(
+    world: World,
+) -> None:
+    """It was told the flavor's name: the driver went by the root disk, traits and capabilities of the old one."""
+    larger = Flavor(
+        vcpus=2,
+        memory_mb=2048,
+        disk_gb=20,
+        extra_specs={"capabilities:boot_mode": "uefi", "berth:on_host_failure": "fail"},
+    )
+    config = replace(WARM, flavors={**WARM.flavors, "larger": larger}, enabled_filters=("ComputeFilter",))
+    first = ImageSource(source="http://images/first")
+    built = await one_active(world, config=config, image="a", image_source=first)
+    number = 11
+    for kind, more in (
+        (MoveKind.RESIZE, {"flavor": "larger"}),
+        (MoveKind.MIGRATE, {}),
+        (MoveKind.REBUILD, {"image": "b", "image_source": ImageSource(source="http://images/second")}),
+        (MoveKind.STOP, {}),
+    ):
+        move = world.move(built, kind, **more)
+        await world.ask(move)
+        spec = (await world.dispatched(move)).spec
+        if kind is MoveKind.STOP:
+            assert spec is None
+            break
+        assert spec is not None
+        assert (spec.flavor, spec.root_gb, spec.capabilities) == ("larger", 20, {"boot_mode": "uefi"})
+        assert spec.on_host_failure is EvacuationPolicy.FAIL
+        if kind is MoveKind.REBUILD:
+            assert (spec.image, spec.image_source) == ("b", ImageSource(source="http://images/second"))
+        number += 10
+        source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
+        await world.move_announced("c1", move, MoveState.DONE, number, **DONE, host=source, flavor="larger", image="a")
+        await world.moved(move)
 
 
 async def test_members_that_keep_apart_keep_apart_when_they_move(world: World) -> None:

@@ -25,6 +25,7 @@ from bus.contracts.cell import (
     ServiceOutdated,
 )
 from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.fences import CellFence
 from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import CellBus
@@ -42,8 +43,6 @@ from bus.contracts.placement import (
     ReleaseResult,
     Revert,
     RevertResult,
-    SnapshotPage,
-    SnapshotRequest,
 )
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import Outgoing, Transport
@@ -292,16 +291,19 @@ class World:
         await self.buses[API].publish_all([(message, "") for message in messages])
 
     async def expires(
-        self, message: Message, *, sent_at: float | None = None, deadline: float | None = None, after_s: float = 0.0
+        self, message: Message, *, sent_at: float | None = None, patience_s: float | None = None, after_s: float = 0.0
     ) -> None:
-        """Publish a request that expires after a time; 0: before a scheduler has it."""
+        """Publish a request that expires after a time; 0: before a scheduler has it. patience_s: as long a client waits
+        for its answer; None: nobody does.
+        """
         headers = {"berth-sent-at-ms": int((self.clock.time() if sent_at is None else sent_at) * 1000)}
-        headers |= {} if deadline is None else {"berth-deadline-ms": int(deadline * 1000)}
+        headers |= {} if patience_s is None else {"berth-patience-ms": int(patience_s * 1000)}
         outgoing = Outgoing(
             exchange=COMMANDS,
             routing_key=routing_key(message),
             body=encode(message),
             headers=headers,
+            reply_to=None if patience_s is None else "client.reply.gone",
             expiration_s=after_s,
         )
         await self.buses[API].transport.publish(outgoing)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from uuid import UUID
 
-from bus.bus import Bus
+import pytest
+
+from bus.bus import API, Bus
 from bus.cell_link import CellLink
 from bus.cell_links import REOPEN_S, CellLinks
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import BuildRequest
+from bus.contracts.catalogue import BY_QUEUE, lane_of
 from bus.contracts.cells import LinkState
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import Release, ReleaseResult
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import BusForbidden
+from bus.memory.transport import MemorySubscription
+from bus.port import BusForbidden, BusUnavailable, Delivery
 from tests.kit.virtual_time import on_virtual_time
 
 PATIENCE_S = 60.0
@@ -96,3 +102,89 @@ async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no
         running.cancel()
         await asyncio.wait((running,))
         await links.close_cell("c1")
+
+
+class Slow(MemoryTransport):
+    """Each queue of it is consumed a turn of the loop after `go_on`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker, "c1")
+        self.asked, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> MemorySubscription:
+        self.asked.set()
+        await self.go_on.wait()
+        return await super().consume(queue, on_delivery, prefetch=prefetch)
+
+
+async def test_a_consumer_that_is_starting_when_its_link_is_drained_takes_nothing() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    transport = Slow(broker)
+    bus = Bus("c1", transport, process="worker", clock=clock, rng=random.Random(1))
+    taken: list[Received] = []
+
+    async def take(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.extend(batch)
+        return [Done()] * len(batch)
+
+    link = CellLink(bus, [bus.consumer(queue, take) for queue in ("placement.requests", "placement.inventory")])
+    running = asyncio.create_task(link.run())
+    await transport.asked.wait()
+    await link.drain(1.0)
+    transport.go_on.set()
+    await asyncio.wait_for(running, PATIENCE_S)
+    await bus.publish(RELEASE)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not taken and await transport.depth("placement.requests") == 1
+    delivery = await transport.get("placement.requests")
+    assert delivery is not None and not delivery.redelivered
+    await link.close()
+
+
+class Once(MemoryTransport):
+    """A connection that is lost while the second queue is consumed for the first time."""
+
+    asked = 0
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> MemorySubscription:
+        self.asked += 1
+        if self.asked == 2:
+            raise BusUnavailable("lost")
+        return await super().consume(queue, on_delivery, prefetch=prefetch)
+
+
+async def test_a_consumer_whose_start_was_interrupted_starts_the_rest_and_nothing_twice() -> None:
+    """It counted as started with the first of its queues, and the others were never consumed."""
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    bus = Bus(API, Once(broker, API), process="worker", clock=clock, rng=random.Random(1))
+    await bus.open()
+    taken: list[Received] = []
+
+    async def take(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.extend(batch)
+        return [Done()] * len(batch)
+
+    consumer = bus.consumer("scheduler.requests", take)
+    with pytest.raises(BusUnavailable):
+        await consumer.start()
+    assert not consumer.started
+    await consumer.start()
+    running = asyncio.create_task(consumer.run())
+    lanes = {lane_of(project): project for project in map(str, range(500))}
+    for number, project in enumerate(lanes.values()):
+        await bus.publish(BuildRequest(instance_uuid=str(UUID(int=number)), flavor="small", project_id=project))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(taken) < len(lanes):  # noqa: ASYNC110  (a broker does not announce it)
+            await asyncio.sleep(0)
+    queues = [broker.queue(row.name) for row in BY_QUEUE["scheduler.requests"].queues]
+    assert [len(queue.consumers) for queue in queues] == [1] * len(queues)
+    await consumer.drain(1.0)
+    await running
+    await bus.close()

@@ -7,7 +7,7 @@ import pytest
 
 from bus.contracts.build import BuildRequest
 from bus.contracts.deploy import MAX_NETWORK_DATA, MAX_USER_DATA, ConfigDrive
-from scheduler_worker.config import Flavor
+from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.decision_messages import instance_spec
 
 UUID = "20000000-0000-4000-8000-000000000000"
@@ -59,7 +59,7 @@ def test_the_cell_gets_what_the_request_and_its_flavor_state_of_the_machine() ->
         "capabilities:boot_mode": "uefi",
         "resources:CUSTOM_GOLD": "1",
     }
-    spec = instance_spec(request, Flavor(disk_gb=50, extra_specs=specs))
+    spec = instance_spec(request, SchedulerConfig(flavors={request.flavor: Flavor(disk_gb=50, extra_specs=specs)}))
     assert spec.image_source == request.image_source and spec.networks == request.networks
     assert spec.config_drive == ConfigDrive(user_data="u")
     assert (spec.root_gb, spec.traits, spec.capabilities) == (50, ("CUSTOM_RAID",), {"boot_mode": "uefi"})

@@ -52,9 +52,7 @@ class Regulated:
 
 
 def lanes_of(count: int) -> ConsumerLanes:
-    made = ConsumerLanes()
-    made.every = [ConsumerLane(str(number)) for number in range(count)]
-    return made
+    return ConsumerLanes([ConsumerLane(str(number)) for number in range(count)])
 
 
 def arrive(into: ConsumerLanes, lane: int, delivery: Sent) -> None:

@@ -170,7 +170,7 @@ async def test_a_retried_request_whose_requester_has_stopped_waiting_is_not_give
     """It was given back until the broker gave it up: it waited in no queue, so it has no time left after any stall."""
     await house.stand_still()
     sent_at = house.clock.time() - 20.0
-    meta = Meta(id="m", sent_at=sent_at, deadline=sent_at - 1.0, attempt=1)
+    meta = Meta(id="m", sent_at=sent_at, patience_s=1.0, waited_s=2.0, attempt=1)
     packed = pack(boot(1), meta)
     await house.requester.transport.publish(
         Outgoing(
@@ -242,7 +242,7 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
     await house.stand_still()
     before, sent_at = house.connection.arrived, house.clock.time() - 20.0
     live, late = ForgetHost(host="live", reason="r", by="o"), ForgetHost(host="late", reason="r", by="o")
-    meta = Meta(id="late", sent_at=sent_at, deadline=sent_at - 1.0, attempt=1)
+    meta = Meta(id="late", sent_at=sent_at, patience_s=1.0, waited_s=2.0, attempt=1)
     packed = pack(late, meta)
     copy = Outgoing(
         exchange=COMMANDS,
@@ -251,6 +251,7 @@ async def test_a_retried_command_whose_operator_waits_no_longer_is_dropped_and_n
         type=packed.type,
         message_id=meta.id,
         headers=headers_of(meta),
+        reply_to="client.reply.gone",
     )
     await house.requester.transport.publish(copy)
     await house.requester.publish(live)

@@ -36,7 +36,8 @@ METAS = st.builds(
     sent_at=st.integers(0, 2**40).map(lambda number: number / 1000),
     reply_to=st.none() | st.text(max_size=40).map("berth.reply.{}".format),
     correlation_id=st.none() | st.text(min_size=1, max_size=40),
-    deadline=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
+    patience_s=st.none() | st.integers(0, 2**40).map(lambda number: number / 1000),
+    waited_s=st.integers(0, 2**40).map(lambda number: number / 1000),
     traceparent=st.none() | st.text(min_size=1, max_size=40),
     attempt=st.integers(0, 1000),
 )
@@ -139,7 +140,7 @@ def test_a_queue_of_one_type_needs_no_type() -> None:
     assert got.meta.id == "new"
 
 
-@pytest.mark.parametrize("name", [wire.DEADLINE, wire.SENT_AT, wire.ATTEMPT])
+@pytest.mark.parametrize("name", [wire.PATIENCE, wire.WAITED, wire.SENT_AT, wire.ATTEMPT])
 @pytest.mark.parametrize("value", ["soon", True, [1], 1e300, float("nan"), float("inf")])
 def test_a_header_of_the_wrong_type_is_named(name: str, value: object) -> None:
     (got,) = read(arrived(msgspec.json.encode(delete()), headers={name: value}))
@@ -339,7 +340,7 @@ def test_item_7_a_reply_is_sent_to_no_queue_that_is_not_for_replies(reply_to: st
     batch = Arrived(wire.batch([wire.pack(delete(), meta)], "berth", KEY))
     unread = arrived(b"{", reply_to=reply_to)
     too_large = arrived(b" " * (wire.MAX_CLIENT_BYTES + 1), reply_to=reply_to)
-    strange = arrived(b"{}", reply_to=reply_to, headers={wire.DEADLINE: "soon"})
+    strange = arrived(b"{}", reply_to=reply_to, headers={wire.PATIENCE: "soon"})
     for delivery in (single, batch, unread, too_large, strange):
         (got,) = read(delivery)
         assert isinstance(got, wire.Malformed) and (got.code, got.meta.reply_to) == (wire.REPLY_TO, None)

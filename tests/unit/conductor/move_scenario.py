@@ -58,12 +58,13 @@ def changes(stepped: Step) -> list[ChangeMachine]:
 
 def ended(instance: Instance, n: int, attempt: int, *, done: bool = True, **fields: object) -> e.ChangeEnded:
     assert instance.move is not None
+    known = (*instance.selections, *filter(None, (instance.move.source,)))
     return e.ChangeEnded(
         at=202.0,
         attempt=attempt,
         order=instance.move.order,
         host_uuid=host(n),
-        service="s1",
+        service=next(one.service for one in known if one.host_uuid == host(n)),
         done=done,
         **fields,  # type: ignore[arg-type]
     )

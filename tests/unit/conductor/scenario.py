@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 
@@ -90,5 +93,15 @@ def orders(stepped: Step) -> list[tuple[str, str, int]]:
     return [(c.service, c.host_uuid, c.attempt) for c in stepped.commands if isinstance(c, Destroy)]
 
 
+def missed(instance: Instance, n: int = 1, service: str = "s1") -> e.HostMissing:
+    """By a scan that began after the record became what it is."""
+    return e.HostMissing(at=900.0, host_uuid=host(n), service=service, rescans=(rescan_id(instance),))
+
+
+def listed(instance: Instance, attempt: int = 1, n: int = 1, service: str = "s1") -> e.HostRuns:
+    """By a scan that began after the record became what it is."""
+    return replace(reported(service, attempt, n), at=900.0, rescans=(rescan_id(instance),))
+
+
 def reported(service: str, attempt: int = 1, n: int = 1) -> e.HostRuns:
-    return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service, seen_at=125.0)
+    return e.HostRuns(at=125.0, attempt=attempt, host_uuid=host(n), service=service)

@@ -28,6 +28,7 @@ from tests.unit.conductor.scenario import (
     destroys,
     failed,
     host,
+    missed,
     queried,
     refused,
     reported,
@@ -298,8 +299,8 @@ def test_a_machine_that_is_adopted_stays_where_the_book_has_it_or_has_no_room() 
 
 def test_an_instance_that_was_given_up_as_lost_takes_over_its_machine() -> None:
     """Its loss was on the host that the record named: fewer than the breaker's limit were lost at once."""
-    missing = e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1")
-    lost = run(requested(SET_BACK_AT - 500.0), spawned(), missing, RELEASED).instance
+    up = run(requested(SET_BACK_AT - 500.0), spawned()).instance
+    lost = run(missed(up), RELEASED, start=up).instance
     assert lost.state is State.FAILED
     adopting = run(decided(machine(attempt=2)), start=lost).instance
     claim = claim_of(adopting)

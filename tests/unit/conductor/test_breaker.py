@@ -12,11 +12,11 @@ HOST = "10000000-0000-4000-8000-000000000001"
 
 
 def lost(*numbers: int) -> list[Finding]:
-    return [Finding(f"i{n}", HostMissing(at=1.0, host_uuid=HOST, seen_at=1.0, service="s1")) for n in numbers]
+    return [Finding(f"i{n}", HostMissing(at=1.0, host_uuid=HOST, service="s1")) for n in numbers]
 
 
 def over(*numbers: int) -> list[Finding]:
-    return [Finding(f"i{n}", HostRuns(at=1.0, attempt=1, host_uuid=HOST, service="s", seen_at=1.0)) for n in numbers]
+    return [Finding(f"i{n}", HostRuns(at=1.0, attempt=1, host_uuid=HOST, service="s")) for n in numbers]
 
 
 def unknown(*numbers: int) -> list[Unexplained]:

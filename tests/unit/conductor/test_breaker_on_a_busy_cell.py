@@ -5,20 +5,22 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Selection
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Event, HostMissing
-from cell_conductor.domain.instance import Instance, ScanId, State
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import Differences, differences
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 
 HOST = "bbbbbbbb-0000-4000-8000-000000000000"
-SERVICE, CELL, EPOCH, UP_LOOK = "s", "c", 1, 5
+SERVICE, CELL, EPOCH = "s", "c", 1
 MANY = 10
 
 
@@ -40,7 +42,6 @@ def active(number: int) -> Instance:
         spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
         selections=(here,),
         attempt=1,
-        up_scan=ScanId(EPOCH, UP_LOOK),
         since=50.0,
     )
 
@@ -57,28 +58,39 @@ async def guarded(instances: list[Instance]) -> tuple[MemoryInstances, Guard]:
     return store, Guard(store, bus, clock, config, effective=engine.effective, adopt=engine.adopt)
 
 
-@pytest.mark.parametrize(("look", "lost"), [(UP_LOOK - 1, False), (UP_LOOK + 1, True)])
-async def test_machines_that_came_up_after_the_look_are_not_counted_as_lost(look: int, lost: bool) -> None:
+@pytest.mark.parametrize("is_later", [False, True])
+async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_later: bool) -> None:
     """A thousand boots on three hosts opened the breaker: the report was from before thirteen of them."""
-    store, guard = await guarded([active(number) for number in range(MANY)])
+    instances = [active(number) for number in range(MANY)]
+    store, guard = await guarded(instances)
     report = ComputeHosts(
         service=SERVICE,
         cell=CELL,
         epoch=EPOCH,
         sequence=9,
         hosts=(HostReport(uuid=HOST, name="h", running=()),),
-        seen_at=100.0,
-        scan=look,
-        first_sequence=9,
+        rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
     )
     briefs = await store.briefs([HOST], [])
-    found = differences(report, briefs, now=101.0, seen_at=100.0, grace_s=30.0, deployment=store.deployment)
-    assert len(found.harmful) == MANY, "compared without locks, all of them are missing"
+    found = differences(report, briefs, now=101.0, grace_s=30.0, deployment=store.deployment)
+    assert len(found.harmful) == (MANY if is_later else 0)
+    assert len(found.rescans) == (0 if is_later else MANY), "each is looked for again"
 
-    assert await guard.assess(report, found) == (() if not lost else [])
+    assert not await guard.assess(report, found)
 
     breakers = await store.safety.breakers()
-    assert [breaker.lost for breaker in breakers] == ([MANY] if lost else [])
+    assert [breaker.lost for breaker in breakers] == ([MANY] if is_later else [])
+
+
+async def test_machines_whose_record_has_changed_since_the_comparison_are_not_counted_as_lost() -> None:
+    """Compared without locks they were missing; one that was moved away since is on record elsewhere."""
+    instances = [active(number) for number in range(MANY)]
+    store, guard = await guarded([replace(one, since=one.since + 1.0) for one in instances])
+    rescans = tuple(rescan_id(one) for one in instances)
+    missing = HostMissing(at=101.0, host_uuid=HOST, service=SERVICE, rescans=rescans)
+    report = ComputeHosts(service=SERVICE, cell=CELL, epoch=EPOCH, sequence=9, rescans=rescans)
+    assert not await guard.assess(report, Differences(harmful=tuple((one.uuid, missing) for one in instances)))
+    assert not await store.safety.breakers()
 
 
 async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> None:
@@ -87,15 +99,15 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
     store, guard = await guarded([active(number) for number in range(MANY)])
     taken: list[tuple[str, Event]] = []
     for number in range(MANY):
-        missing = HostMissing(at=101.0, host_uuid=HOST, seen_at=100.0, service=SERVICE, scan=ScanId(EPOCH, UP_LOOK + 1))
+        rescans = (rescan_id(active(number)),)
+        missing = HostMissing(at=101.0, host_uuid=HOST, service=SERVICE, rescans=rescans)
         report = ComputeHosts(
             service=SERVICE,
             cell=CELL,
             epoch=EPOCH,
             sequence=9 + number,
             hosts=(HostReport(uuid=HOST, name="h", running=()),),
-            seen_at=100.0,
-            scan=UP_LOOK + 1,
+            rescans=rescans,
         )
         found = Differences(harmful=((active(number).uuid, missing),))
         taken += await guard.assess(report, found)

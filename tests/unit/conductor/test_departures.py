@@ -30,7 +30,7 @@ def offloaded() -> Scenario:
     made = Scenario(active())
     made.apply(request(MoveKind.SHELVE, request_id=OTHER, offload=True))
     made.end(1, 1, image="snapshot-1")
-    made.apply(e.Destroyed(at=203.0, attempt=1, host_uuid=host(1)), e.Released(at=204.0))
+    made.apply(e.Destroyed(at=203.0, attempt=1, host_uuid=host(1), service="s1"), e.Released(at=204.0))
     assert made.instance.state is State.OFFLOADED
     return made
 

@@ -29,6 +29,7 @@ from tests.unit.conductor.scenario import (
     destroys,
     failed,
     host,
+    missed,
     queried,
     spawned,
     spawns,
@@ -117,9 +118,7 @@ def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_machine() ->
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
     for record in (over.instance, ended.instance):
         for attempt, on in ((2, 1), (1, 1), (1, 2), (2, 2)):
-            found = differences(
-                report_of(attempt, on), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
-            )
+            found = differences(report_of(attempt, on), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
             assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], (attempt, on)
             assert not is_over(record, attempt, host(on))
     first = step(Instance(uuid=UUID), replace(late, attempt=1), PATIENCE).instance
@@ -138,7 +137,7 @@ def test_a_build_that_was_deleted_before_it_came_again_holds_its_claim_until_its
         [(1, host(1))],
         None,
     )
-    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=left.instance).instance
+    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=left.instance).instance
     assert (over.state, isinstance(question_of(over), Release)) == (State.RELEASING, True)
 
 
@@ -202,7 +201,7 @@ def test_the_limit_counts_from_the_set_back_and_not_from_the_build_in_the_backup
 def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
     over = given_up().instance
     for record in (over, run(RELEASED, start=over).instance):
-        found = differences(report_of(1), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT)
+        found = differences(report_of(1), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED]
         assert not found.events and not found.harmful
         assert not destroys(run(spawned(), start=record)), "nor by the host's own late word"
@@ -214,18 +213,18 @@ def test_what_a_second_service_of_the_same_name_has_answered_for_is_kept_when_it
     restored = replace(in_doubt(), reused_from=0)
     if is_queried:
         restored = run(past(restored, 61.0), start=restored).instance
-    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1)), start=restored)
+    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1), service="s1"), start=restored)
     assert ended.instance.state is State.RECLAIMING and not destroys(ended), "an order would wait for the first service"
     second = run(claimed(2), start=ended.instance)
     records = [second.instance, run(spawned(2), start=second.instance).instance]
-    again = run(e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2)), start=second.instance)
+    again = run(
+        e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2), service="s1"), start=second.instance
+    )
     records += [again.instance, run(RELEASED, start=again.instance).instance]
     assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.GIVING_UP, State.FAILED]
     for record in records:
         for attempt, on in ((1, 1), (2, 2))[: 2 if record.state is State.FAILED else 1]:
-            found = differences(
-                report_of(attempt, on), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
-            )
+            found = differences(report_of(attempt, on), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
             assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], record.state
             assert not found.events and not found.harmful
             assert not destroys(run(spawned(attempt, on), start=record))
@@ -268,7 +267,7 @@ def test_a_failure_that_its_host_has_reported_leaves_no_doubt() -> None:
     waiting = in_doubt()
     failed = replace(run(RELEASED, start=given_up().instance).instance, doubted=False)
     assert is_over(failed, 1, host(1))
-    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1)), start=waiting)
+    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=waiting)
     assert run(claimed(), start=gone.instance).instance.state is State.BUILDING
 
 
@@ -276,13 +275,11 @@ def test_what_a_forgotten_move_left_on_its_destination_is_kept_though_the_record
     """A record that was set back to the middle of a move undid it, and took the only machine for over."""
     undone = replace(run(requested(SET_BACK_AT + 100.0), spawned()).instance, doubted=True, newest=3)
     assert undone.state is State.ACTIVE and undone.last_attempt == 3
-    lost = run(e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1"), RELEASED, start=undone)
+    lost = run(missed(undone), RELEASED, start=undone)
     assert lost.instance.state is State.FAILED
     for record in (undone, lost.instance):
         assert not is_over(record, 2, host(2))
         assert is_over(replace(record, doubted=False), 2, host(2))
-        found = differences(
-            report_of(2, on=2), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
-        )
+        found = differences(report_of(2, on=2), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         assert [(one.kind, one.why) for one in found.unexplained] == [(UnexplainedKind.QUARANTINED, RENUMBERED)]
     assert is_over(run(e.DeleteRequested(at=9e3), start=lost.instance).instance, 2, host(2))

@@ -26,7 +26,7 @@ from tests.unit.conductor.move_scenario import (
     seen,
     to_resized,
 )
-from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, spawned
+from tests.unit.conductor.scenario import DEPLOYMENT, PATIENCE, RELEASED, host, missed, spawned
 from tests.unit.conductor.test_doubted import brief, report_of
 
 SET_BACK_AT = 1_000.0
@@ -109,7 +109,7 @@ class Hosts:
             assert len(self.machines) > 1, f"{place} is the only machine, and its host was not asked"
             self.machines.remove(place)
         self.ended.add(place)
-        return e.Destroyed(at=self.at, attempt=order.attempt, host_uuid=order.host_uuid)
+        return e.Destroyed(at=self.at, attempt=order.attempt, host_uuid=order.host_uuid, service="s1")
 
     def _there(self, uuid: str, attempt: int) -> e.Spawned:
         return e.Spawned(at=self.at, attempt=attempt, host_uuid=uuid, service="s1")
@@ -180,7 +180,7 @@ def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> Non
 
 def test_a_report_of_the_destination_answers_as_well() -> None:
     made = at_state(State.UNDOING)
-    runs = e.HostRuns(at=1_500.0, attempt=2, host_uuid=host(2), service="s1", seen_at=1_500.0, built=False)
+    runs = e.HostRuns(at=1_500.0, attempt=2, host_uuid=host(2), service="s1", built=False)
     made.apply(runs)
     assert made.instance.state is State.UNDOING, "one that is not complete may still go"
     made.apply(replace(runs, built=True))
@@ -210,14 +210,12 @@ def test_what_a_forgotten_move_left_is_kept_though_a_later_move_had_its_number()
     """Seed 81082: the record was then found lost on its old host, and the only machine taken for over and destroyed."""
     made = undone_after_the_set_back()
     undone = made.instance
-    lost = made.apply(e.HostMissing(at=9e3, host_uuid=host(1), seen_at=9e3, service="s1"), RELEASED).instance
+    lost = made.apply(missed(undone), RELEASED).instance
     assert lost.state is State.FAILED
     for record in (undone, lost):
         assert not is_over(record, 2, host(2))
         assert is_over(replace(record, reused_from=0), 2, host(2))
-        found = differences(
-            report_of(2, on=2), [brief(record)], now=9e3, seen_at=9e3, grace_s=30.0, deployment=DEPLOYMENT
-        )
+        found = differences(report_of(2, on=2), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         assert [(one.kind, one.why) for one in found.unexplained] == [(UnexplainedKind.QUARANTINED, RENUMBERED)]
         made.instance = record
         assert not made.apply(spawned(attempt=2)).commands, "nor by the host's own late word"

@@ -212,7 +212,9 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
             return Done()
 
     forgetter: Any = Forgetter()
-    handlers = RequestHandlers(forgetter, SystemClock(), forgetter=forgetter)
-    until = SystemClock().monotonic() + (3600.0 if waits else -1.0)
-    assert await handlers.requests([Received(ORDER, Meta(id="1"), "c1", "conductor.requests", until=until)]) == [Done()]
+    clock = SystemClock()
+    handlers = RequestHandlers(forgetter, clock, forgetter=forgetter)
+    until = clock.monotonic() + (3600.0 if waits else -1.0)
+    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", until=until, clock=clock)
+    assert await handlers.requests([received]) == [Done()]
     assert forgotten == ([ORDER] if waits else [])

@@ -81,7 +81,6 @@ def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it
             [record],
             deployment="d",
             now=300.0,
-            seen_at=300.0,
             grace_s=30.0,
             may_have=lambda _service, _host, may_have=may_have: may_have,  # type: ignore[misc]
         )

@@ -18,13 +18,13 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 
 UUID = "00000000-0000-4000-8000-000000000001"
 HOSTS = tuple(f"10000000-0000-4000-8000-{n:012d}" for n in range(1, 4))
-GRACE = 30.0
-PATIENCE = StepContext(cell="c1", report_grace_s=GRACE)
+PATIENCE = StepContext(cell="c1")
 SETTLED = (State.ABSENT, State.ACTIVE, State.FAILED, State.DELETED)
 SETTLE_ROUNDS = 60
 
@@ -49,7 +49,7 @@ class Host:
         self.fence = max(self.fence, attempt)
         if self.running is not None and self.running <= attempt:
             self.running = None
-        return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid)
+        return e.Destroyed(at=0.0, attempt=attempt, host_uuid=self.uuid, service="s")
 
 
 class Book:
@@ -137,11 +137,12 @@ class World(RuleBasedStateMachine):
             self.take(_at(message, self.now))
 
     def report(self, host: Host) -> None:
+        rescans = (rescan_id(self.instance),)
         if host.running is not None:
-            runs = e.HostRuns(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", seen_at=self.now)
+            runs = e.HostRuns(at=0.0, attempt=host.running, host_uuid=host.uuid, service="s", rescans=rescans)
             self.network.append(runs)
         elif self.instance.host_uuid == host.uuid:
-            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, seen_at=self.now, service="s"))
+            self.network.append(e.HostMissing(at=0.0, host_uuid=host.uuid, service="s", rescans=rescans))
 
     def ask(self, *, lose: bool) -> None:
         question = question_of(self.instance)
@@ -270,7 +271,7 @@ class World(RuleBasedStateMachine):
             while self.network:
                 self.arrive(self.network.pop(0), "runs")
             self.ask(lose=False)
-            self.now += GRACE + 1
+            self.now += 31.0
             for host in self.hosts.values():
                 self.report(host)
             if self.instance.deadline is not None and self.instance.deadline <= self.now:

@@ -24,7 +24,7 @@ from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, EndedMove, Instance, Power, State
 from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, ended, refused, request
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, missed, spawned
 
 LATER = "d0000000-0000-4000-8000-000000000003"
 THERE = replace(PATIENCE, cell="c2")
@@ -91,7 +91,7 @@ def last_event(made: Scenario) -> MoveEvent:
 
 
 def gone(instance: Instance, n: int) -> e.Destroyed:
-    return e.Destroyed(at=220.0, attempt=instance.attempt, host_uuid=host(n))
+    return e.Destroyed(at=220.0, attempt=instance.attempt, host_uuid=host(n), service="s1")
 
 
 def released_in(cell: str = "c2") -> e.MoveRequested:
@@ -294,7 +294,7 @@ def test_it_goes_back_only_when_nothing_is_left_of_it_there() -> None:
     there.apply(claimed(attempt), replace(ended_check(there, claimed(attempt)), attempt=attempt))
     there.apply(e.SpawnFailed(at=211.0, attempt=attempt, host_uuid=host(2), code="sim.spawn_failed"))
     assert there.instance.state is State.UNDOING and last_event(there).departure is None
-    there.apply(e.Destroyed(at=212.0, attempt=attempt, host_uuid=host(2)))
+    there.apply(e.Destroyed(at=212.0, attempt=attempt, host_uuid=host(2), service="s1"))
     assert (there.instance.state, last_event(there).departure) == (State.VACATING, None)
     there.apply(e.Released(at=213.0))
     back = departure_of(there)
@@ -381,8 +381,7 @@ def test_what_another_request_gives_back_is_not_taken() -> None:
 def test_a_resized_one_that_is_lost_there_goes_back() -> None:
     made, departure = kept()
     there = active_there(departure)
-    missing = e.HostMissing(at=400.0, host_uuid=host(2), seen_at=390.0, service="s1")
-    there.apply(missing, gone(there.instance, 2), e.Released(at=402.0))
+    there.apply(missed(there.instance, 2), gone(there.instance, 2), e.Released(at=402.0))
     back_in_former(made, there)
     restarted(made)
     assert made.instance.state is State.ACTIVE
@@ -555,7 +554,7 @@ def test_a_shelved_or_rescued_one_does_not_leave(power: Power) -> None:
 
 def test_a_kept_machine_follows_its_service_and_its_remains_are_destroyed() -> None:
     made, _ = kept()
-    runs = e.HostRuns(at=300.0, attempt=1, host_uuid=host(1), service="s9", seen_at=299.0)
+    runs = e.HostRuns(at=300.0, attempt=1, host_uuid=host(1), service="s9")
     made.apply(runs)
     assert (made.instance.here.service, made.destroys) == ("s9", [])
     made.apply(released_in(), replace(runs, service="s1"))

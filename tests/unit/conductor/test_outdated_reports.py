@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import cast
 
@@ -13,8 +13,8 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Running, Selection
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, ScanId, State
-from cell_conductor.domain.proof import OUTDATED_S
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
@@ -22,7 +22,7 @@ from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.test_breaker_on_a_busy_cell import Silent
 
 SOURCE, DESTINATION = "bbbbbbbb-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000001"
-SERVICE, CELL, EPOCH, UP_SCAN, MOVED_AT = "s", "c", 1, 5, 1000.0
+SERVICE, CELL, EPOCH, MOVED_AT = "s", "c", 1, 1000.0
 MANY = 8
 CONFIG = ConductorConfig()
 
@@ -37,15 +37,12 @@ def moved(number: int, service: str) -> Instance:
         spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
         selections=(here,),
         attempt=2,
-        up_scan=ScanId(EPOCH, UP_SCAN),
         since=MOVED_AT,
     )
 
 
 @asynccontextmanager
-async def guarded(
-    instances: Sequence[Instance], outdated: Callable[[str, int], None] | None = None
-) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
+async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
     """A conductor's store that has these instances, and its guard."""
     clock = SystemClock()
     store = MemoryInstances(MemoryInstanceTable(clock).session())
@@ -54,15 +51,15 @@ async def guarded(
         await transaction.insert(instances)
     bus = cast(Bus, Silent())
     relay = cast(Sender, None)
-    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL, outdated=outdated)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
     yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt)
     await store.close()
 
 
-def report_of_source(
-    instances: Sequence[Instance], deployment: str, *, seen_at: float = MOVED_AT + 5, scan: int = 9
-) -> ComputeHosts:
-    """Attempt 1 of each still runs on the source, by this report."""
+def report_of_source(instances: Sequence[Instance], deployment: str, *, is_later: bool = True) -> ComputeHosts:
+    """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
+    became what they are.
+    """
     machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=deployment) for one in instances)
     return ComputeHosts(
         service=SERVICE,
@@ -70,56 +67,34 @@ def report_of_source(
         epoch=EPOCH,
         sequence=9,
         hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
-        seen_at=seen_at,
-        scan=scan,
-        first_sequence=9,
+        rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
     )
 
 
-@pytest.mark.parametrize(
-    ("destination", "scan", "seen_at", "now", "counts"),
-    [
-        pytest.param(SERVICE, UP_SCAN, MOVED_AT + 5, MOVED_AT + 6, False, id="scan of before, clock ahead"),
-        pytest.param(SERVICE, UP_SCAN + 1, MOVED_AT - 5, MOVED_AT + 6, True, id="later scan, clock behind"),
-        pytest.param("other", UP_SCAN + 1, MOVED_AT - 5, MOVED_AT + 6, False, id="another service, made before"),
-        pytest.param("other", UP_SCAN, MOVED_AT + 5, MOVED_AT + 6, True, id="another service, made after"),
-        pytest.param("other", UP_SCAN, MOVED_AT - 5, MOVED_AT + OUTDATED_S, True, id="clock of the other behind"),
-    ],
-)
-async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(
-    destination: str, scan: int, seen_at: float, now: float, counts: bool
-) -> None:
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("destination", [SERVICE, "other"])
+async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(destination: str, is_later: bool) -> None:
     """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
     instances = [moved(number, destination) for number in range(MANY)]
     async with guarded(instances) as (store, guard):
-        report = report_of_source(instances, store.deployment, seen_at=seen_at, scan=scan)
+        report = report_of_source(instances, store.deployment, is_later=is_later)
         briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
-        found = differences(report, briefs, now=now, seen_at=seen_at, grace_s=30.0, deployment=store.deployment)
-        assert len(found.harmful) == MANY > CONFIG.breaker_limit
+        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, deployment=store.deployment)
+        assert len(found.harmful) == (MANY if is_later else 0)
+        assert len(found.rescans) == (0 if is_later else MANY), "each is looked for again"
         assert not await guard.assess(report, found)
-        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if counts else [])
+        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_later else [])
 
 
-@pytest.mark.parametrize(
-    ("service", "epoch", "expected"),
-    [(SERVICE, EPOCH, [(SERVICE, EPOCH + 1)]), (SERVICE, EPOCH + 1, []), ("other", EPOCH, [])],
-    ids=["a lower epoch", "the same epoch", "another service"],
-)
-async def test_a_service_below_the_epoch_that_its_machine_was_known_under_is_informed(
-    service: str, epoch: int, expected: list[tuple[str, int]]
-) -> None:
+async def test_a_service_below_the_epoch_under_which_its_machine_was_built_is_believed() -> None:
     """A second service of its name had built the machine and was gone: it stayed active for ever (seed 1795360595)."""
-    instance = replace(moved(0, SERVICE), up_scan=ScanId(EPOCH + 1, UP_SCAN))
-    informed: list[tuple[str, int]] = []
-    async with guarded([instance], lambda *one: informed.append(one)) as (store, guard):
+    instance = moved(0, SERVICE)
+    async with guarded([instance]) as (store, guard):
         empty = HostReport(uuid=DESTINATION, name="h", running=())
-        report = replace(report_of_source([], ""), service=service, epoch=epoch, hosts=(empty,))
+        report = replace(report_of_source([], ""), epoch=0, hosts=(empty,), rescans=(rescan_id(instance),))
         briefs = await store.briefs([DESTINATION], [])
-        found = differences(
-            report, briefs, now=MOVED_AT + 99, seen_at=MOVED_AT + 99, grace_s=30.0, deployment=store.deployment
-        )
-        lost = await guard.assess(report, found)
-        assert (informed, bool(lost)) == (expected, epoch > EPOCH)
+        found = differences(report, briefs, now=MOVED_AT + 99, grace_s=30.0, deployment=store.deployment)
+        assert [uuid for uuid, _ in await guard.assess(report, found)] == [instance.uuid]
 
 
 async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its_next_report() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import ScanId, State
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
@@ -36,12 +37,13 @@ def report(
     return ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, hosts=(host,))
 
 
-def compared(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> Differences:
-    return differences(made, briefs, deployment=DEPLOYMENT, now=201.0, seen_at=seen_at, grace_s=30.0)
+def compared(made: ComputeHosts, *briefs: Brief, now: float = 201.0) -> Differences:
+    return differences(made, briefs, deployment=DEPLOYMENT, now=now, grace_s=30.0)
 
 
-def found(made: ComputeHosts, *briefs: Brief, seen_at: float = 200.0) -> list[Event]:
-    differs = compared(made, *briefs, seen_at=seen_at)
+def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
+    """By a scan from after these records became what they are."""
+    differs = compared(replace(made, rescans=tuple(rescan_id(one) for one in briefs)), *briefs)
     return [event for _, event in (*differs.events, *differs.harmful)]
 
 
@@ -128,28 +130,33 @@ def test_a_host_that_changed_its_service_is_reported() -> None:
         assert isinstance(event, HostRuns) and event.service == "s"
 
 
-def test_what_another_service_misses_counts_after_the_grace_only() -> None:
-    for state in (State.ACTIVE, State.DELETING):
-        record = brief(state, service="before")
-        looked = replace(report(), rescans=(rescan_id(record),))
-        (event,) = found(looked, record, seen_at=130.1)
-        assert isinstance(event, HostMissing)
-        young = compared(looked, record, seen_at=130.0)
-        assert (young.events, young.harmful, young.rescans) == ((), (), ())
+@pytest.mark.parametrize("service", ["s", "before"])
+@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETING])
+def test_what_is_missing_counts_by_a_later_scan_only(state: State, service: str) -> None:
+    record = brief(state, service=service)
+    older = compared(report(), record)
+    assert (older.events, older.harmful, older.rescans) == ((), (), ((HOST, rescan_id(record)),))
+    (event,) = found(report(), record)
+    assert isinstance(event, HostMissing) and event.service == "s"
 
 
-def test_the_scan_of_a_report_goes_with_what_it_found() -> None:
-    for made in (report((A, 1)), report()):
-        for number, look in ((0, None), (7, ScanId(2, 7))):
-            (event,) = found(replace(made, epoch=2, scan=number), brief(State.ACTIVE, attempt=2))
-            assert isinstance(event, HostRuns | HostMissing) and event.scan == look
+@pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
+def test_a_young_record_causes_no_scan(made: ComputeHosts) -> None:
+    record = brief(State.ACTIVE, attempt=2)
+    assert compared(made, record, now=SINCE + 30.0) == Differences()
+    assert compared(made, record, now=SINCE + 30.1).rescans == ((HOST, rescan_id(record)),)
 
 
-def test_what_its_own_service_misses_is_decided_by_the_machine() -> None:
-    for state in (State.ACTIVE, State.DELETING):
-        (event,) = found(report(), brief(state), seen_at=1.0)
-        assert isinstance(event, HostMissing) and event.service == "s"
-        assert found(report(), brief(state), seen_at=0.0) == [], "a report without a time proves nothing missing"
+@pytest.mark.parametrize("lists", [False, True])
+def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_the_host(lists: bool) -> None:
+    """Two hosts of one uuid: the brief named no service of a source, so another one's report released it."""
+    for record in (
+        brief(State.DELETING, service="other"),
+        replace(brief(State.CONFIRMING, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1),
+    ):
+        made = replace(report(), rescans=(rescan_id(record),))
+        differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
+        assert len(differs.events) == (not lists)
 
 
 def test_older_reports_lose() -> None:

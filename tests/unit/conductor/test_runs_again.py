@@ -7,10 +7,20 @@ from msgspec.structs import replace
 
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from tests.unit.conductor.scenario import DELETE, RELEASED, destroys, failed, host, queried, run, spawned
+from tests.unit.conductor.scenario import (
+    DELETE,
+    RELEASED,
+    destroys,
+    failed,
+    host,
+    listed,
+    missed,
+    queried,
+    run,
+    spawned,
+)
 
-MISSING = e.HostMissing(at=900.0, host_uuid=host(1), seen_at=900.0, service="s1")
-GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1))
+GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1), service="s1")
 SEQUENCES = {
     State.FAILED: (queried(), failed(final=True), RELEASED),
     State.DELETED: (queried(), spawned(), DELETE, GONE, RELEASED),
@@ -25,8 +35,8 @@ def over(state: State) -> Instance:
 
 @pytest.mark.parametrize("state", SEQUENCES)
 def test_what_is_on_record_as_over_is_destroyed_where_it_runs_again(state: State) -> None:
-    runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
-    found = run(runs, start=over(state))
+    instance = over(state)
+    found = run(listed(instance), start=instance)
     assert destroys(found) == [(1, host(1))]
     assert found.instance.state is state
 
@@ -40,7 +50,7 @@ def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> Non
 
 def test_a_lost_machine_that_runs_again_is_destroyed() -> None:
     """Its client was answered that it is lost, and its allocation was released."""
-    lost = run(queried(), spawned(), MISSING, RELEASED).instance
+    up = run(queried(), spawned()).instance
+    lost = run(missed(up), RELEASED, start=up).instance
     assert (lost.state, lost.code) == (State.FAILED, "instance.lost")
-    runs = e.HostRuns(at=1000.0, attempt=1, host_uuid=host(1), service="s1", seen_at=1000.0)
-    assert destroys(run(runs, start=lost)) == [(1, host(1))]
+    assert destroys(run(listed(lost), start=lost)) == [(1, host(1))]

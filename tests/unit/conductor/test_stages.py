@@ -39,7 +39,7 @@ def test_a_host_reports_when_it_began_and_ended() -> None:
 
 def test_a_host_without_times_began_when_commanded_and_ended_when_reported() -> None:
     assert ended(spawned()).stamps == replace(SO_FAR, dispatched=100.0, built=110.0)
-    seen = e.HostRuns(at=140.0, attempt=1, host_uuid=host(1), service="s1", seen_at=139.0)
+    seen = e.HostRuns(at=140.0, attempt=1, host_uuid=host(1), service="s1")
     assert ended(seen).stamps == replace(SO_FAR, dispatched=100.0, built=140.0)
 
 
@@ -48,7 +48,7 @@ def test_a_host_without_times_began_when_commanded_and_ended_when_reported() -> 
     [
         ((replace(failed(), started_at=101.0, ended_at=104.0),), 101.0),
         (SILENT, 100.0),
-        ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1)),), 100.0),
+        ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1), service="s1"),), 100.0),
     ],
 )
 def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
@@ -59,7 +59,7 @@ def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...],
 def test_the_end_of_a_failure_has_them_as_well_and_a_delete_does_not() -> None:
     event = ended(replace(failed(final=True), started_at=101.0, ended_at=104.0), RELEASED)
     assert (event.state, event.stamps) == (BuildState.FAILED, replace(SO_FAR, dispatched=101.0, built=104.0))
-    gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1))
+    gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1), service="s1")
     assert ended(DELETE, gone, RELEASED).stamps is None
 
 

@@ -67,7 +67,7 @@ def test_sequence_rises_with_every_announcement() -> None:
         claimed(),
         spawned(2),
         DELETE,
-        e.Destroyed(at=1.0, attempt=2, host_uuid=host(2)),
+        e.Destroyed(at=1.0, attempt=2, host_uuid=host(2), service="s1"),
         RELEASED,
     )
     for event in path:

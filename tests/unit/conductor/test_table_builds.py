@@ -24,6 +24,7 @@ from tests.unit.conductor.scenario import (
     destroys,
     failed,
     host,
+    missed,
     queried,
     refused,
     run,
@@ -149,7 +150,7 @@ def test_a_host_is_queried_what_became_of_an_attempt_before_its_time_out_ends_it
     )
     late = run(spawned(), start=asking.instance)
     assert late.instance.state is State.ACTIVE and not late.instance.queried and not destroys(late)
-    ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1)), start=asking.instance)
+    ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1), service="s1"), start=asking.instance)
     assert ended.instance.state is State.RECLAIMING and ended.instance.history[0].code == "spawn.timeout"
 
 
@@ -162,7 +163,9 @@ def test_of_a_doubted_build_the_host_alone_decides_what_became_of_it() -> None:
     assert asking.instance.deadline == 180.0 + 80.0, "less and less often"
     up = run(spawned(), start=asking.instance).instance
     assert (up.state, up.doubted) == (State.ACTIVE, False)
-    next_one = run(e.Destroyed(at=300.0, attempt=1, host_uuid=host(1)), claimed(), start=asking.instance).instance
+    next_one = run(
+        e.Destroyed(at=300.0, attempt=1, host_uuid=host(1), service="s1"), claimed(), start=asking.instance
+    ).instance
     assert (next_one.state, next_one.doubted, next_one.queried) == (State.BUILDING, True, False)
 
 
@@ -220,9 +223,11 @@ def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
 def test_a_second_build_of_what_has_ended_is_answered_with_its_end_once_more() -> None:
     """After a restore of the schedulers it stayed `scheduled` for ever: the cell took it for a copy."""
     up = run(queried(), spawned())
-    lost = run(e.HostMissing(at=151.0, host_uuid=host(1), seen_at=151.0, service="s1"), RELEASED, start=up.instance)
+    lost = run(missed(up.instance), RELEASED, start=up.instance)
     failed_at_once = run(queried(hosts=1), failed(final=True), RELEASED)
-    deleted = run(DELETE, e.Destroyed(at=125.0, attempt=1, host_uuid=host(1)), RELEASED, start=up.instance)
+    deleted = run(
+        DELETE, e.Destroyed(at=125.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED, start=up.instance
+    )
     for end, terminal in ((up, True), (lost, False), (failed_at_once, True), (deleted, True)):
         again = run(queried(), start=end.instance)
         assert again.instance == end.instance and not spawns(again) and not destroys(again)
@@ -256,8 +261,8 @@ def test_an_attempt_that_fails_once_more_after_its_build_is_destroyed_once_more(
         (claimed(), failed(2)),
         (DELETE,),
         (claimed(), DELETE),
-        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2))),
-        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2)), RELEASED),
+        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2), service="s1")),
+        (claimed(), DELETE, e.Destroyed(at=125.0, attempt=2, host_uuid=host(2), service="s1"), RELEASED),
     ],
     ids=lambda events: run(queried(), failed(), *events).instance.state.value,
 )

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.deploy import ImageSource
+from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import (
     RESCUE_FAILED,
     ChangeKind,
@@ -35,7 +37,8 @@ from tests.unit.conductor.move_scenario import (
     request,
     seen,
 )
-from tests.unit.conductor.scenario import SPEC, UUID, host, selection, spawned
+from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection, spawned
+from tests.unit.conductor.test_table_fences import fenced
 
 
 def test_a_resize_in_place_has_one_machine() -> None:
@@ -55,6 +58,42 @@ def test_a_resize_in_place_has_one_machine() -> None:
     made.apply(e.Released(at=230.0, consumer=MOVE))
     assert made.instance.spec is not None
     assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])
+
+
+LARGER = replace(
+    SPEC,
+    flavor="larger",
+    image="as-built",
+    root_gb=40,
+    traits=("CUSTOM_B",),
+    capabilities={"boot_mode": "uefi"},
+    on_host_failure=EvacuationPolicy.FAIL,
+)
+
+
+@pytest.mark.parametrize("kind", [MoveKind.RESIZE, MoveKind.MIGRATE, MoveKind.EVACUATE])
+def test_a_destination_is_told_all_of_the_flavor_that_it_was_chosen_for(kind: MoveKind) -> None:
+    """And the image that the instance has: a later evacuation deployed by the old traits and root disk."""
+    rebuilt = replace(SPEC, image="now", image_source=ImageSource(source="http://images/now"), root_gb=20)
+    made = Scenario(replace(active(), spec=rebuilt), replace(PATIENCE, fences=fenced(1)))
+    made.apply(request(kind, 2, spec=LARGER))
+    assert made.instance.state is State.CLAIMING
+    assert made.instance.spec == replace(LARGER, image="now", image_source=rebuilt.image_source)
+    assert made.instance.move is not None and made.instance.move.spec == rebuilt
+
+
+@pytest.mark.parametrize(
+    ("image", "named", "source"),
+    [("new", "http://images/2", "http://images/2"), ("new", None, None), ("old", None, "http://images/1")],
+)
+def test_a_rebuild_replaces_the_source_of_its_image(image: str, named: str | None, source: str | None) -> None:
+    """The old one stayed and won over the new image; the same image again is from where it was."""
+    old = replace(SPEC, image="old", image_source=ImageSource(source="http://images/1"), root_gb=20)
+    target = replace(LARGER, image=image, image_source=None if named is None else ImageSource(source=named))
+    made = Scenario(replace(active(), spec=old))
+    (rebuild,) = changes(made.apply(request(MoveKind.REBUILD, spec=target)))
+    wanted = replace(old, image=image, image_source=None if source is None else ImageSource(source=source))
+    assert rebuild.spec == made.instance.spec == wanted
 
 
 def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -> None:
@@ -164,7 +203,7 @@ def offloaded() -> Scenario:
     made = begun(MoveKind.SHELVE, offload=True)
     made.end(1, 1, runs=False, image="kept")
     assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
-    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1), service="s1"))
     assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=211.0, consumer=UUID))
     return made
@@ -272,5 +311,5 @@ def test_a_machine_that_is_being_changed_is_wanted_where_it_is(state: State) -> 
         made.apply(e.Reverted(at=205.0, attempt=3))
     assert made.instance.state is state
     assert not is_over(made.instance, 1, host(1))
-    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1", seen_at=206.0))
+    made.apply(e.HostRuns(at=206.0, attempt=1, host_uuid=host(1), service="s1"))
     assert (made.instance.state, made.destroys) == (state, [])

@@ -41,11 +41,11 @@ def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     assert (
         destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and question_of(again.instance) is None
     )
-    older = run(e.Destroyed(at=151.0, attempt=0, host_uuid=host(1)), start=again.instance)
+    older = run(e.Destroyed(at=151.0, attempt=0, host_uuid=host(1), service="s1"), start=again.instance)
     assert older.instance.state is State.DELETING
-    other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2)), start=again.instance)
+    other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2), service="s1"), start=again.instance)
     assert other.instance.state is State.DELETING
-    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), start=again.instance)
+    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), start=again.instance)
     assert question_of(gone.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=gone.instance))
     assert (event.state, event.terminal) == (BuildState.DELETED, True)
@@ -62,7 +62,9 @@ def test_a_delete_for_another_project_changes_nothing() -> None:
 
 def test_a_second_delete_is_answered_with_the_end_once_more() -> None:
     """After a restore of the schedulers, to before the delete, its client waited for ever: it was taken for a copy."""
-    deleted = run(queried(), spawned(), DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), RELEASED)
+    deleted = run(
+        queried(), spawned(), DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED
+    )
     again = run(DELETE, start=deleted.instance)
     (first,), (second,) = announced(deleted), announced(again)
     assert again.instance == deleted.instance and not destroys(again)
@@ -88,14 +90,14 @@ def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
         assert run(same, start=held.instance).instance == held.instance
     (event,) = announced(run(cannot("it is locked", code="destroy.failed"), start=held.instance))
     assert (event.code, event.reason) == ("destroy.failed", "it is locked")
-    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1)), RELEASED, start=held.instance)
+    gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED, start=held.instance)
     (event,) = announced(gone)
     assert (event.state, event.code, event.reason) == (BuildState.DELETED, "", "")
 
 
 def test_delete_while_building_announces_one_terminal_event() -> None:
     leaving = run(queried(), DELETE)
-    gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1)), RELEASED, start=leaving.instance)
+    gone = run(e.Destroyed(at=1.0, attempt=1, host_uuid=host(1), service="s1"), RELEASED, start=leaving.instance)
     assert [(s.state, s.terminal) for s in announced(leaving) + announced(gone)] == [
         (BuildState.DELETING, False),
         (BuildState.DELETED, True),
@@ -189,7 +191,7 @@ def test_a_delete_of_what_the_record_has_forgotten_destroys_what_is_found_and_is
     leaving = forgotten(machine_of(1, 1, built=False), machine_of(2, 3))
     assert sorted(destroys(leaving)) == [(1, host(1)), (3, host(2))]
     assert (leaving.instance.state, leaving.instance.host_uuid) == (State.DELETING, host(2))
-    releasing = run(e.Destroyed(at=130.0, attempt=3, host_uuid=host(2)), start=leaving.instance)
+    releasing = run(e.Destroyed(at=130.0, attempt=3, host_uuid=host(2), service="s1"), start=leaving.instance)
     release = question_of(releasing.instance)
     assert isinstance(release, Release) and release.attempt is not None
     assert release.attempt > 3 + FORGOTTEN_ATTEMPTS, "the book may have an attempt that is forgotten"

@@ -326,7 +326,7 @@ def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fence
     made = to_resized()
     made.apply(DELETE, fence(1))
     assert made.instance.state is State.DELETING
-    made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2), service="s1"))
     assert made.instance.state is State.RELEASING
     assert [one.host for one in made.instance.history if one.code == FENCED] == ["host-1"]
 

@@ -12,7 +12,7 @@ from bus.contracts.moves import (
     MoveState,
 )
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import ScanId, State
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.table import question_of
@@ -27,14 +27,14 @@ from tests.unit.conductor.move_scenario import (
     request,
     to_resized,
 )
-from tests.unit.conductor.scenario import UUID, host, selection, spawned
+from tests.unit.conductor.scenario import UUID, host, missed, selection, spawned
 
 
 def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made = to_resized()
-    made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
+    made.apply(missed(made.instance, 2))
     assert made.instance.state is State.UNDOING
-    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
 
@@ -45,8 +45,8 @@ def test_what_a_finished_resize_is_after_it_was_undone_by_itself_is_announced() 
     made = to_resized(MoveKind.RESIZE, spec=InstanceSpec(instance_uuid=UUID, project_id="p", flavor="large"))
     (done,) = made.terminals
     assert done[1] is MoveState.DONE and small is not None
-    made.apply(e.HostMissing(at=300.0, host_uuid=host(2), seen_at=299.0, service="s1"))
-    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)), e.Reverted(at=302.0, attempt=3))
+    made.apply(missed(made.instance, 2))
+    made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     last = [one for one in made.commands if isinstance(one, MoveEvent)][-1]
     assert (last.state, last.terminal, last.condition) == (MoveState.UNDOING, False, Condition.ACTIVE)
@@ -92,10 +92,10 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
     assert question_of(made.instance) is None
-    runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3", seen_at=900.0)
+    runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3")
     made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is commanded
-    missing = e.HostMissing(at=990.0, host_uuid=host(1), seen_at=990.0, service="s1")
+    missing = e.HostMissing(at=990.0, host_uuid=host(1), service="s1")
     assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
     made.apply(replace(missing, rescans=(rescan_id(made.instance),)))
     assert made.instance.state is State.RELEASING_SOURCE
@@ -103,13 +103,13 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
 
 def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_it_was_built() -> None:
     """Seed 61105 at d0562af: its host was not taken for the one that was seen to run it."""
-    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
-    made.apply(request(MoveKind.RESIZE, 1), claimed())
+    made = begun(MoveKind.RESIZE, 1)
+    made.apply(claimed())
+    older = missed(made.instance)
     made.end(1, 1)
     assert made.instance.state is State.RESIZED and made.instance.is_in_place
-    older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
     assert made.apply(older).instance.state is State.RESIZED
-    assert made.apply(replace(older, scan=ScanId(5, 4))).instance.state is State.GIVING_UP
+    assert made.apply(missed(made.instance)).instance.state is State.GIVING_UP
 
 
 def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
@@ -122,44 +122,25 @@ def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
     assert not changes(made.apply())  # nothing is started on a host that is dead
 
 
-def test_after_a_move_that_was_undone_its_source_is_lost_by_its_own_hosts_scans_as_before() -> None:
+def test_after_a_move_that_was_undone_its_source_is_lost_by_a_later_scan_only() -> None:
     """That its host had been seen to run it was forgotten: a report of a host whose clock was behind was dropped."""
-    up = active()
-    made = Scenario(replace(up, up_at=50.0, up_scan=ScanId(1, 4)))
+    made = Scenario(active())
+    older = missed(made.instance)
     made.apply(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))
     assert made.instance.state is State.ACTIVE
-    older = e.HostMissing(at=300.0, host_uuid=host(1), seen_at=20.0, service="s1", scan=ScanId(1, 4))
     assert made.apply(older).instance.state is State.ACTIVE
-    made.apply(replace(older, scan=ScanId(1, 5)))
-    assert made.instance.state is State.GIVING_UP
+    assert made.apply(missed(made.instance)).instance.state is State.GIVING_UP
 
 
-def test_a_report_of_before_a_host_was_known_to_run_it_releases_neither_host_of_a_move() -> None:
-    """Each host is judged by its own scans, and by the clock alone when its service counts none of them."""
-    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
-    made.apply(request(MoveKind.MIGRATE, 2, 3), claimed())
-    made.end(2, 2)
-    made.end(1, 1)
-    made.apply(replace(spawned(attempt=2, at=210.0), scan=ScanId(5, 7)), e.DeleteRequested(at=220.0, cause="delete"))
-    missing = e.HostMissing(at=230.0, host_uuid=host(1), seen_at=999.0, service="s1", scan=ScanId(5, 3))
-    deleting = made.instance
-    made.apply(missing, replace(missing, host_uuid=host(2), scan=ScanId(5, 7)))
-    assert (made.instance, deleting.state) == (deleting, State.DELETING)
-    made.apply(replace(missing, scan=ScanId(5, 4)))
-    assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
-    made.apply(replace(missing, host_uuid=host(2), scan=ScanId(5, 8)))
-    assert made.instance.state is State.RELEASING
-
-
-def test_a_destination_that_was_never_reached_is_not_judged_by_the_scans_of_its_source() -> None:
-    made = Scenario(replace(active(), up_scan=ScanId(5, 3)))
-    elsewhere = replace(selection(2), service="s2")
-    asking = request(MoveKind.MIGRATE)
-    made.apply(replace(asking, request=replace(asking.request, selections=(elsewhere,))), claimed())
-    made.end(2, 2)
-    made.end(1, 1)
-    assert made.instance.state is State.FINISHING
+def test_a_report_of_before_the_delete_releases_neither_host_of_a_move() -> None:
+    """Each host is judged by a scan of its own, and by no clock."""
+    made = to_resized()
+    older = missed(made.instance)
     made.apply(e.DeleteRequested(at=220.0, cause="delete"))
-    assert made.instance.move is not None and not made.instance.move.here_gone
-    made.apply(e.HostMissing(at=230.0, host_uuid=host(2), seen_at=999.0, service="s2", scan=ScanId(4, 9)))
-    assert made.instance.move is not None and made.instance.move.here_gone
+    deleting = made.instance
+    made.apply(older, replace(older, host_uuid=host(2)))
+    assert (made.instance, deleting.state) == (deleting, State.DELETING)
+    made.apply(missed(made.instance))
+    assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
+    made.apply(missed(made.instance, 2))
+    assert made.instance.state is State.RELEASING

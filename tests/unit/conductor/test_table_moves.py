@@ -93,7 +93,7 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     assert made.destroys == []
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
-    made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1), service="s1"))
     released = question_of(made.instance)
     assert isinstance(released, Release)
     assert released.consumer == MOVE
@@ -120,7 +120,7 @@ def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> 
     made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
     assert question_of(made.instance) is None
-    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
     question = question_of(made.instance)
     assert isinstance(question, Revert)
     assert (question.attempt, question.source_attempt) == (3, 1)
@@ -190,7 +190,7 @@ def test_without_an_alternate_the_instance_is_active_where_it_was() -> None:
     made.end(2, 2)
     made.end(1, 1)
     made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), code="spawn.no_disk"))
-    made.apply(e.Destroyed(at=211.0, attempt=2, host_uuid=host(2)), e.Reverted(at=212.0, attempt=3))
+    made.apply(e.Destroyed(at=211.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=212.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid, made.instance.power) == (
         State.ACTIVE,
@@ -211,7 +211,7 @@ def test_a_destination_that_does_not_answer_is_never_followed_by_another_machine
         assert isinstance(order, Destroy)
         assert order.unless_built
     assert made.instance.state is State.FINISHING
-    made.apply(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2)))
+    made.apply(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2), service="s1"))
     assert made.instance.state is State.CLAIMING
 
 
@@ -406,7 +406,7 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
         lambda: made.end(1, 1),
         lambda: made.apply(spawned(attempt=2, at=210.0)),
         lambda: made.apply(request(MoveKind.CONFIRM, request_id=OTHER)),
-        lambda: made.apply(e.Destroyed(at=215.0, attempt=1, host_uuid=host(1))),
+        lambda: made.apply(e.Destroyed(at=215.0, attempt=1, host_uuid=host(1), service="s1")),
     ]
     for act in steps[: min(number, 6)] if stage != "undoing" else steps[:4]:
         act()
@@ -415,11 +415,11 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
     made.apply(e.DeleteRequested(at=300.0))
     if stage == "claiming":
         made.apply(claimed())
-    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1), service="s1"))
     if number >= STAGES.index("finishing"):
         if stage != "releasing source":
             assert made.instance.state is State.DELETING  # the destination has not answered
-        made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2)))
+        made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"))
     assert made.instance.state is State.RELEASING
     first = question_of(made.instance)
     assert isinstance(first, Release)
@@ -439,7 +439,7 @@ def test_a_delete_after_a_refused_claim_releases_both_because_a_copy_may_have_su
     made = begun(MoveKind.MIGRATE, 2)
     events = [refused(), e.DeleteRequested(at=300.0)]
     made.apply(*(reversed(events) if deleted_first else events))
-    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1)))
+    made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1), service="s1"))
     for consumer in (UUID, MOVE):
         question = question_of(made.instance)
         assert isinstance(question, Release)

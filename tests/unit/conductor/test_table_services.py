@@ -130,7 +130,7 @@ def test_a_machine_on_the_host_that_a_build_passed_over_is_another_records_and_k
     moved = run(claimed(), start=passed).instance
     up = run(spawned(2), start=moved).instance
     for record in (passed, moved, up):
-        for late in (spawned(1), e.HostRuns(at=120.0, attempt=1, host_uuid=host(1), service="s1", seen_at=119.0)):
+        for late in (spawned(1), e.HostRuns(at=120.0, attempt=1, host_uuid=host(1), service="s1")):
             assert run(late, start=record) == Step(record)
     leaving = run(DELETE, start=up).instance
     assert destroys(run(spawned(1), start=leaving)) == [(1, host(1))], "a client's delete is for whatever attempt"

@@ -25,7 +25,7 @@ from cell_conductor.domain.table import question_of
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import OTHER, Scenario, active, claimed, refused, request
-from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
+from tests.unit.conductor.scenario import PATIENCE, UUID, host, missed, spawned
 from tests.unit.conductor.test_leaving import (
     THERE,
     active_there,
@@ -126,7 +126,7 @@ def test_no_other_destination_is_tried_by_a_record_in_doubt() -> None:
 
 def test_one_that_is_not_complete_there_is_ended_and_searched_for_again() -> None:
     there, _ = at_state(State.CLAIMING)
-    there.apply(found(machine(9, built=False)), e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3)))
+    there.apply(found(machine(9, built=False)), e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3), service="s1"))
     assert there.instance.state is State.VACATING and is_searched_for(there.instance)
     question = question_of(there.instance)
     assert isinstance(question, Release) and question.attempt is not None and question.attempt > 9
@@ -148,9 +148,9 @@ def test_a_delete_destroys_what_is_found_and_is_given_back_as_deleted() -> None:
     assert there.instance.state is State.VACATING
     there.apply(found(machine(9)))
     assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), False)
-    there.apply(e.HostRuns(at=1_601.0, attempt=9, host_uuid=host(3), service="s1", seen_at=1_601.0))
+    there.apply(e.HostRuns(at=1_601.0, attempt=9, host_uuid=host(3), service="s1"))
     assert there.instance.state is State.UNDOING
-    there.apply(e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3)), e.Released(at=1_603.0))
+    there.apply(e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3), service="s1"), e.Released(at=1_603.0))
     (back,) = departures(there)
     assert back.given_back is not None and back.given_back.is_deleted
 
@@ -288,8 +288,7 @@ def test_an_operator_has_what_is_held_given_back(state: State) -> None:
 
 def test_a_machine_that_is_lost_is_searched_for_before_it_is_given_back() -> None:
     there, _ = at_state(State.RESIZED)
-    missing = e.HostMissing(at=1_500.0, host_uuid=host(2), seen_at=1_500.0, service="s1")
-    there.apply(missing, gone(there.instance, 2))
+    there.apply(missed(there.instance, 2), gone(there.instance, 2))
     assert there.instance.state is State.VACATING and is_searched_for(there.instance)
 
 

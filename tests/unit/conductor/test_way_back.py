@@ -151,7 +151,7 @@ def test_a_delete_does_not_wait_for_the_source() -> None:
 
 def test_the_source_is_commanded_at_the_service_that_lists_it() -> None:
     made = reverting()
-    made.apply(seen(service="s9"), e.Destroyed(at=220.0, attempt=2, host_uuid=host(2)))
+    made.apply(seen(service="s9"), e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
     made.apply(e.Reverted(at=221.0, attempt=3))
     start = orders(made)[-1]
     assert isinstance(start, ChangeMachine)
@@ -293,7 +293,7 @@ def test_a_confirm_whose_source_is_silent_shows_it_until_it_answers() -> None:
     made.apply(e.TimedOut(at=245.0))
     assert shown(made) == [(OTHER, MoveKind.CONFIRM, MoveState.CHANGING, SOURCE_SILENT)]
     assert not made.terminals and made.destroys == [(1, host(1))] * 2
-    made.apply(e.Destroyed(at=250.0, attempt=1, host_uuid=host(1)), e.Released(at=251.0, consumer=MOVE))
+    made.apply(e.Destroyed(at=250.0, attempt=1, host_uuid=host(1), service="s1"), e.Released(at=251.0, consumer=MOVE))
     assert made.terminals == [(MoveKind.CONFIRM, MoveState.DONE, "")]
 
 

@@ -23,7 +23,8 @@ from berth.reference.asyncapi import document
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import MESSAGES, REPLIES
-from bus.contracts.placement import ProviderState, SnapshotPage
+from bus.contracts.feed import SnapshotPage
+from bus.contracts.placement import ProviderState
 
 SCHEMA = Path(__file__).parents[2] / "asyncapi" / "3.0.0.json.gz"
 UUID = "0c8f0c9e-3f0d-4d9f-8b58-9c2f6f0f2a11"

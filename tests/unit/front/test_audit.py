@@ -24,7 +24,8 @@ from berth.audit.invariants import (
 from berth.audit.repairing import MAX_AT_ONCE, chosen
 from berth.settings import AuditSettings, Settings
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 
 # --- each invariant, seen to hold on sound facts and to break on facts with one thing wrong
 

@@ -1,24 +1,22 @@
-"""Chaos runs: the order of their parts, the faults, the load that bounds itself, the counts and the report."""
+"""Chaos runs: the deck of faults, servers and workers that come back, the counts, the proxy."""
 
 from __future__ import annotations
 
 import asyncio
-import io
+import contextlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from berth.audit.invariants import Facts, InstanceFact, InventoryFact, MoveFact, RunningFact, SourceFact
-from berth.client import BuildClient, Track
 from berth.trial.embedded.process import ServerFailed
 from bus.clock import SystemClock
-from bus.contracts.build import BuildEvent, BuildRecord, BuildRequest, BuildState
-from lab.chaos.churn import STUCK_S, Churn, Ended
+from bus.contracts.build import BuildEvent, BuildState
+from lab.chaos.churn import Ended
 from lab.chaos.deployment import Deployment
 from lab.chaos.faults import SERVER_STARTS, Death, FaultInjector, Injected
 from lab.chaos.plan import (
@@ -32,59 +30,9 @@ from lab.chaos.plan import (
     FaultSpec,
     PlannedFault,
 )
-from lab.chaos.report import (
-    ChaosReport,
-    Stall,
-    Tally,
-    counts,
-    doubled_moves,
-    longest_stall,
-    lost_moves,
-    rates,
-    recoveries,
-    render,
-    tally,
-)
-from lab.chaos.run import Run, chosen
-
-# --- the order of a chaos run's parts
-
-
-HANGS_S = 20.0
-
-
-async def test_no_fault_is_begun_while_the_last_drain_ends() -> None:
-    """It ends by its deadline and is undone; new faults until then kept a run going for minutes after its load."""
-    stopped = asyncio.Event()
-
-    async def disturb(*_: object) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            stopped.set()
-
-    async def at_once() -> None:
-        pass
-
-    async def for_ever() -> None:
-        await asyncio.Event().wait()
-
-    parts: dict[str, Any] = {
-        "plan": ChaosPlan(),
-        "injector": SimpleNamespace(disturb=disturb, watch=for_ever),
-        "_schedule": None,
-        "_print_load": for_ever,
-        "churn": SimpleNamespace(run=at_once),
-        "moving": SimpleNamespace(run=at_once),
-        "draining": SimpleNamespace(run=stopped.wait, stop=lambda: None),  # ends once faults have stopped
-    }
-    run = Run.__new__(Run)
-    for name, part in parts.items():
-        setattr(run, name, part)
-    async with asyncio.timeout(HANGS_S):
-        await run._storm()
-    assert stopped.is_set()
-
+from lab.chaos.proxy import MAX_HELD_BYTES, TcpProxy
+from lab.chaos.report import ChaosReport, Stall, Tally, doubled_moves, longest_stall, lost_moves, recoveries, tally
+from lab.chaos.run import chosen
 
 # --- the deck of faults: one seed, one order; nothing is done twice to the same target; never too much at once
 
@@ -132,12 +80,6 @@ def test_enough_is_enough() -> None:
     assert deck.deal(NAMES, broken=MAX_BROKEN) is None
     paused = [deck.deal(NAMES, paused=MAX_PAUSED) for _ in range(100)]
     assert all(fault is not None and fault.kind is not FaultKind.PAUSE for fault in paused)
-
-
-def test_a_deck_of_pauses_alone_has_nothing_more_when_enough_stand_still() -> None:
-    deck = FaultSchedule([FaultSpec(FaultKind.PAUSE, "broker", 1, 1.0, 2.0)], random.Random(1))
-    assert deck.deal(NAMES, paused=MAX_PAUSED) is None
-    assert deck.deal(NAMES) is not None
 
 
 def test_faults_are_chosen_by_kind_by_role_or_by_both() -> None:
@@ -230,103 +172,6 @@ async def test_a_worker_counts_as_broken_until_it_is_ready() -> None:
     processes.is_ready.set()
     await killed
     assert faults._free()["scheduler"] == ["w"]
-
-
-# --- the load of a chaos run bounds itself
-
-
-class HandClock(SystemClock):
-    """Moved by the tasks that wait."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class StubClient:
-    """Takes every build; `answers`: whether builds ever end. Each wait lasts as long as it may."""
-
-    def __init__(self, clock: HandClock, *, answers: bool, events: int = 1) -> None:
-        self.tracks: dict[str, Track] = {}
-        self.deletes: list[str] = []
-        self._events = events
-        self._clock = clock
-        self._answers = answers
-        self._notify: Callable[[BuildEvent], None]
-
-    @property
-    def unfinished(self) -> int:
-        return sum(track.ended_at is None for track in self.tracks.values())
-
-    def on_event(self, notify: Callable[[BuildEvent], None]) -> None:
-        self._notify = notify
-
-    async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float) -> None:
-        for request in requests:
-            self.tracks[request.instance_uuid] = Track(
-                instance_uuid=request.instance_uuid,
-                flavor=request.flavor,
-                intended_at=0.0,
-                published_at=self._clock.now,
-            )
-
-    async def until(self, there: Callable[[], bool], timeout_s: float) -> bool:
-        self._clock.now += timeout_s
-        waiting = [uuid for uuid, track in self.tracks.items() if track.ended_at is None]
-        if self._answers and waiting:
-            track = self.tracks[waiting[0]]
-            track.ended_at = self._clock.now
-            for sequence in range(9, 9 + self._events):
-                self._notify(
-                    BuildEvent(instance_uuid=waiting[0], project_id="p", state=BuildState.ACTIVE, sequence=sequence)
-                )
-        return True
-
-    async def delete(self, builds: Sequence[BuildRecord], *, retry_for_s: float) -> list[Track]:
-        self.deletes += [build.instance_uuid for build in builds]
-        return [self.tracks[build.instance_uuid] for build in builds]
-
-
-async def stormed(plan: ChaosPlan, *, answers: bool) -> tuple[Churn, HandClock]:
-    clock = HandClock()
-    client: BuildClient = StubClient(clock, answers=answers)  # type: ignore[assignment]
-    churn = Churn(client, plan, clock=clock, rng=random.Random(1))
-    await churn.run()
-    return churn, clock
-
-
-PLAN = ChaosPlan(boots=500, in_flight=10, in_flight_most=10, early_deletes=0.0, longest_s=100.0)
-
-
-async def test_a_load_that_takes_too_long_ends_and_reports_it() -> None:
-    churn, clock = await stormed(PLAN, answers=True)
-    assert churn.stopped == "after 100 s"
-    assert 100.0 < clock.now < 110.0
-    assert 50 < len(churn.accepted) < 500
-
-
-async def test_a_load_that_gets_nothing_through_ends_and_reports_it() -> None:
-    churn, clock = await stormed(ChaosPlan(boots=500, in_flight=10, in_flight_most=10), answers=False)
-    assert churn.stopped.startswith("nothing has ended")
-    assert STUCK_S < clock.now < STUCK_S + 10.0
-
-
-async def test_a_load_that_gets_through_is_whole() -> None:
-    churn, _ = await stormed(ChaosPlan(boots=50, in_flight=10, in_flight_most=10, early_deletes=0.0), answers=True)
-    assert (churn.stopped, len(churn.accepted)) == ("", 50)
-
-
-async def test_an_instance_that_is_announced_as_active_twice_is_deleted_once() -> None:
-    """A cell that forgot its announcement repeats it under a new number; nothing comes of a second delete."""
-    clock = HandClock()
-    stub = StubClient(clock, answers=True, events=2)
-    client: BuildClient = stub  # type: ignore[assignment]
-    plan = ChaosPlan(boots=60, in_flight=10, in_flight_most=10, early_deletes=0.0, population=5)
-    await Churn(client, plan, clock=clock, rng=random.Random(1)).run()
-    assert len(stub.deletes) > 20
-    assert len(set(stub.deletes)) == len(stub.deletes)
 
 
 # --- the counts of lost, doubled, leaked, overcommitted; and how stalls and recoveries are measured
@@ -422,12 +267,6 @@ def test_recovered_means_that_something_requested_afterwards_has_ended() -> None
     assert recoveries(ended, [fault(5.0, 6.0), fault(7.5, 20.0)]) == {"kill_broker": [1.0]}
 
 
-def test_faults_are_counted_by_sort_and_ends_by_stretch() -> None:
-    assert counts([fault(0, 1), fault(2, 3), fault(4, 5, FaultKind.CUT)]) == {"cut_broker": 1, "kill_broker": 2}
-    assert rates([Ended(0.0, at) for at in (0.0, 1.0, 10.5, 25.0)], 10.0) == [2, 1, 1]
-    assert rates([], 10.0) == []
-
-
 def test_a_move_is_lost_without_a_record_or_an_end_and_doubled_with_two_different_ends() -> None:
     moves = [
         MoveFact("m1", A, "migrate", "done", terminal=True),
@@ -487,13 +326,150 @@ def test_a_death_is_a_bug_unless_an_outage_explains_it(status: int, words: str, 
     assert (bool(report.bugs), report.sound) == (bug, not bug)
 
 
-def test_a_person_reads_every_figure() -> None:
-    output = io.StringIO()
-    report = msgspec.structs.replace(
-        REPORT_SOUND, lost=7, examples={"lost": ("some-uuid",)}, wanted=200, stopped="after 3600 s"
-    )
-    render(report, Console(file=output, width=100))
-    text = output.getvalue()
-    assert "only 100 of 200 builds were requested: after 3600 s" in text
-    for words in ("kill broker", "2.50 s", "longest stall: 3.2 s (kill_broker)", "1.5 s after", "lost: some-uuid"):
-        assert words in text
+# --- the proxy changes no byte, and cuts, delays and stalls on command
+
+
+BIG = bytes(range(256)) * 16_384  # 4 MiB
+
+
+class Echo:
+    """Sends back what it gets."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.received = 0
+
+    async def open(self) -> asyncio.Server:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = server.sockets[0].getsockname()[1]
+        return server
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65_536):
+                self.received += len(data)
+                writer.write(data)
+                await writer.drain()
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+@pytest.fixture
+async def echo() -> AsyncIterator[Echo]:
+    echo = Echo()
+    server = await echo.open()
+    yield echo
+    server.close()
+
+
+@pytest.fixture
+async def proxy(echo: Echo) -> AsyncIterator[TcpProxy]:
+    proxy = TcpProxy(port=echo.port)
+    await proxy.open()
+    yield proxy
+    await proxy.close()
+
+
+Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@pytest.fixture
+async def pair(proxy: TcpProxy) -> AsyncIterator[Pair]:
+    """A connection through the proxy that stands on both sides."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    await there_and_back(b"x", reader, writer)
+    yield reader, writer
+    await left(writer)
+
+
+async def left(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60.0):
+        while not condition():  # noqa: ASYNC110 - the proxy has no events to wait for
+            await asyncio.sleep(0)
+
+
+async def there_and_back(
+    data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float = 10.0
+) -> bytes:
+    async with asyncio.timeout(timeout_s):
+        writer.write(data)
+        answer, _ = await asyncio.gather(reader.readexactly(len(data)), writer.drain())
+        return answer
+
+
+async def hung_up(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side ends the connection."""
+    async with asyncio.timeout(60.0):
+        try:
+            return await reader.read(1) == b""
+        except ConnectionError:
+            return True
+
+
+async def test_bytes_pass_unchanged_both_ways(proxy: TcpProxy, pair: Pair) -> None:
+    assert await there_and_back(BIG, *pair) == BIG
+    assert proxy.links == 1
+
+
+async def test_a_cut_ends_both_sides(proxy: TcpProxy, pair: Pair) -> None:
+    for link in proxy.some(1.0, random.Random(1)):
+        link.cut()
+    assert await hung_up(pair[0])
+    assert proxy.links == 0
+
+
+async def test_a_stalled_connection_is_silent_and_then_goes_on_in_order(
+    proxy: TcpProxy, echo: Echo, pair: Pair
+) -> None:
+    (link,) = proxy.some(1.0, random.Random(1))
+    link.stalled = True
+    passing = asyncio.create_task(there_and_back(BIG, *pair))
+    await until(lambda: link.client.held_bytes > 0)
+    assert echo.received == 1, "nothing reached the server"
+    link.release()
+    assert await passing == BIG
+
+
+async def test_what_is_held_back_is_bounded(proxy: TcpProxy, pair: Pair) -> None:
+    (link,) = proxy.some(1.0, random.Random(1))
+    link.stalled = True
+    passing = asyncio.create_task(there_and_back(BIG, *pair))
+    await until(lambda: link.client.transport is not None and not link.client.transport.is_reading())
+    assert MAX_HELD_BYTES < link.client.held_bytes < 2 * MAX_HELD_BYTES
+    link.release()
+    assert await passing == BIG
+
+
+async def test_a_delay_adds_up_in_each_direction(proxy: TcpProxy, pair: Pair) -> None:
+    (link,) = proxy.some(1.0, random.Random(1))
+    link.delay_s = 0.05
+    began = asyncio.get_running_loop().time()
+    await there_and_back(b"yz", *pair)
+    assert asyncio.get_running_loop().time() - began >= 0.1
+    link.release()
+    assert await there_and_back(BIG, *pair) == BIG
+
+
+async def test_an_unavailable_server_is_a_connection_that_ends() -> None:
+    gone = TcpProxy(port=1)
+    await gone.open()
+    reader, writer = await asyncio.open_connection("127.0.0.1", gone.port)
+    assert await hung_up(reader)
+    await left(writer)
+    await gone.close()
+
+
+async def test_a_client_that_leaves_is_left(proxy: TcpProxy, pair: Pair) -> None:
+    (link,) = proxy.some(1.0, random.Random(1))
+    link.stalled = True
+    pair[1].close()
+    await until(lambda: proxy.links == 0)
+    link.release()  # late: the peer is gone

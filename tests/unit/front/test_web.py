@@ -40,8 +40,9 @@ from bus.contracts.build import (
     HostsQuery,
     TimelineEntry,
 )
+from bus.contracts.feed import Change, ChangesPage, ChangesRequest, feed_rows
 from bus.contracts.operations import ServiceRecord, ServicesPage, ServicesQuery
-from bus.contracts.placement import Change, ChangesPage, ChangesRequest, ClaimHolder
+from bus.contracts.placement import ClaimHolder
 from bus.contracts.stages import Stamps
 from bus.faults import RequestRefused, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
@@ -177,8 +178,8 @@ class Feed:
         if query.after < self.oldest - 1:
             return ChangesPage(head=self.head, too_old=True)
         numbers = range(query.after + 1, min(self.head, query.after + query.limit) + 1)
-        changes = tuple(Change(sequence=number, provider=UUID, generation=number) for number in numbers)
-        return ChangesPage(changes=changes, head=self.head)
+        changes = [Change(sequence=number, provider=UUID, generation=number) for number in numbers]
+        return ChangesPage(rows=feed_rows(changes), head=self.head)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 1000, CHANGES_LOOKED_AT, 10_000])

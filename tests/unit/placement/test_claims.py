@@ -16,7 +16,7 @@ from bus.contracts.placement import (
     Release,
     Swap,
 )
-from placement_worker.domain.claim_verdict import Decision
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
 

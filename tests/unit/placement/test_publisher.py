@@ -6,15 +6,8 @@ import asyncio
 import random
 
 from bus.bus import API, Bus
-from bus.contracts.placement import (
-    Claim,
-    ClaimOption,
-    FeedChanges,
-    Inventory,
-    InventoryUpdate,
-    ProviderReport,
-    Release,
-)
+from bus.contracts.feed import FeedChanges
+from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
 from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig

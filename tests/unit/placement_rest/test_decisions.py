@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from placement_worker.domain.allocations import ConsumerWrite, Remove, Replace, decide
+from placement_worker.domain.allocations import Remove, Replace, decide
+from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reshape import Reshape, reshape
 from placement_worker.domain.trees import (

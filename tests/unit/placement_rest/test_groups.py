@@ -102,6 +102,29 @@ async def test_one_bad_item_fails_alone() -> None:
     assert book.commits == 2
 
 
+async def test_what_breaks_after_the_commit_leaves_no_caller_waiting_and_concerns_no_other_group() -> None:
+    """The callers of the group waited for ever, and those of the next one got the error."""
+    book = Book()
+
+    async def too_few(items: Sequence[int]) -> list[int]:
+        return (await book.apply(items))[: 3 if len(items) == 4 else None]
+
+    def broken() -> None:
+        raise KeyError(book.commits)
+
+    groups = Groups("test", too_few, max_group=4, max_waiting=8, under_way=1, committed=broken)
+    book.go.clear()
+    tasks = [asyncio.create_task(groups.submit(number)) for number in range(6)]
+    await book.began.wait()
+    book.go.set()
+    async with asyncio.timeout(HANG_S):
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert results[:3] + results[4:] == [0, 2, 4, 8, 10]
+    assert isinstance(results[3], ValueError)
+    assert book.groups == [[0, 1, 2, 3], [4, 5]]
+    await groups.drain()
+
+
 async def test_a_transaction_that_was_given_up_is_tried_again_but_not_for_ever() -> None:
     book = Book()
     groups = make(book)

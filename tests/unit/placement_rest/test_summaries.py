@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.copies import copy_of

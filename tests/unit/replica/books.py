@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 
 
 def uuid(number: int) -> str:

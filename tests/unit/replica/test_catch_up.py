@@ -10,7 +10,8 @@ from collections.abc import Awaitable
 import numpy as np
 import pytest
 
-from bus.contracts.placement import ChangesPage, FeedHead, ProviderState, SnapshotPage
+from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage, feed_rows
+from bus.contracts.placement import ProviderState
 from placement_worker.replica import catch_up
 from placement_worker.replica.book import CLASS_WEIGHS, SWEEP_FROM, Book, Gap
 from placement_worker.replica.catch_up import AT_ONCE, Loading, apply
@@ -70,8 +71,8 @@ class Source:
         return FeedHead(sequence=MANY, history="h")
 
     async def changes(self, after: int, limit: int, history: str = "") -> ChangesPage:
-        rows = tuple(used(number + 1, number, 2, {"VCPU": 1}) for number in range(after, min(after + limit, MANY)))
-        return ChangesPage(changes=rows, head=MANY, history="h")
+        changes = [used(number + 1, number, 2, {"VCPU": 1}) for number in range(after, min(after + limit, MANY))]
+        return ChangesPage(rows=feed_rows(changes), head=MANY, history="h")
 
     async def snapshot(self, after: str | None, limit: int) -> SnapshotPage:
         return SnapshotPage(sequence=0, providers=tuple(hosts(MANY)), history="h")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bus.contracts.placement import Change, ProviderState
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.copies import copy_of

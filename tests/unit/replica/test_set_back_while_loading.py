@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bus.contracts.placement import ChangesPage, FeedHead, SnapshotPage
+from bus.contracts.feed import ChangesPage, FeedHead, SnapshotPage
 from placement_worker.replica.local import LocalReplica
 from tests.unit.replica.books import provider
 

@@ -16,8 +16,9 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import HostsQuery
+from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import Change, ClaimAll, ClaimAllResult
+from bus.contracts.placement import ClaimAll, ClaimAllResult
 from bus.faults import Fault
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, status

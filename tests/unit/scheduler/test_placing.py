@@ -11,14 +11,9 @@ from msgspec import structs
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest
+from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.placement import (
-    Change,
-    Claim,
-    ClaimOutcome,
-    ClaimResult,
-    ProviderState,
-)
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ProviderState
 from placement_worker.replica.query import Query
 from placement_worker.replica.request import Group
 from scheduler_worker import placing

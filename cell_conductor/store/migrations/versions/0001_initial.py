@@ -20,4 +20,4 @@ depends_on = None
 def upgrade() -> None:
     """Create everything."""
     create_tables(op.get_bind(), METADATA)
-    apply_sql("cell_conductor.store.migrations.versions", "0001_functions.sql")
+    apply_sql("bus.persistence", "origin.sql")

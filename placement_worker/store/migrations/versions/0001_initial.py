@@ -20,4 +20,5 @@ depends_on = None
 def upgrade() -> None:
     """Create everything."""
     create_tables(op.get_bind(), METADATA)
+    apply_sql("bus.persistence", "origin.sql")
     apply_sql("placement_worker.store.migrations.versions", "0001_functions.sql")

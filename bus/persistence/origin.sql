@@ -1,7 +1,7 @@
 -- What a database does not take along when it is restored or promoted: its cluster, the cluster's timeline (a recovery
--- to a point in time and the promotion of a stand-by begin a new one), the database and the table themselves. What the
+-- to a point in time and the promotion of a stand-by begin a new one), the database, and a table of the schema. What the
 -- role may not read, or the server does not have, is left empty.
-CREATE FUNCTION cell_origin() RETURNS text LANGUAGE plpgsql AS $$
+CREATE FUNCTION origin_of(relation regclass) RETURNS text LANGUAGE plpgsql AS $$
 DECLARE
     cluster text := '';
     timeline text := '';
@@ -17,6 +17,6 @@ BEGIN
         timeline := '';
     END;
     RETURN concat_ws('/', cluster, timeline, (SELECT oid FROM pg_database WHERE datname = current_database()),
-        'instances'::regclass::oid);
+        relation::oid);
 END
 $$;

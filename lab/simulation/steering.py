@@ -1,0 +1,126 @@
+"""Runs steered to what no run has seen yet (lab/simulation/pairs.py).
+
+Acts (a delete, a request, a loss, a fault) are added to the plan of a seed, each amid a stay of an instance in a state
+where that act was tried least often so far, and the plan runs again. It goes on from there if that saw a new pair.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeAlias
+
+from msgspec.structs import replace
+
+from bus.clock import new_uuid
+from bus.contracts.build import member_uuids
+from bus.contracts.moves import MoveKind
+from lab.simulation.draw import plan_of
+from lab.simulation.load import request_of
+from lab.simulation.pairs import Pair, Stay
+from lab.simulation.plan import Action, FaultEvent, FaultType, Order, Plan
+from lab.simulation.run import Result, run
+from lab.simulation.widening import Widening
+
+Act: TypeAlias = Callable[[Plan, Stay, float, random.Random], Plan]
+ACTS = 8  # more than the plan before has
+# The acts that come to an instance itself; the others come to its compute service and to its cell's conductors.
+FAULTS = (FaultType.MUTE, FaultType.PAUSE, FaultType.CUT, FaultType.CRASH)
+HELD_S, BEFORE_S = 3.0, 0.002
+FAULT_S = (0.5, 4.0, 12.0, 30.0)
+
+
+class Steering:
+    """Chooses what comes next by what has been seen so far, in a sequence that its first seed determines."""
+
+    def __init__(self, first: int, kinds: Collection[Widening]) -> None:
+        self.pairs: Counter[Pair] = Counter()
+        self._kinds = kinds
+        self._tried: Counter[Pair] = Counter()
+        self._rng = random.Random(f"berth.sim.steering {first}")
+
+    def runs(self, seed: int, rounds: int) -> Iterator[tuple[Plan, Result]]:
+        """The plan of a seed, and so many plans that were steered from it on."""
+        plan = plan_of(seed, self._kinds)
+        result = run(plan)
+        yield plan, result
+        self.pairs.update(result.seen.pairs)
+        for _ in range(rounds):
+            further = self._with_acts(plan, result.seen.stays)
+            then = run(further)
+            yield further, then
+            if then.seen.pairs.keys() - self.pairs.keys():
+                plan, result = further, then
+            self.pairs.update(then.seen.pairs)
+
+    def _with_acts(self, plan: Plan, stays: Sequence[Stay]) -> Plan:
+        """Some more acts, each in one of these stays: those that were tried least often in such a state."""
+        acts = acts_in(plan)
+        by_state = {stay.state: stay for stay in sorted(stays, key=lambda _: self._rng.random())}
+        least = sorted((self._tried[state, act], self._rng.random(), state, act) for state in by_state for act in acts)
+        for *_, state, act in least[:ACTS]:
+            self._tried[state, act] += 1
+            plan = self._with_act(plan, by_state[state], acts[act])
+        return plan
+
+    def _with_act(self, plan: Plan, stay: Stay, act: Act) -> Plan:
+        """An act amid a stay. Most stays are short, so in half of them what is awaited stands still meanwhile."""
+        until = min(stay.until, plan.load_s)
+        if self._rng.random() < 0.5:
+            until = max(until, stay.since + HELD_S)
+            awaited = [f"compute-{stay.service}"] if stay.service else []
+            awaited = self._rng.choice((awaited, [f"placement{number}" for number in range(plan.placements)]))
+            for target in awaited:
+                plan = _faulty(
+                    plan, FaultEvent(at=stay.since - BEFORE_S, kind=FaultType.PAUSE, target=target, seconds=HELD_S)
+                )
+        return act(plan, stay, self._rng.uniform(stay.since, until), self._rng)
+
+
+def acts_in(plan: Plan) -> dict[str, Act]:
+    """By name, those that the judges of this plan can tell from a defect."""
+    acts: dict[str, Act] = {"delete": _delete}
+    acts |= {kind.value: _moved(kind) for kind in MoveKind if kind is not MoveKind.EVACUATE}
+    acts |= {f"{kind.value} {who}": _fault(kind, who) for kind in FAULTS for who in ("service", "conductor")}
+    return acts if plan.judges_machines or plan.judges_forgotten else acts | {"lose": _lose}
+
+
+def _ordered(plan: Plan, *orders: Order) -> Plan:
+    return replace(plan, orders=tuple(sorted((*plan.orders, *orders), key=lambda one: one.at)))
+
+
+def _faulty(plan: Plan, fault: FaultEvent) -> Plan:
+    return replace(plan, fault_events=tuple(sorted((*plan.fault_events, fault), key=lambda one: one.at)))
+
+
+def _delete(plan: Plan, stay: Stay, at: float, _: random.Random) -> Plan:
+    builds = [one for one in plan.orders if one.action is Action.BUILD and stay.uuid in member_uuids(request_of(one))]
+    return _ordered(plan, *(Order(at=at, action=Action.DELETE, uuid=stay.uuid, project=one.project) for one in builds))
+
+
+def _moved(kind: MoveKind) -> Act:
+    def add(plan: Plan, stay: Stay, at: float, rng: random.Random) -> Plan:
+        order = Order(at=at, action=Action.MOVE, verb=kind.value, uuid=new_uuid(rng), instance=stay.uuid)
+        return _ordered(plan, order)
+
+    return add
+
+
+def _lose(plan: Plan, stay: Stay, at: float, rng: random.Random) -> Plan:
+    hosts = {service: hosts for cell in plan.cells for service, hosts in cell.services}
+    if stay.service not in hosts:
+        return plan
+    order = Order(at=at, action=Action.LOSE, service=stay.service, host=rng.randrange(hosts[stay.service]))
+    return _ordered(plan, order)
+
+
+def _fault(kind: FaultType, who: str) -> Act:
+    def add(plan: Plan, stay: Stay, at: float, rng: random.Random) -> Plan:
+        cell = next((cell for cell, service in plan.services if service == stay.service), plan.cells[0].name)
+        conductors = [one for one in plan.processes_of(cell) if one.startswith("conductor")]
+        target = f"compute-{stay.service}" if who == "service" and stay.service else rng.choice(conductors)
+        fault = FaultEvent(at=at, kind=kind, target=target, seconds=rng.choice(FAULT_S))
+        return _faulty(plan, fault)
+
+    return add

@@ -1,0 +1,216 @@
+"""A group of claims: the rows that it names, which are locked for it, and the reply to each item."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, islice
+
+from msgspec import Struct
+
+from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import (
+    MAX_LOST_NAMED,
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimHolder,
+    ClaimOutcome,
+    ClaimResult,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+    Swap,
+    SwapResult,
+)
+from placement_worker.domain.claim_ledger import ClaimVerdict, Lacking
+from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.moves import MIGRATION_TYPE
+from placement_worker.domain.server_groups import HARD, group_key
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
+
+ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
+Holders = Mapping[int, tuple[ClaimHolder, ...]]
+
+NOBODY: Holders = {}
+MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
+
+
+class WantedMembers(Struct, frozen=True):
+    """The members of server groups that decide about a group of claims.
+
+    hosts: (project, group, host): all members there, so that the size of the group does not matter. moved: (project,
+    group, consumer): members that the same transaction may move. together: groups with affinity, of which `most`
+    members are wanted: enough that at least one of them does not move.
+    """
+
+    hosts: list[tuple[str, str, str]]
+    moved: list[tuple[str, str, str]]
+    together: list[GroupKey]
+    most: int
+
+
+class ClaimGroup:
+    """Items that are decided in order in one transaction, and the rows that they name, found in one pass.
+
+    consumers: the row that each named consumer gets if it is new and its first write succeeds. providers, classes: all
+    that the items name. limits: {(project, class): the lowest limit that the claims state}.
+    """
+
+    def __init__(self, items: Sequence[ClaimItem]) -> None:
+        self.items = items
+        self.consumers: dict[str, ConsumerState] = {}
+        self.providers: set[str] = set()
+        self.classes: set[str] = set()
+        self.limits: dict[tuple[str, str], int] = {}
+        self._keys: set[GroupKey] = set()
+        self._hosts: set[tuple[str, str, str]] = set()
+        self._together: set[GroupKey] = set()
+        self._grouped: set[tuple[str, str, str]] = set()
+        self._ungrouped: list[str] = []  # consumers that are claimed without a group, or moved
+        for item in items:
+            for one in item.claims if isinstance(item, ClaimAll) else (item,):
+                self._add(one)
+
+    @property
+    def keys(self) -> list[GroupKey]:
+        """The server groups that the items name, in the order of their locks."""
+        return sorted(self._keys)
+
+    @property
+    def projects(self) -> list[str]:
+        """The projects whose claims have limits, in the order of their locks."""
+        return sorted({project for project, _ in self.limits})
+
+    def members(self, holders: set[str] | None = None) -> WantedMembers:
+        """Return the members that decide about the items. holders: the named consumers that hold allocations, if known.
+
+        A revert and a swap name no group, so a consumer that they move may be a member of any; a release only takes
+        away. No claim's consumer is paired with the other claims' groups: a batch may name as many groups as consumers.
+        """
+        moved = self._grouped.union((*key, one) for one in self._ungrouped for key in self._keys)
+        if holders is not None:
+            moved = {one for one in moved if one[2] in holders}
+        most = MAX_GROUP_MEMBERS_READ + len(self.consumers)
+        return WantedMembers(sorted(self._hosts), sorted(moved), sorted(self._together), most)
+
+    def lost(self, verdicts: Sequence[ClaimVerdict]) -> dict[int, tuple[str, Lacking]]:
+        """Return {place among the claims: (consumer, what it lacked)} of the first claims that found a provider full,
+        at most MAX_LOST_NAMED: the holders are looked up for these alone.
+        """
+        claims = (
+            pair
+            for item, verdict in zip(self.items, verdicts, strict=True)
+            if isinstance(item, Claim | ClaimAll)
+            for pair in _claims_of(item, verdict)
+        )
+        full = ((place, (claim.consumer, one.lacking)) for place, (claim, one) in enumerate(claims) if one.lacking)
+        return dict(islice(full, MAX_LOST_NAMED))
+
+    def replies(
+        self, verdicts: Sequence[ClaimVerdict], sequence: int, bus: str, holders: Holders = NOBODY
+    ) -> list[ClaimReply]:
+        """Return the reply to each item. holders: of what lost claims lacked, by the places of `lost`."""
+        places = count()
+
+        def claimed(verdict: ClaimVerdict) -> ClaimResult:
+            return ClaimResult(
+                outcome=ClaimOutcome(verdict.outcome),
+                option=verdict.option,
+                outcomes=verdict.outcomes,
+                consumer_generation=verdict.consumer_generation,
+                generations=verdict.generations,
+                sequence=sequence if verdict.changed else 0,
+                reason=verdict.reason,
+                holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+                members=verdict.members if bus == ABOVE_CELLS else {},  # a cell learns nothing of other cells' hosts
+                holders=holders.get(next(places), ()),
+                attempt=verdict.attempt,
+            )
+
+        def reply(item: ClaimItem, verdict: ClaimVerdict) -> ClaimReply:
+            if isinstance(item, Claim):
+                return claimed(verdict)
+            if isinstance(item, ClaimAll):
+                return ClaimAllResult(results=tuple(map(claimed, verdict.of_gang)))
+            return _moved(item, verdict, sequence if verdict.changed else 0)
+
+        return [reply(item, verdict) for item, verdict in zip(self.items, verdicts, strict=True)]
+
+    def _add(self, item: Claim | Release | Revert | Swap) -> None:
+        if isinstance(item, Claim):
+            self._add_claim(item)
+        elif isinstance(item, Release):
+            self.consumers.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
+        elif isinstance(item, Revert):
+            for uuid in (item.consumer, item.migration.uuid):
+                self.consumers.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
+                self._ungrouped.append(uuid)
+            self._name(item.migration.source)
+        else:
+            for entry in item.consumers:
+                new = ConsumerState(1, 0, entry.project_id, entry.user_id, entry.consumer_type)
+                self.consumers.setdefault(entry.consumer, new)
+                self._ungrouped.append(entry.consumer)
+                self._name(entry.allocations)
+
+    def _add_claim(self, claim: Claim) -> None:
+        named = [claim.consumer]
+        if claim.consumer not in self.consumers:
+            self.consumers[claim.consumer] = ConsumerState(
+                1, claim.attempt, claim.project_id, claim.user_id, claim.consumer_type, run=claim.by or ""
+            )
+        if claim.migration is not None:
+            named.append(claim.migration.uuid)
+            migration = ConsumerState(1, claim.attempt, claim.project_id, claim.user_id, MIGRATION_TYPE)
+            self.consumers.setdefault(claim.migration.uuid, migration)
+            self._name(claim.migration.source)
+        for option in claim.options:
+            self._name(option.allocations)
+        for name, limit in claim.limits.items():
+            of_class = (claim.project_id, name)
+            self.limits[of_class] = min(self.limits.get(of_class, limit), limit)
+        key = group_key(claim)
+        if key is None or claim.server_group is None:
+            self._ungrouped += named
+            return
+        self._keys.add(key)
+        self._grouped.update((*key, one) for one in named)
+        if claim.server_group.policy in HARD:
+            self._hosts.update((*key, option.host) for option in claim.options if option.host is not None)
+        if claim.server_group.policy is GroupPolicy.AFFINITY:
+            self._together.add(key)
+
+    def _name(self, holding: Holding) -> None:
+        self.providers.update(holding)
+        for resources in holding.values():
+            self.classes.update(resources)
+
+
+def _claims_of(item: Claim | ClaimAll, verdict: ClaimVerdict) -> Iterator[tuple[Claim, ClaimVerdict]]:
+    if isinstance(item, Claim):
+        yield item, verdict
+    else:
+        yield from zip(item.claims, verdict.of_gang, strict=True)
+
+
+def _moved(
+    item: Release | Revert | Swap, verdict: ClaimVerdict, number: int
+) -> ReleaseResult | RevertResult | SwapResult:
+    if isinstance(item, Release):
+        return ReleaseResult(outcome=verdict.outcome, sequence=number)
+    if isinstance(item, Revert):
+        return RevertResult(
+            outcome=verdict.outcome,
+            consumer_generation=verdict.consumer_generation,
+            holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
+            sequence=number,
+            reason=verdict.reason,
+        )
+    return SwapResult(
+        outcome=ClaimOutcome(verdict.outcome),
+        consumer=verdict.consumer,
+        generations=verdict.generations,
+        sequence=number,
+        reason=verdict.reason,
+    )
