@@ -23,8 +23,6 @@ from bus.contracts.placement import (
     ClaimResult,
     LocatePage,
     LocateRequest,
-    Release,
-    ReleaseResult,
 )
 from bus.faults import Fault, Transient
 from bus.port import BusError
@@ -34,16 +32,13 @@ Reply = TypeVar("Reply", bound=Message)
 
 
 class ClaimPort(Protocol):
-    """Claims and releases of instances. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
+    """Claims of instances, and reads of the book. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """Claim for many consumers at once, each claim by itself. A repeated claim has the same result."""
 
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         """Claim for all members of each gang or for none of them. A repeated claim has the same result."""
-
-    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """Return the hosts of server group members and of named instances, as of now."""
@@ -69,10 +64,6 @@ class BusClaims:
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         """All in one round trip."""
         return await self._request(gangs, ClaimAllResult, [gang.claims[0].consumer for gang in gangs])
-
-    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        """All in one round trip."""
-        return await self._request(releases, ReleaseResult, [release.consumer for release in releases])
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""

@@ -1,4 +1,4 @@
-"""Deletes, and what placement is told of builds that have ended without a cell: they leave no claim behind."""
+"""Deletes: the records are locked, what builds without a cell hold is asked of placement, and the records change."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState, DeleteRequest
-from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims
-from scheduler_worker.domain.builds import Author, RecordedBuild
+from scheduler_worker.claims import HeldClaims
+from scheduler_worker.domain.builds import Author
 from scheduler_worker.domain.deletes import (
     DeletePlan,
     PendingDelete,
@@ -26,27 +25,23 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.effects import release_of
-from scheduler_worker.domain.placement import unavailable_after
 from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
 
 class Deletes:
-    """Carries out deletes, and releases the claims of builds that have ended. One per scheduler process."""
+    """Carries out deletes. One per scheduler process."""
 
     def __init__(
         self,
         store: SchedulerStore,
-        claims: ClaimPort,
         held: HeldClaims,
         *,
         clock: Clock,
         process: str,
     ) -> None:
         self._store = store
-        self._claims = claims
         self._held = held
         self._clock = clock
         self._who = process
@@ -59,11 +54,9 @@ class Deletes:
         """
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
-            await self.release(plan.ended)
             return plan.outcomes, plan.accepted
         held = await self._held.of_builds({one.request.instance_uuid: one.request.project_id for one in plan.unbuilt})
         of_unbuilt = await self._carry_out(plan.unbuilt, held)
-        await self.release([*plan.ended, *of_unbuilt.ended])
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
@@ -101,15 +94,6 @@ class Deletes:
                 event = refusal_of(request, why, builds.get(request.instance_uuid), author)
                 if event is not None:
                     unit.emit(OutboxMessage(API, event, request.instance_uuid))
-
-    async def release(self, builds: Sequence[RecordedBuild]) -> None:
-        """Tell placement what these records mean to it. Safe to repeat, and repeated by whoever reads the record again.
-        Raises Transient when placement does not answer.
-        """
-        releases = [release for one in builds if (release := release_of(one)) is not None]
-        for answer in await self._claims.release(releases) if releases else ():
-            if isinstance(answer, Fault):
-                raise unavailable_after(answer) from answer
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())

@@ -50,7 +50,7 @@ from scheduler_worker.domain.decisions import (
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.domain.effects import effects
+from scheduler_worker.domain.effects import effects, releases_of
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, pending_again, stamps_of
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementRequest, PlacementState, PlacementUnavailable
@@ -70,9 +70,8 @@ BUILDS_AT_ONCE = 64
 class RequestRecorder:
     """Puts build requests on record, a batch in one transaction. One per scheduler process."""
 
-    def __init__(self, store: SchedulerStore, deletes: Deletes, *, clock: Clock, process: str) -> None:
+    def __init__(self, store: SchedulerStore, *, clock: Clock, process: str) -> None:
         self._store = store
-        self._deletes = deletes
         self._clock = clock
         self._who = process
 
@@ -91,7 +90,6 @@ class RequestRecorder:
             metrics.count_requests("build", admission.label)
         if any(isinstance(admission.outcome, Done) for admission in admissions):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
-        await self._deletes.release([one.ended for one in admissions if one.ended is not None])
         return admissions
 
     async def _insert(
@@ -122,6 +120,8 @@ class RequestRecorder:
         for admission in admissions:
             if admission.event is not None:
                 unit.emit(to_clients(admission.event))
+            for message in () if admission.ended is None else releases_of(admission.ended):
+                unit.emit(message)
         return admissions
 
 
@@ -145,8 +145,8 @@ class SchedulingEngine:
         self._clock = clock
         self._who = process or "scheduler"
         self._held = HeldClaims(claims, selector.table.last_cell_of)
-        self._deletes = Deletes(store, claims, self._held, clock=clock, process=self._who)
-        self._recorder = RequestRecorder(store, self._deletes, clock=clock, process=self._who)
+        self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
+        self._recorder = RequestRecorder(store, clock=clock, process=self._who)
         self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
         self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
 
@@ -325,8 +325,13 @@ class SchedulingEngine:
         with metrics.timed_stage("write", self._clock):
             written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), write_decisions)
         metrics.observe_decisions(stages)
-        metrics.count_ended(one.decision.build for one in scheduled if one.pending.instance_uuid in written)
-        await self._follow_up(scheduled, written)
+        ended = [one.decision.build for one in scheduled if one.pending.instance_uuid in written]
+        metrics.count_ended(ended)
+        for build in ended:
+            if build.terminal:
+                uuid = build.instance_uuid
+                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        await self._withdraw(scheduled, written)
         return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
 
     def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
@@ -338,27 +343,24 @@ class SchedulingEngine:
             command = build_query(request, decided.build, now, config)
         return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
 
-    async def _follow_up(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
-        """Release the claims of builds that have ended: those that failed, and those that another scheduler, or a
-        delete, has ended meanwhile. Raises Transient: a record is gone, or placement did not answer.
+    async def _withdraw(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
+        """Release the claims for builds that another scheduler, or a delete, has ended meanwhile. By the run of this
+        decision: where the record has another, nothing was ever dispatched for this one. Raises Transient: a record is
+        gone.
         """
-        ended = [one.decision.build for one in scheduled if one.pending.instance_uuid in written]
-        for build in ended:
-            if build.terminal:
-                uuid = build.instance_uuid
-                log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
         runs = {one.pending.instance_uuid: one.pending.run for one in scheduled}
         unwritten = [uuid for uuid in runs if uuid not in written]
-        if unwritten:
-            async with self._store.unit() as unit:
-                known = await unit.read(unwritten)
-            if len(known) < len(unwritten):
-                # The transaction of a record does not wait for the disk, and the database has crashed since: record and
-                # decide again.
-                raise Transient("a request is not on record any more", code="request.forgotten")
-            # By the run of this decision: where the record has another, nothing was ever dispatched for this one.
-            ended += [replace(known[uuid].build, run=runs[uuid]) for uuid in unwritten]
-        await self._deletes.release(ended)
+        if not unwritten:
+            return
+        async with self._store.unit() as unit:
+            known = await unit.read(unwritten)
+            for uuid, one in known.items():
+                for message in releases_of(replace(one.build, run=runs[uuid])):
+                    unit.emit(message)
+        if len(known) < len(unwritten):
+            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
+            # decide again.
+            raise Transient("a request is not on record any more", code="request.forgotten")
 
     def _circumstances(self) -> Circumstances:
         now_s = self._clock.monotonic()

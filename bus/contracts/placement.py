@@ -345,6 +345,14 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     by: Word | None = None
 
 
+class ReleaseRun(Release, frozen=True, kw_only=True, tag="placement.release_run.v1"):
+    """A Release that nobody waits for: of what a run has claimed, when its build has ended without a cell.
+
+    It is kept until placement has carried it out, however late: by then the name finds only its own claim, and the
+    fence refuses one that is still in flight.
+    """
+
+
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):
     """outcome: released | absent | consumer_changed (a newer attempt, another run or project, or no migration holds
     it).

@@ -20,9 +20,9 @@ DUPLICATE = "request.duplicate"
 class Admission(Struct, frozen=True, kw_only=True):
     """The consequence of a pending build's record: its outcome, or how to go on.
 
-    label: for the metrics. run: of its record (empty: that of the delivery). ended: its record, if it has ended: the
-    scheduler that wrote it may have died before it told placement. event: published to the project, because no other
-    event of this request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
+    label: for the metrics. run: of its record (empty: that of the delivery). ended: its record, if that does not go on:
+    another delivery may have claimed for it since it ended. event: published to the project, because no other event of
+    this request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
     """
 
     outcome: Outcome | None = None

@@ -102,8 +102,9 @@ def prepare(
 
 
 def _decided_of(pending: PendingBuild, one: BuildDecision, claimed: HostClaimed | None = None) -> DecidedBuild:
-    """The decision about the record of this run."""
-    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run)), claimed)
+    """The decision about the record of this run. All claims of this delivery are answered by now."""
+    build = replace(one.build, run=pending.run, attempt=one.build.attempt or pending.attempt)
+    return DecidedBuild(pending, replace(one, build=build), claimed)
 
 
 def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:

@@ -28,7 +28,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.effects import effects
-from scheduler_worker.domain.placement import STRANDED
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
 # A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
 DELETE_RETRIES = 2
@@ -47,14 +47,12 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; ended: their records that have
-    ended by now; unknown: without a record, late; unbuilt: of builds that no cell has, which are planned once it is
-    known what their instances hold.
+    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
+    late; unbuilt: of builds that no cell has, which are planned once it is known what their instances hold.
     """
 
     outcomes: dict[int, Outcome]
     accepted: set[str]
-    ended: list[RecordedBuild]
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
@@ -77,7 +75,7 @@ def plan_deletes(
 
     held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
-    plan = DeletePlan(outcomes={}, accepted=set(), ended=[], updates=[], messages=[], unknown=[], unbuilt=[])
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
@@ -112,7 +110,8 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
     elif held is None:
         detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
-        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True)
+        attempt = FIRST_ATTEMPT if build.awaits_decision else 0  # a scheduler may be claiming for it
+        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=attempt)
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
@@ -125,7 +124,6 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
     plan.messages.extend(effects(build.state, after, author.at))
-    plan.ended.append(after)
 
 
 def _failed(build: RecordedBuild, why: Refusal) -> RecordedBuild:

@@ -65,7 +65,7 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     await world.active(request)
     await forget(world, request.instance_uuid)
     await unannounce(world, host)
-    ended = Gate(monkeypatch, SchedulingEngine, "_follow_up")
+    ended = Gate(monkeypatch, SchedulingEngine, "_withdraw")
     await world.ask(request)
     await ended.wait()
     assert await world.queried(request) == "c1"

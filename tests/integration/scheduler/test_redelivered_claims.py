@@ -27,7 +27,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     await world.scheduler("s2", CONFIG)
     book = world.replicas["s2"]
     await world.eventually(lambda: book.row_of(host) is not None)
-    ended = Gate(monkeypatch, SchedulingEngine, "_follow_up")
+    ended = Gate(monkeypatch, SchedulingEngine, "_withdraw")
     await world.ask(request)
     await ended.wait()  # its end here is on record, and the message is not acknowledged
     cell = await world.queried(request)

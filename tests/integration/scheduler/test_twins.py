@@ -17,7 +17,6 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import engine
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain import decisions
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -200,7 +199,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await world.until(lambda: world.builds)
     await world.delete(request)
     await world.until(lambda: world.deletes)
-    done = Gate(monkeypatch, Deletes, "release")
+    done = Gate(monkeypatch, engine.SchedulingEngine, "_withdraw")
     done.open.set()
     writing.open.set()
     await done.wait()
