@@ -38,6 +38,8 @@ class ContestedHosts:
         self._owners: dict[str, str] = {}  # by host: the service that has it
         self._taking_over: dict[str, str] = {}  # by host: the service that had it
         self._others: dict[str, str] = {}  # by host of this service: the one that was refused it
+        self._named: dict[str, str] = {}  # by host that was refused for its name: why
+        self._again: set[str] = set()  # those of them that are to be reported again
         metrics.CONTESTED.labels(service).set_function(lambda: len(self._owners))
 
     def owner_of(self, host: str) -> str | None:
@@ -53,13 +55,17 @@ class ContestedHosts:
 
     def keep(self, hosts: Collection[str]) -> None:
         """Set all hosts of this service, and drop contested hosts that are no longer among them."""
-        for known in (self._owners, self._taking_over, self._others):
+        for known in (self._owners, self._taking_over, self._others, self._named):
             for host in [one for one in known if one not in hosts]:
                 del known[host]
 
     def on_taken(self, refused: InventoryTaken) -> None:
         """The book has refused a report of this service."""
-        host, owner = refused.root_uuid, refused.owner.removeprefix(COMPUTE_SOURCE)
+        host = refused.root_uuid
+        if refused.owner is None:
+            self._on_named(refused)
+            return
+        owner = refused.owner.removeprefix(COMPUTE_SOURCE)
         if self._owners.get(host) == owner or owner == self._service:
             return
         if self._taking_over.get(host) == owner:  # a report from before the release
@@ -69,6 +75,16 @@ class ContestedHosts:
         self._owners[host] = owner
         log.error(OTHER_SERVICE, code=OTHER_SERVICE, service=self._service, host=host, owner=owner, hint=HINT)
         self._changes.announcements.add((host,))
+
+    def _on_named(self, refused: InventoryTaken) -> None:
+        """Another host has the name of this one by the book."""
+        host, why = refused.root_uuid, refused.reason
+        if host not in self._named and len(self._named) >= MAX_HOSTS:
+            return
+        if self._named.get(host) != why:
+            log.error("host.name_taken", code=refused.code, service=self._service, host=host, reason=why)
+        self._named[host] = why
+        self._again.add(host)
 
     def on_contested(self, message: HostsContested) -> None:
         """Another service was refused these hosts, which are this one's. The hosts are announced once more, because a
@@ -100,11 +116,14 @@ class ContestedHosts:
             self._changes.on_host_changed(released)
 
     async def announce(self) -> None:
-        """A side task: announce repeated refusals, until cancelled."""
+        """A side task: announce repeated refusals, and report hosts again whose name may be free, until cancelled."""
         while True:
             await self._clock.sleep(AGAIN_S)
             if self._owners:
                 self._changes.announcements.add(self.refused())
+            if self._again:
+                self._changes.inventory.add(sorted(self._again))
+                self._again.clear()
 
     def refused(self) -> Sequence[str]:
         """The hosts of which builds are refused."""

@@ -1,13 +1,16 @@
 """Publishes the inventory of each host's provider tree to the resource book.
 
 It goes out at start, on change, at long intervals (so that a lost or undone update heals), and after each reconnection.
+A host that the driver lists no more leaves the book with the next publication of all.
 After a start a host's inventory waits until the host may be offered (`offering`).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+
+import structlog
 
 from bus.clock import Clock
 from bus.contracts.placement import NEWER_FIELDS, InventoryUpdate
@@ -20,6 +23,8 @@ from compute_sim.name import source_of
 from compute_sim.offering import Offering
 from compute_sim.publishing import PendingPublisher, PublishingBus
 from compute_sim.records import Records
+
+log = structlog.get_logger(__name__)
 
 TREES_PER_PUBLISH = 200
 HOSTS_AT_ONCE = 1_000  # that may be offered, found in one turn of the event loop
@@ -64,26 +69,45 @@ class InventoryReporter:
 
     async def _publish(self, hosts: list[str] | None) -> None:
         uuids = [host.uuid for host in await self._driver.hosts()] if hosts is None else hosts
+        if hosts is None and uuids:  # a driver that lists nothing may have lost its manager
+            await self._take_back(uuids)
         uuids = [uuid async for part in InParts(uuids, HOSTS_AT_ONCE) for uuid in part if self._offering.offers(uuid)]
         for at in range(0, len(uuids), TREES_PER_PUBLISH):
             trees = await self._driver.inventory(uuids[at : at + TREES_PER_PUBLISH])
             if not trees:
                 continue
-            # Versions are taken after the driver looked and written down before they are used: a later scan has a
-            # higher one, also after a restart.
-            first = self._records.versions(len(trees), self._clock.time())
-            cause = f"{self._service}:{self._records.epoch}"
-            updates = [self._update(tree, first + number) for number, tree in enumerate(trees)]
-            await self._bus.publish_all([(update, cause) for update in updates])
-            metrics.REPORTS.labels(self._service).inc(len(trees))
+            await self._publish_trees({tree[0].uuid: tree for tree in trees})
+            self._records.note_in_book([tree[0].uuid for tree in trees], is_in=True)
 
-    def _update(self, tree: Tree, version: int) -> InventoryUpdate:
-        root = tree[0].uuid
+    async def _take_back(self, uuids: Collection[str]) -> None:
+        """Take hosts out of the book that the driver does not have any more, and on which no machine is on record.
+
+        The book keeps the providers that a consumer still uses, for this source alone, and offers nothing of them.
+        """
+        kept = {*uuids, *self._records.holding_hosts()}
+        gone = [host for host in self._records.in_book() if host not in kept]
+        for at in range(0, len(gone), TREES_PER_PUBLISH):
+            part = gone[at : at + TREES_PER_PUBLISH]
+            log.warning("hosts.taken_back", service=self._service, hosts=len(part), first=part[0])
+            await self._publish_trees(dict.fromkeys(part, ()))
+            self._records.note_in_book(part, is_in=False)
+
+    async def _publish_trees(self, trees: Mapping[str, Tree]) -> None:
+        """Publish trees by the uuids of their roots; an empty one takes its root out of the book."""
+        # Versions are taken after the driver looked and written down before they are used: a later scan has a
+        # higher one, also after a restart.
+        first = self._records.versions(len(trees), self._clock.time())
+        cause = f"{self._service}:{self._records.epoch}"
+        updates = [self._update(root, tree, first + number) for number, (root, tree) in enumerate(trees.items())]
+        await self._bus.publish_all([(update, cause) for update in updates])
+        metrics.REPORTS.labels(self._service).inc(len(trees))
+
+    def _update(self, root: str, tree: Tree, version: int) -> InventoryUpdate:
         return InventoryUpdate(
             source=source_of(self._service),
             version=version,
             root_uuid=root,
-            providers=with_reserved(tree, self._records.reserved(root)),
+            providers=with_reserved(tree, self._records.reserved(root)) if tree else (),
             may_ignore=NEWER_FIELDS,
             takes_over=self._take_over(root),
         )

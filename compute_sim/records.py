@@ -21,6 +21,7 @@ Key = tuple[str, str]  # (host uuid, instance uuid)
 
 MAX_ENDED = 200_000  # fences and failures kept; a command that comes later than that many others is not expected
 REWRITE_AFTER = 100_000  # journal rows beyond four times what is alive
+HOSTS_A_ROW = 1000
 VERSIONS_PER_MS = 2**20  # versions are milliseconds with room to count within one
 FARTHEST = 2**62 - 2**52  # no clock comes near it before the year 2100, and no contract lets numbers pass 2**62
 
@@ -55,6 +56,13 @@ class ReservedRow(Struct, frozen=True, array_like=True, tag="r"):
     machines: tuple[ReservedMachine, ...]
 
 
+class InBookRow(Struct, frozen=True, array_like=True, tag="b"):
+    """Hosts whose inventory was published under this name, or was taken back."""
+
+    hosts: tuple[str, ...]
+    is_in: bool
+
+
 class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     """Epoch of the last start, last inventory version used, and how many times the service has started."""
 
@@ -63,7 +71,7 @@ class NumbersRow(Struct, frozen=True, array_like=True, tag="n"):
     starts: int
 
 
-Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | NumbersRow
+Row = EntryRow | PurgeRow | FailuresRow | ReservedRow | InBookRow | NumbersRow
 
 
 class Records:
@@ -78,6 +86,7 @@ class Records:
         self._lost: dict[Key, None] = {}
         self._failures: dict[str, int] = {}
         self._reserved: dict[str, tuple[ReservedMachine, ...]] = {}
+        self._in_book: dict[str, bool] = {}
         self.epoch = 0
         self.former: set[int] = set()  # epochs of this process that it has outgrown
         self.version = 0
@@ -179,6 +188,18 @@ class Records:
         self.write(rows)
         return [row.host for row in rows]
 
+    def in_book(self) -> list[str]:
+        """The hosts whose inventory was published and not taken back."""
+        return [host for host, is_in in self._in_book.items() if is_in]
+
+    def note_in_book(self, hosts: Sequence[str], *, is_in: bool) -> None:
+        """The inventory of these hosts is published, or taken back."""
+        changed = tuple(host for host in hosts if self._in_book.get(host, False) is not is_in)
+        if changed:
+            row = InBookRow(changed, is_in)
+            self._apply(row)
+            self.write([row])
+
     def failed_builds(self, host: str) -> int:
         """Consecutive failed builds of a host."""
         return self._failures.get(host, 0)
@@ -230,21 +251,7 @@ class Records:
     def _apply(self, row: Row) -> None:
         match row:
             case EntryRow(host, instance, entry, spawn):
-                key = (host, instance)
-                self._entries[key] = entry
-                if spawn is not None:
-                    self._spawns[key] = spawn
-                elif entry.phase is not Phase.BUILDING:
-                    self._spawns.pop(key, None)
-                for table, belongs in (
-                    (self._running, entry.phase is Phase.RUNNING),
-                    (self._lost, is_lost(entry)),
-                    (self._ended, entry.phase in ENDED),
-                ):
-                    if belongs:
-                        table[key] = None
-                    else:
-                        table.pop(key, None)
+                self._apply_entry((host, instance), entry, spawn)
             case PurgeRow(host, instance):
                 for forgetful in (self._entries, self._spawns, self._ended, self._lost):
                     forgetful.pop((host, instance), None)
@@ -254,8 +261,26 @@ class Records:
                 self._reserved[host] = machines
                 if not machines:
                     del self._reserved[host]
+            case InBookRow(hosts, is_in):
+                self._in_book.update(dict.fromkeys(hosts, is_in))
             case NumbersRow(epoch, version, starts):
                 self.epoch, self.version, self.starts = epoch, version, starts
+
+    def _apply_entry(self, key: Key, entry: Entry, spawn: Spawn | None) -> None:
+        self._entries[key] = entry
+        if spawn is not None:
+            self._spawns[key] = spawn
+        elif entry.phase is not Phase.BUILDING:
+            self._spawns.pop(key, None)
+        for table, belongs in (
+            (self._running, entry.phase is Phase.RUNNING),
+            (self._lost, is_lost(entry)),
+            (self._ended, entry.phase in ENDED),
+        ):
+            if belongs:
+                table[key] = None
+            else:
+                table.pop(key, None)
 
     def _snapshot(self) -> Iterator[Row]:
         yield NumbersRow(self.epoch, self.version, self.starts)
@@ -263,5 +288,8 @@ class Records:
             yield FailuresRow(host, count)
         for host, machines in self._reserved.items():
             yield ReservedRow(host, machines)
+        in_book = self.in_book()
+        for at in range(0, len(in_book), HOSTS_A_ROW):
+            yield InBookRow(tuple(in_book[at : at + HOSTS_A_ROW]), is_in=True)
         for key, entry in self._entries.items():
             yield EntryRow(key[0], key[1], entry, self._spawns.get(key))

@@ -8,7 +8,7 @@ import structlog
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
-from bus.contracts.base import Message
+from bus.contracts.base import Message, Refusal
 from bus.contracts.book import (
     GroupMembersQuery,
     HoldingPage,
@@ -19,6 +19,7 @@ from bus.contracts.book import (
 )
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
 from bus.contracts.placement import (
+    COMPUTE_SOURCE,
     AggregateMembers,
     AggregateMembersSet,
     Claim,
@@ -44,7 +45,7 @@ from placement_worker.domain.claim_group import ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
 from placement_worker.domain.refusal import Why
-from placement_worker.domain.reports import ReportRefusal
+from placement_worker.domain.reports import NAME_TAKEN, ReportRefusal
 from placement_worker.domain.trees import ChangeMembership, DeleteTree
 from placement_worker.domain.values import ABOVE_CELLS, Provider
 
@@ -127,7 +128,16 @@ class PlacementHandlers:
             if isinstance(result, ReportRefusal):
                 metrics.REPORTS.labels(result.code).inc()
                 log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
-                outcomes.append(Refuse(result.code, result.reason))
+                if result.code != NAME_TAKEN or not update.source.startswith(COMPUTE_SOURCE):
+                    outcomes.append(Refuse(result.code, result.reason))
+                    continue
+                # No dead letter: the service repeats it until the name is free.
+                replies.append(
+                    InventoryTaken(
+                        source=update.source, root_uuid=update.root_uuid, code=result.code, reason=result.reason
+                    )
+                )
+                outcomes.append(Done(Refusal(code=result.code, reason=result.reason)))
                 continue
             metrics.REPORTS.labels(result.outcome).inc()
             if result.stranded:

@@ -29,6 +29,7 @@ from scheduler_worker.domain.builds import (
     is_known,
     timeline_entries,
 )
+from scheduler_worker.domain.delivery import delivery_of
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -194,7 +195,7 @@ class AnnouncementHandler:
         events = [received.message for received in batch if isinstance(received.message, BuildEvent)]
         events.sort(key=lambda event: (event.instance_uuid, event.sequence))
         losses = self._store.losses
-        waited = {id(received.message) for received in batch if received.meta.attempt >= MAX_EARLY}
+        waited = {id(received.message) for received in batch if delivery_of(received).attempt >= MAX_EARLY}
         applied = AppliedAnnouncements([], [], [], [])
         if events:
             applied = await self._writer.write(self._cell, events, waited)

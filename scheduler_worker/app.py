@@ -60,6 +60,7 @@ from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.warmup import Warmup
 
 
 def is_progress(message: Message) -> bool:
@@ -117,7 +118,10 @@ def build(
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     keep_up = partial(relay.keep_up, API)
-    requests = RequestHandler(engine, moves, parts.selector, clock=env.clock, config=config, keep_up=keep_up)
+    warmup = Warmup(parts.selector, clock=env.clock)
+    requests = RequestHandler(
+        engine, moves, parts.selector, clock=env.clock, config=config, warmup=warmup, keep_up=keep_up
+    )
     _add_requests(parts, queries, status, requests)
     return service
 
@@ -294,8 +298,7 @@ def _add_objects(
         services,
         refused=RefusedCommands(parts.store),
         finder=CellFinder(parts.selector, bus),
-        clock=bus.clock,
-        warmup_s=parts.config.hosts_warmup_s,
+        warmup=Warmup(parts.selector, clock=bus.clock),
     )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))
@@ -447,7 +450,7 @@ def _add_requests(
     service.add_consumer(
         bus.consumer(
             "scheduler.given_up",
-            requests.given_up,
+            requests,
             max_batch=16,
             concurrency=1,
             prefetch=32,

@@ -10,7 +10,6 @@ import msgspec
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.drains import DrainCommand, DrainStart
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged, ObjectsRevision
 from bus.contracts.operations import (
@@ -24,6 +23,7 @@ from bus.contracts.operations import (
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
 from scheduler_worker.cell_finder import CellFinder
+from scheduler_worker.domain.delivery import delivery_of
 from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.selector import Selector
@@ -32,6 +32,7 @@ from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, HostForgetter, ServiceForgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.warmup import Warmup
 
 HANDLER = "scheduler.changes.refused"
 REFUSED_BEFORE = "request.refused_before"
@@ -65,7 +66,6 @@ class RefusedCommands:
             await unit.first_time(HANDLER, message_id)
 
 
-RETRIES = len(BY_QUEUE["scheduler.changes"].retry_s)
 HOST_UNKNOWN = "host.unknown"
 HOST_AMBIGUOUS = "host.ambiguous"
 REASON_MISSING = "host.reason_missing"
@@ -74,8 +74,6 @@ REASON_MISSING = "host.reason_missing"
 class ChangeHandler:
     """Handles queue `scheduler.changes`: changes of objects, drains, services to forget, and decisions about hosts,
     which name a host by its name or uuid.
-
-    warmup_s: how long after its start a scheduler may not have received every host's announcement.
     """
 
     def __init__(
@@ -88,8 +86,7 @@ class ChangeHandler:
         *,
         refused: RefusedCommands,
         finder: CellFinder,
-        clock: Clock,
-        warmup_s: float,
+        warmup: Warmup,
     ) -> None:
         self._registry = registry
         self._drains = drains
@@ -98,14 +95,10 @@ class ChangeHandler:
         self._refused_before = refused
         self._finder = finder
         self._selector = selector
-        self._clock = clock
-        self._warmup_s = warmup_s
-        self._started_s: float | None = None
+        self._warmup = warmup
 
     async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         """One after another: an operator's changes are rare, and the latest change of an object wins."""
-        if self._started_s is None:
-            self._started_s = self._clock.monotonic()
         return [await self._handle(received) for received in batch]
 
     async def _handle(self, received: Received) -> Outcome:
@@ -145,7 +138,7 @@ class ChangeHandler:
         return await self._registry.change(change, received.meta.id, decided=decided, is_late=received.is_late)
 
     def _refused(self, refusal: Refusal, received: Received) -> Outcome:
-        if refusal.code == CELL_UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
+        if refusal.code == CELL_UNKNOWN and self._awaits_hosts(received):
             return Retry(refusal.code, "not every host has been announced yet")
         return Refuse(refusal.code, refusal.reason)
 
@@ -156,7 +149,7 @@ class ChangeHandler:
             answer = await self._drains.command(message, received.meta.id, received.is_late)
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
-        if answer.code.endswith(".unknown") and self._is_warming_up() and received.meta.attempt < RETRIES:
+        if answer.code.endswith(".unknown") and self._awaits_hosts(received):
             return Retry(answer.code, "not every host has been announced yet")
         return Refuse(answer.code, answer.reason)
 
@@ -195,7 +188,7 @@ class ChangeHandler:
         answer = await self._forgetter.forget(command, named, self._name_of(named))
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
-        if answer.code == CELL_SILENT and self._is_warming_up() and received.meta.attempt < RETRIES:
+        if answer.code == CELL_SILENT and self._awaits_hosts(received):
             return Retry(answer.code, answer.reason)
         return Refuse(answer.code, answer.reason)
 
@@ -205,7 +198,7 @@ class ChangeHandler:
         answer = await self._services.forget(command, received.meta.id)
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
-        if answer.code == UNKNOWN and self._is_warming_up() and received.meta.attempt < RETRIES:
+        if answer.code == UNKNOWN and self._awaits_hosts(received):
             return Retry("services.unknown", "not every service has been announced yet")
         return Refuse(answer.code, answer.reason)
 
@@ -215,7 +208,7 @@ class ChangeHandler:
             return found[0]
         if found:
             return Refuse(HOST_AMBIGUOUS, f"{len(found)} hosts are called {name}: name one of {', '.join(found)}")
-        if self._is_warming_up() and received.meta.attempt < RETRIES:
+        if self._awaits_hosts(received):
             return Retry("hosts.unknown", "not every host has been announced yet")
         return Refuse(HOST_UNKNOWN, f"there is no host {name}")
 
@@ -226,10 +219,10 @@ class ChangeHandler:
         be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
         may be dead.
         """
-        table = self._selector.table
-        found = self._selector.uuids_of(command.host) or table.decided_about(command.host)
-        if not found and not self._is_warming_up():
-            found = self._selector.roots_named(command.host)
+        if self._warmup.is_on():  # a host of the book may be announced yet under another name
+            found = self._selector.uuids_of(command.host) or self._selector.table.decided_about(command.host)
+        else:
+            found = self._selector.every_named(command.host)
         if command.cell is None:
             return found
         managed = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
@@ -252,9 +245,8 @@ class ChangeHandler:
             return table.names[index]
         return self._selector.name_of(uuid) if decision is None else decision.host
 
-    def _is_warming_up(self) -> bool:
-        assert self._started_s is not None
-        return self._clock.monotonic() - self._started_s < self._warmup_s
+    def _awaits_hosts(self, received: Received) -> bool:
+        return delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts
 
 
 def _is_uuid(host: str) -> bool:

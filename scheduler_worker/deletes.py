@@ -7,13 +7,10 @@ from collections.abc import Mapping, Sequence
 import structlog
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildState, DeleteRequest
-from bus.persistence.outbox import OutboxMessage
+from bus.contracts.build import BuildState
 from scheduler_worker import metrics
 from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain.builds import Author
@@ -21,7 +18,6 @@ from scheduler_worker.domain.deletes import (
     DeletePlan,
     PendingDelete,
     plan_deletes,
-    refusal_of,
     refuse_unknown,
     tombstones,
 )
@@ -79,21 +75,10 @@ class Deletes:
             for message in messages:
                 unit.emit(message)
         metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
-        metrics.count_requests("delete", "accepted", sum(isinstance(one, Done) for one in plan.outcomes.values()))
+        accepted = sum(isinstance(one, Done) and one.reply is not None for one in plan.outcomes.values())
+        metrics.count_requests("delete", "accepted", accepted)
         metrics.count_requests("delete", "unknown", len(refused))
         return replace(plan, outcomes=plan.outcomes | refused)
-
-    async def refuse(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
-        """Publish that these deletes will not be carried out, where they are not under way or over already."""
-        if not deletes:
-            return
-        author = self._author()
-        async with self._store.unit() as unit:
-            builds = await unit.lock([request.instance_uuid for request, _ in deletes])
-            for request, why in deletes:
-                event = refusal_of(request, why, builds.get(request.instance_uuid), author)
-                if event is not None:
-                    unit.emit(OutboxMessage(API, event, request.instance_uuid))
 
     def _author(self) -> Author:
         return Author(self._who, self._clock.time())

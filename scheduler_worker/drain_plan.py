@@ -30,7 +30,7 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.decisions import RETRIES
+from scheduler_worker.domain.delivery import LAST
 from scheduler_worker.domain.drains import (
     DRAIN_KINDS,
     UNCONFIRMED,
@@ -465,7 +465,7 @@ def _group_of(one: InstanceToMove) -> str | None:
 def _pending(one: InstanceToMove, kind: MoveKind, now: float) -> PendingMove:
     """A request that is only planned. Its id is no uuid, so it cannot be the id of an instance or a request."""
     request = MoveRequest(request_id=f"plan {one.uuid}", instance_uuid=one.uuid, project_id=one.project_id, kind=kind)
-    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=RETRIES)
+    return PendingMove(position=0, request=request, digest=b"", taken_at=now, delivery=LAST)
 
 
 def _planned(one: InstanceToMove, chosen: Chosen) -> PlannedMove:

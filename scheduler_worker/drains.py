@@ -64,6 +64,7 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import HOST_FENCED, SERVICE_DOWN, DrainPlanner, MadePlan
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
+from scheduler_worker.warmup import Warmup
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +97,7 @@ class DrainKeeper:
         self._selector = selector
         self._planner = planner
         self._clock = clock
-        self._started_s = clock.monotonic()
+        self._warmup = Warmup(selector, clock=clock)
         self._rng = rng
         self._who = process or "scheduler"
 
@@ -188,7 +189,7 @@ class DrainKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._started_s = self._clock.monotonic()  # before, nothing was received: the record may have been away
+        self._warmup.is_on()  # before, nothing was received: the record may have been away
         due_s: float | None = None
         while True:
             await self._wait(due_s)
@@ -255,7 +256,7 @@ class DrainKeeper:
         the one to lift the fence, or the cell has announced a fence that the record, set back, does not have.
         """
         table = self._selector.table
-        is_warm = self._is_warm()
+        is_warm = not self._warmup.is_on()
         return {
             uuid: (
                 DrainedHost(uuid, decision.host),
@@ -264,10 +265,6 @@ class DrainKeeper:
             for uuid, decision in table.hosts_of_drain(drain).items()
             if decision.state is not AdminState.FENCED
         }
-
-    def _is_warm(self) -> bool:
-        """Whether all services that are up should have announced their hosts since this scheduler started."""
-        return self._clock.monotonic() - self._started_s >= self._selector.config.hosts_warmup_s
 
     async def _review(
         self,

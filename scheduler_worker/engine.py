@@ -19,10 +19,8 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.given_up import GIVEN_UP_BY_BROKER
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.base import Refusal
-from bus.contracts.build import BuildState, DeleteRequest, member_uuids
+from bus.contracts.build import BuildState, member_uuids
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
@@ -35,7 +33,16 @@ from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
-from scheduler_worker.domain.admission import Admission, admit, first_of_each, is_clash_of_first
+from scheduler_worker.domain.admission import (
+    Admission,
+    Answered,
+    Continue,
+    Start,
+    admit,
+    admit_expired,
+    first_of_each,
+    is_clash_of_first,
+)
 from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
 from scheduler_worker.domain.decision_messages import build_query, cell_build, to_clients
 from scheduler_worker.domain.decisions import (
@@ -86,9 +93,11 @@ class RequestRecorder:
         admissions = await run_optimistic(
             lambda optimistic: self._store.unit(durable=False, optimistic=optimistic), insert
         )
-        for admission in admissions:
-            metrics.count_requests("build", admission.label)
-        if any(isinstance(admission.outcome, Done) for admission in admissions):
+        answered = [one for one in admissions if isinstance(one, Answered)]
+        metrics.count_requests("build", "accepted", sum(isinstance(one, Start) for one in admissions))
+        for one in answered:
+            metrics.count_requests("build", one.label)
+        if any(isinstance(one.outcome, Done) for one in answered):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
         return admissions
 
@@ -118,10 +127,11 @@ class RequestRecorder:
             admit(pending, firsts, new, known) async for some in InParts(builds, BUILDS_AT_ONCE) for pending in some
         ]
         for admission in admissions:
-            if admission.event is not None:
+            if isinstance(admission, Answered) and admission.event is not None:
                 unit.emit(to_clients(admission.event))
-            for message in () if admission.ended is None else releases_of(admission.ended):
-                unit.emit(message)
+            if isinstance(admission, Answered) and admission.ended is not None:
+                for message in releases_of(admission.ended):
+                    unit.emit(message)
         return admissions
 
 
@@ -148,25 +158,28 @@ class SchedulingEngine:
         self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
         self._recorder = RequestRecorder(store, clock=clock, process=self._who)
         self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
-        self._started_s: float | None = None  # monotonic, of the first batch: there is no event loop before
 
-    async def process(self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]) -> dict[int, Outcome]:
-        """Schedule and delete; returns the outcomes by position. A delete in the batch is in time to stop its build."""
-        if self._started_s is None:
-            self._started_s = self._clock.monotonic()
+    async def process(
+        self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]
+    ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
+        """Schedule and delete; returns the outcomes of each kind by position. A delete in the batch is in time to stop
+        its build.
+        """
         outcomes: dict[int, Outcome] = {}
+        of_deletes: dict[int, Outcome] = {}
         chosen: dict[str, PlacementState] = {}  # by instance, assumed in the replica and not claimed yet
         try:
             admissions = await self._record(builds, chosen, speculate=not deletes)
             deleted: set[str] = set()
             if deletes:
                 of_deletes, deleted = await self._deletes.delete(deletes)
-                outcomes |= of_deletes
             to_place: list[PendingBuild] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
-                pending = replace(taken, run=admission.run, attempt=FIRST_ATTEMPT) if admission.run else taken
-                if admission.outcome is not None:
+                pending = taken
+                if isinstance(admission, Continue):
+                    pending = replace(taken, run=admission.run, attempt=FIRST_ATTEMPT)
+                if isinstance(admission, Answered):
                     outcomes[pending.position] = admission.outcome
                 elif pending.instance_uuid in deleted:
                     outcomes[pending.position] = accepted(pending.instance_uuid)
@@ -175,19 +188,28 @@ class SchedulingEngine:
             outcomes |= await self._schedule(to_place, chosen)
         finally:
             self._placer.drop(chosen.values())
-        return outcomes
+        return outcomes, of_deletes
 
-    async def on_record(self, instances: Sequence[str]) -> Collection[str]:
-        """The instances of these that are on record."""
-        if not instances:
-            return ()
-        async with self._store.unit() as unit:
-            return await unit.read(instances)
+    async def not_left(self, requests: Sequence[PendingBuild]) -> list[PendingBuild | None]:
+        """Each request as it is processed; None: its time was over before it was begun, and its requester has left it.
 
-    async def may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
-        """The requests of these of which an instance holds what they may have claimed, though they are not on record.
         Raises Transient when placement does not answer.
         """
+        expired = [one for one in requests if one.delivery.is_expired]
+        if not expired:
+            return list(requests)
+        async with self._store.unit() as unit:
+            known = await unit.read([one.instance_uuid for one in expired])
+        claimed = await self._may_have_claimed([one for one in expired if one.instance_uuid not in known])
+        return [
+            admit_expired(one, may_be_begun=one.instance_uuid in known or one.instance_uuid in claimed)
+            if one.delivery.is_expired
+            else one
+            for one in requests
+        ]
+
+    async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
+        """The requests of these of which an instance holds what they may have claimed."""
         looks = {uuid: one for one in builds for uuid in member_uuids(one.request)}
         held = await self._held.of_builds({uuid: one.request.project_id for uuid, one in looks.items()})
         return {looks[uuid].instance_uuid for uuid in held}
@@ -204,7 +226,7 @@ class SchedulingEngine:
             uuid = new.build.instance_uuid
             key = uuid if new.gang is None else new.gang.uuid
             members = requests.setdefault(key, [])
-            members.append(pending_again(new, len(members), delivery=instances.get(uuid, 0), now=now))
+            members.append(pending_again(new, len(members), tries=instances.get(uuid, 0), now=now))
         for members in requests.values():
             first = members[0]
             if first.is_later_member:
@@ -215,11 +237,7 @@ class SchedulingEngine:
                 raise
             except Exception:  # any other: it would be taken up again and again
                 log.exception("scheduler.given_up_crashed", cause=first.instance_uuid)
-                await self.process([replace(one, given_up=GIVEN_UP_BY_BROKER) for one in members], ())
-
-    async def end_deletes(self, deletes: Sequence[tuple[DeleteRequest, Refusal]]) -> None:
-        """Publish the end of deletes whose retries are exhausted and that nothing has carried out."""
-        await self._deletes.refuse(deletes)
+                await self.process([replace(one, delivery=one.delivery.crashed()) for one in members], ())
 
     async def _record(
         self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState], *, speculate: bool
@@ -243,7 +261,7 @@ class SchedulingEngine:
                 await asyncio.gather(recording, return_exceptions=True)
                 raise
             for pending, admission in zip(builds, admissions, strict=True):
-                if admission.outcome is not None:
+                if isinstance(admission, Answered):
                     self._placer.drop([chosen.pop(pending.instance_uuid)] if pending.instance_uuid in chosen else [])
             return admissions
 
@@ -286,7 +304,7 @@ class SchedulingEngine:
         ended = {
             one.instance_uuid: (one, end)
             for one, end in concluded
-            if isinstance(end, DecidedBuild) and (one.attempt or one.given_up is None)
+            if isinstance(end, DecidedBuild) and (one.attempt or one.delivery.why is None)
         }
         held = await self._held.of_builds({uuid: one.request.project_id for uuid, (one, _) in ended.items()})
         await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
@@ -363,10 +381,5 @@ class SchedulingEngine:
             raise Transient("a request is not on record any more", code="request.forgotten")
 
     def _circumstances(self) -> Circumstances:
-        now_s = self._clock.monotonic()
-        started_s = now_s if self._started_s is None else self._started_s
-        return Circumstances(
-            author=Author(self._who, self._clock.time()),
-            warming_up=now_s - started_s < self._selector.config.hosts_warmup_s,
-            nearest=self._selector.config.max_funnel_nearest,
-        )
+        author = Author(self._who, self._clock.time())
+        return Circumstances(author=author, nearest=self._selector.config.max_funnel_nearest)

@@ -36,7 +36,7 @@ from bus.contracts.moves import (
 )
 from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage, LocateRequest
-from bus.faults import Fault
+from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from placement_worker.replica.query import total_resources
 from placement_worker.replica.request import QueryTooWide
@@ -44,7 +44,7 @@ from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decision_messages import instance_spec
-from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST, RETRIES
+from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.move_events import clash_event, event_of, recorded
@@ -138,15 +138,12 @@ class MoveEngine:
         self._clock = clock
         self._rng = rng
         self._who = process or "scheduler"
-        self._started_s: float | None = None
         self._expiring: asyncio.TimerHandle | None = None
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. Raises PlacementUnavailable."""
         if not moves:
             return {}
-        if self._started_s is None:
-            self._started_s = self._clock.monotonic()
         self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})
@@ -235,8 +232,7 @@ class MoveEngine:
         """
         request = pending.request
         source = next(iter(page.hosts.get(request.instance_uuid, ())), None)
-        may_retry = pending.delivery < RETRIES and planned is None
-        if source is None and request.kind is not MoveKind.UNSHELVE and may_retry:
+        if source is None and request.kind is not MoveKind.UNSHELVE and not pending.delivery.last:
             return SOURCE_UNKNOWN
         if request.kind is MoveKind.EVACUATE and not self._is_fenced(source):
             where = "its host" if source is None else f"host {self._selector.name_of(source)}"
@@ -248,7 +244,7 @@ class MoveEngine:
             if isinstance(spec, Unsatisfiable):
                 failure = Refusal(code=IMAGE_UNSUITABLE, reason=spec.reason) if spec.code == IMAGE_TRAITS else None
                 return Chosen(failure=failure)
-            return self._suits(spec, source) or Chosen()
+            return self._suits(pending, spec, source) or Chosen()
         if isinstance(spec, Unsatisfiable):
             hosts = int(self._selector.book.rows_of_roots().size)
             return Chosen(
@@ -261,7 +257,7 @@ class MoveEngine:
             return Chosen(failure=Refusal(code=error.code, reason=str(error)))
         if isinstance(chosen, Chosen):
             return chosen
-        if may_retry and chosen.may_be_early and self._is_warming_up():
+        if chosen.may_be_early and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         reason = sentence(spec, chosen.funnel, self._selector.config.max_funnel_nearest)
         return Chosen(failure=Refusal(code=NO_HOST, reason=reason), funnel=chosen.funnel)
@@ -310,12 +306,12 @@ class MoveEngine:
             spec = spec.with_peers(peers_of(requested, page), request.request_id)
         return spec
 
-    def _suits(self, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
+    def _suits(self, pending: PendingMove, spec: RequestSpec, host: str | None) -> Chosen | Retry | None:
         """Why an instance may not be rebuilt from another image on its host; nothing is claimed for a rebuild."""
         verdict = None if host is None else self._selector.suits_rebuild(host, spec)
         if host is None or verdict is None:
             return None
-        if verdict.may_be_early and self._is_warming_up():
+        if verdict.may_be_early and pending.delivery.awaits_hosts:
             return HOSTS_UNKNOWN
         reasons = ", ".join(sorted(verdict.funnel[-1].rejected))
         reason = f"host {self._selector.name_of(host)} does not suit the image: {reasons}"
@@ -388,10 +384,6 @@ class MoveEngine:
         self._selector.holds.expire(self._clock.monotonic())
         self._expire_later()
 
-    def _is_warming_up(self) -> bool:
-        assert self._started_s is not None
-        return self._clock.monotonic() - self._started_s < self._selector.config.hosts_warmup_s
-
     # --- write
 
     async def _write(
@@ -437,7 +429,10 @@ class MoveEngine:
             return verdict
         move, command = self._decided(pending, found, verdict, chosen, author)
         if not await unit.insert_moves([move], author.at):
-            return CHANGED  # another scheduler has just put it on record
+            # Another scheduler has just put it on record.
+            if pending.delivery.last:
+                raise Transient(CHANGED.reason, code=CHANGED.code)
+            return CHANGED
         batch.moves[request.request_id] = move
         if found.build is not None and found.build.project_id == request.project_id:
             entry = author.entry(f"{request.kind} {move.state}", _detail(move, chosen))

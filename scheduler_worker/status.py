@@ -52,7 +52,7 @@ async def hosts_page(query: HostsQuery, selector: Selector, fences: Mapping[str,
         _matching(_of_book(selector, _following(uuids, query)), query, selector, fences)
         async for uuids in InParts(book.uuids_of(book.rows_of_roots()), HOSTS_AT_ONCE)
     ]
-    parts.append(_matching(_of_decisions(selector, query), query, selector, fences))
+    parts.append(_matching(_outside_book(selector, query), query, selector, fences))
     records: list[HostRecord] = []
     found = heapq.merge(*parts, key=_order_of(query))
     async for part in InParts(itertools.islice(found, query.limit), RECORDS_AT_ONCE):
@@ -84,15 +84,17 @@ def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
             yield _Host(_name_of(uuid, selector, selector.book.name_of(row)), uuid, is_in_book=True)
 
 
-def _of_decisions(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
+def _outside_book(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
     """The hosts outside the book that a decision keeps out of use: such a host may be fenced still, and has to be
-    enabled or forgotten by a person. One that is enabled has left.
+    enabled or forgotten by a person. One that is enabled has left. And those of a service that is up: their inventory
+    was refused, or has not come yet.
     """
     decisions = selector.table.decisions()
-    for uuid in _following(decisions, query):
-        decision = decisions[uuid]
-        if decision.state is not AdminState.ENABLED and selector.book.row_of(uuid) is None:
-            yield _Host(_name_of(uuid, selector, decision.host), uuid, is_in_book=False)
+    kept = {uuid: one.host for uuid, one in decisions.items() if one.state is not AdminState.ENABLED}
+    kept |= {uuid: uuid for uuid in selector.not_in_book()}
+    for uuid in _following(kept, query):
+        if selector.book.row_of(uuid) is None:
+            yield _Host(_name_of(uuid, selector, kept[uuid]), uuid, is_in_book=False)
 
 
 def _name_of(uuid: str, selector: Selector, otherwise: str) -> str:
@@ -193,12 +195,21 @@ def _record(
         enabled=False if index is None else bool(table.enabled[index] and not table.admin[index]),
         admin=table.decision_of(one.uuid),
         contested_by=table.contested_by(one.uuid),
+        not_in_book=_why_not_in_book(one, selector),
         resources=book.resources,
         failed_builds=0 if index is None else int(table.failed_builds[index]),
         zone=book.zone,
         aggregates=book.aggregates,
         metrics=metrics,
     )
+
+
+def _why_not_in_book(one: _Host, selector: Selector) -> str:
+    if one.is_in_book or selector.table.live_service_of(one.uuid) is None:
+        return ""
+    if others := selector.roots_named(one.name):
+        return f"the book has another host of this name: {', '.join(others)}"
+    return "its inventory has not come, or was refused"
 
 
 class StatusHandler:

@@ -7,6 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
 import msgspec
@@ -356,3 +357,52 @@ def test_a_docstring_of_a_class_names_fields_that_it_has() -> None:
             names = (name for group in named for name in re.split(r", | and ", group))
             wrong += [f"{where(path, node.lineno)} {node.name}: no {name}" for name in names if name not in known]
     assert wrong == []
+
+
+# What a decision is made of, and the modules of a package that may read it (`docs/concepts/one-place.md`).
+LATE = {"patience_s", "expiration_s", "meta.waited_s"}
+COPY = {"redelivered", "meta.attempt", "received.exhausted", "received.given_up", "given_up_of"}
+ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
+    ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
+    ("late", (*WORKERS, "berth"), LATE, set()),
+    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/delivery.py"}),
+    ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
+    ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
+)
+# They carry a message's time to the broker and from there.
+CARRIERS = {"bus/wire.py", "bus/publishing.py", "bus/memory/queue.py", "bus/rabbitmq/confirms.py"}
+
+
+@pytest.mark.parametrize(("decision", "packages", "made_of", "modules"), ONE_PLACE)
+def test_a_decision_has_one_place(
+    decision: str, packages: tuple[str, ...], made_of: set[str], modules: set[str]
+) -> None:
+    found = [
+        (str(path.relative_to(ROOT)), f"{name} in line {line}")
+        for path in sources(*packages)
+        for name, line in read_in(path)
+        if name in made_of
+    ]
+    others = [f"{decision}: {module} reads {what}" for module, what in found if module not in modules | CARRIERS]
+    assert others == []
+    assert modules <= {module for module, _ in found}, "it has moved"
+
+
+def read_in(path: Path) -> Iterator[tuple[str, int]]:
+    """(name, line) of each attribute that a file reads, alone and with its owner, and of each function it calls."""
+    for node in nodes(path):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            yield from ((name, node.lineno) for name in (node.attr, f"{owner}.{node.attr}"))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            yield node.func.id, node.lineno
+
+
+def test_the_functions_that_decide_are_where_the_page_says() -> None:
+    text = (ROOT / "docs/concepts/one-place.md").read_text()
+    missing = [name for name in re.findall(r"`(\w+/[\w/]+\.py)[:`]", text) if not (ROOT / name).exists()]
+    for name, member in re.findall(r"`(\w+/[\w/]+\.py): (\w+)`", text):
+        defined = {getattr(node, "name", "") for node in nodes(ROOT / name)}
+        assigned = {getattr(getattr(node, "target", None), "id", "") for node in nodes(ROOT / name)}
+        missing += [] if member in defined | assigned else [f"{name}: {member}"]
+    assert missing == []

@@ -58,6 +58,11 @@ SELECT a.consumer::text, p.uuid::text AS provider, c.name, a.amount
 FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
 """
 _ROOTS = "SELECT p.uuid::text, r.uuid::text AS root FROM providers p JOIN providers r ON r.id = p.root_id"
+_NAMESAKES = """
+SELECT n.host, n.name, p.uuid::text
+FROM unnest($1::text[], $2::text[]) n(host, name) JOIN providers p ON p.name = n.name
+WHERE NOT EXISTS (SELECT FROM providers h WHERE h.uuid = n.host::uuid)
+"""
 _FEED = "SELECT coalesce(min(first), 0), coalesce(max(last), 0), coalesce(sum(last - first + 1), 0)::int8 FROM changes"
 # The usage that the book keeps beside each inventory against the sum of its allocations, both ways round.
 _AUDIT = """
@@ -149,11 +154,12 @@ async def gather(
 async def _facts(site: Site, book: Database, scheduler: Database, cells: dict[str, Database]) -> Facts:
     """Read the databases and the hosts, one after the other."""
     instances = await _instances(cells)
-    running, down = await _running(site, cells, instances)
+    running, down, named = await _running(site, cells, instances)
     return Facts(
         inventories=[InventoryFact(*row) for row in await _rows(book, _INVENTORIES)],
         allocations=_by_consumer(await _rows(book, _ALLOCATIONS)),
         roots=dict(await _rows(book, _ROOTS)),
+        namesakes=await _namesakes(book, named),
         requests=dict(await _rows(scheduler, _REQUESTS)),
         cells=dict(await _rows(scheduler, _CELLS)),
         instances=instances,
@@ -174,14 +180,23 @@ def _by_uuid(instances: Iterable[InstanceFact]) -> dict[str, InstanceFact]:
 
 async def _running(
     site: Site, cells: Mapping[str, Database], instances: Sequence[InstanceFact]
-) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact]]:
-    """(the services' reports of hosts that have living instances, the services that are down or do not report)."""
+) -> tuple[list[RunningFact], dict[tuple[str, str], ServiceDownFact], dict[str, str]]:
+    """(the services' reports of hosts that have living instances, the services that are down or do not report, the
+    names of the hosts that are reported).
+    """
     down = await _down(cells)
     there = [one for one in instances if one.state in ALIVE and (one.cell, one.service) not in down]
     wanted = {(one.cell, one.host_uuid): one.service for one in there if one.host_uuid is not None}
     reports, unreported = await _reports(site, wanted, {cell: await deployment(cells[cell]) for cell in cells})
     down.update(unreported)
-    return [fact for one in reports for fact in one.facts()], down
+    named = {host: name for one in reports for host, name in one.names.items()}
+    return [fact for one in reports for fact in one.facts()], down, named
+
+
+async def _namesakes(book: Database, named: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """(host, name, the host that has the name) of reported hosts that the book does not have."""
+    rows = await _rows(book, _NAMESAKES, list(named), list(named.values()))
+    return [(host, name, other) for host, name, other in rows]
 
 
 async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) -> bool:
@@ -224,9 +239,9 @@ async def _at_rest(scheduler: Database, cells: dict[str, Database], *, all_read:
     return bool(unsent == 0 and (await _rows(scheduler, open_requests))[0][0] <= stuck)
 
 
-async def _rows(database: Database, statement: str) -> list[tuple[Any, ...]]:
+async def _rows(database: Database, statement: str, *values: object) -> list[tuple[Any, ...]]:
     async with database.raw() as connection:
-        return [tuple(row) for row in await connection.fetch(statement)]
+        return [tuple(row) for row in await connection.fetch(statement, *values)]
 
 
 async def _gangs(scheduler: Database, after: float) -> list[GangFact]:
@@ -396,6 +411,7 @@ class Reports:
         self._by_host: dict[str, tuple[tuple[int, int], list[RunningFact]]] = {}
         self._pages: dict[str, tuple[tuple[int, int], set[int], int]] = {}  # {service: (report, pages received, pages)}
         self._received_at = clock.monotonic()
+        self.names: dict[str, str] = {}  # of the hosts that were reported
 
     async def whole(self) -> None:
         """Wait for every host that must report and every report begun; in the end for quiet: who else lives?"""
@@ -444,6 +460,7 @@ class Reports:
                 received = received if report == last else set()
                 self._pages[page.service] = report, received | {page.sequence}, page.pages
         for host in page.hosts:
+            self.names[host.uuid] = host.name
             if host.running is None:
                 continue
             self._missing.discard(host.uuid)

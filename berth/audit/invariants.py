@@ -151,7 +151,8 @@ class Facts(Struct, frozen=True, kw_only=True):
     mismatches that the book's own audit found, one line each. breakers, quarantine: the cells' records, or None. moves:
     requests about instances, or None. gangs: requests for several machines, those of which every member is on record,
     or None. down: compute services that do not report what their hosts run, so that it is not judged, or None: unknown.
-    unread: cells that could not be read; what may be theirs is not judged.
+    unread: cells that could not be read; what may be theirs is not judged. namesakes: (host, name, the host that has
+    it) of hosts that a service reports and the book refuses, because it has the name as another's.
     """
 
     inventories: Sequence[InventoryFact]
@@ -173,6 +174,7 @@ class Facts(Struct, frozen=True, kw_only=True):
     moves: Sequence[MoveFact] | None = None
     gangs: Sequence[GangFact] | None = None
     unread: AbstractSet[str] = frozenset()
+    namesakes: Sequence[tuple[str, str, str]] | None = None
 
     def in_unread_cells(self) -> set[str]:
         """Instances on record, and consumers of the book, that may be of a cell which could not be read."""
@@ -433,6 +435,11 @@ def _quarantined(facts: Facts) -> Iterator[str]:
             yield f"{one.cell}: {one.instance_uuid} on {one.host_uuid} of {one.service}: {one.why}{decided}"
 
 
+def _namesakes(facts: Facts) -> Iterator[str]:
+    for host, name, other in facts.namesakes or ():
+        yield f"{host}: {name} is the name of {other} in the book: rename one, or `berth hosts forget {other}`"
+
+
 def _feed(facts: Facts) -> Iterator[str]:
     lowest, highest, rows = facts.feed
     if rows and highest - lowest + 1 != rows:
@@ -529,6 +536,7 @@ _INVARIANTS = (
     _Invariant(
         "quarantine_decided", "quarantine", "no machine in quarantine, unless an operator keeps it there", _quarantined
     ),
+    _Invariant("hosts_in_book", "namesakes", "no reported host is out of the book for its name", _namesakes),
     _Invariant("generations_rise", "changes", "generations only rise", _generations),
     _Invariant("no_upcall", "connections", "no message from a cell to anything above it except announcements", _upward),
 )

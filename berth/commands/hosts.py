@@ -378,6 +378,9 @@ def _host_row(host: HostRecord) -> list[str | Text]:
         decision = _decided_state(admin)
         state = Text(decision, "yellow") if host.up else Text(f"{_down(host)}, {decision}", "red")
         decided = f"{admin.by}: {admin.reason}" if admin.reason else admin.by
+    if host.not_in_book:
+        state = Text("not in the book", "red")
+        decided = "; ".join(filter(None, (decided, host.not_in_book)))
     service = host.service or ""
     if host.contested_by is not None:
         service = f"{service} (refused: {host.contested_by})"

@@ -378,6 +378,9 @@ def troubles_of_hosts(hosts: Sequence[HostRecord]) -> tuple[dict[str, tuple[int,
         if count:
             detail = f"{count:,} of {cells[cell][1]:,} hosts are down: their compute services are silent"
             troubles.append(Trouble(f"Cell {cell}", detail, f"/fleet?cell={cell}"))
+    if unbooked := [host for host in hosts if host.not_in_book]:
+        detail = f"{unbooked[0].name}: {unbooked[0].not_in_book}"
+        troubles.append(Trouble(f"{len(unbooked):,} reported hosts are not in the book", detail, "/fleet"))
     unannounced = sum(not host.announced for host in hosts)
     if unannounced:
         detail = f"{unannounced:,} of {len(hosts):,}: by no compute service since the scheduler's start"

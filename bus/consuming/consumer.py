@@ -31,11 +31,12 @@ from bus.consuming.in_flight import (
     InFlightDelivery,
     InFlightMessage,
     is_over,
+    left_s,
     may_be_begun,
     of_use_until,
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
-from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse
+from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, endless_s
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.consuming.port import ConsumedBus
 from bus.consuming.retry import RetryUntilAvailable
@@ -359,8 +360,7 @@ class Consumer:
                 delivery.redelivered,
                 exhausted,
                 given_up,
-                until,
-                self._bus.clock,
+                endless_s if until is None else partial(left_s, until, self._bus.clock),
             )
             # Without a requester, who knows that it may be carried out and repeats it, its handler announces an end.
             goes_on = read.meta.reply_to is None or may_be_begun(self._row.name, delivery, read.meta)

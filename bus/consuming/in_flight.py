@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+from msgspec import structs
 
 from bus.clock import Clock
 from bus.consuming.lanes import ConsumerLane
@@ -43,6 +46,22 @@ def of_use_until(delivery: Delivery, meta: Meta, since: float, clock: Clock) -> 
     if not meta.sent_at or not (delivery.redelivered or meta.attempt):
         return until
     return min(until, clock.monotonic() + meta.sent_at + meta.patience_s + CLOCKS_APART_S - clock.time())
+
+
+def left_s(until: float, clock: Clock) -> float:
+    """Return the seconds until a message is of no use. until: as `of_use_until` returns it."""
+    return until - clock.monotonic()
+
+
+def retried(received: Received, delay_s: float) -> Meta:
+    """Return the metadata of a message's copy, which is delivered again after a delay: the next consumer counts from
+    its arrival there, so what has passed by then is subtracted.
+    """
+    meta = structs.replace(received.meta, attempt=received.meta.attempt + 1)
+    left = received.left_s()
+    if meta.patience_s is None or left == math.inf:
+        return meta
+    return structs.replace(meta, waited_s=meta.patience_s - left + delay_s)
 
 
 class InFlightDelivery:

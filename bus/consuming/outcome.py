@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from msgspec import Struct
 
-from bus.clock import Clock
 from bus.contracts.base import Message, Meta
 
 
@@ -55,14 +54,18 @@ class GiveUp(Struct, frozen=True):
 Outcome = Done | Retry | Refuse | GiveUp
 
 
+def endless_s() -> float:
+    """`left_s` of what is of use whenever it is handled."""
+    return math.inf
+
+
 class Received(Struct, frozen=True):
     """One message as a handler gets it: parsed, within its bounds, and with its metadata.
 
     exhausted: the message was delivered so often without a result that the broker is about to give it up. A handler
     that must announce the end to a client does so now, and does nothing else, because handling the message may have
     ended earlier processes. given_up: the code of a dead letter, which states why another queue gave it up; empty when
-    the message is no dead letter. until: the time, by the monotonic clock of this process, after which its publisher
-    has no use for it (None: never).
+    the message is no dead letter. left_s: seconds until its publisher has no use for it, whenever that is asked.
     """
 
     message: Message
@@ -72,21 +75,13 @@ class Received(Struct, frozen=True):
     redelivered: bool = False
     exhausted: bool = False
     given_up: str = ""
-    until: float | None = None
-    clock: Clock | None = None
+    left_s: Callable[[], float] = endless_s
 
     def is_late(self) -> bool:
         """Whether its publisher has no use for it any more. A handler that must not begin then asks under its lock: a
         process may stand still, or wait for the lock, for longer than that.
         """
         return self.left_s() < 0.0
-
-    def left_s(self) -> float:
-        """Seconds until it is late."""
-        if self.until is None:
-            return math.inf
-        assert self.clock is not None
-        return self.until - self.clock.monotonic()
 
 
 def never() -> bool:

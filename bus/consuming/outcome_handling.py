@@ -14,7 +14,7 @@ from msgspec import structs
 from bus.clock import new_uuid
 from bus.consuming.dead_lettering import ClientLetters, park
 from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
-from bus.consuming.in_flight import InFlightMessage
+from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.consuming.port import ConsumedBus
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
@@ -126,12 +126,8 @@ class OutcomeHandler:
         return self._row.name in ENDED_BY_LETTER and (meta.reply_to is None or self._row.where is not Where.CELL)
 
     def _retry(self, received: Received, waiter: Waiter) -> None:
-        attempt = received.meta.attempt
-        delay_s = self._row.retry_s[attempt]
-        meta = structs.replace(received.meta, attempt=attempt + 1)
-        if meta.patience_s is not None and received.until is not None:
-            # The next consumer counts from the message's arrival there: only what is left then.
-            meta = structs.replace(meta, waited_s=meta.patience_s - received.left_s() + delay_s)
+        delay_s = self._row.retry_s[received.meta.attempt]
+        meta = retried(received, delay_s)
         mode = Mode(may_gather(meta), True, True)
         exchange = delay_exchange(delay_s)
         self._bus.publisher.post(exchange, self.queue, mode, pack(received.message, meta), waiter)

@@ -302,7 +302,8 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     enabled: whether berth may use it: both its compute service and the operator allow it. admin: the operator's newest
     decision about it, if there ever was one. aggregates: names of the host aggregates that it is in; zone: the
     availability zone that one of them makes. metrics: the numbers known of it that are not too old. contested_by:
-    another compute service that reports a host of this uuid, and was refused it.
+    another compute service that reports a host of this uuid, and was refused it. not_in_book: why the
+    book does not have a host that a service which is up reports ("": it has it, or no such service reports it).
     """
 
     uuid: Uuid
@@ -319,6 +320,7 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     aggregates: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
     contested_by: str | None = None
+    not_in_book: str = ""
 
 
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):

@@ -121,16 +121,19 @@ class InventoryOutdated(Message, frozen=True, kw_only=True, tag="inventory.outda
 
 
 class InventoryTaken(Message, frozen=True, kw_only=True, tag="inventory.taken.v1"):
-    """To a compute service: its report about this root was refused (`host.other_service`), because the book has the
-    root as another compute service's. owner: that one's source.
+    """To a compute service: its report about this root was refused, because the book has what it names as another's.
 
-    Two services have a host of one uuid, or the host has passed from one to the other, which its cell's conductor
-    announces (`HostsReleased`).
+    `host.other_service`: the book has the root as another compute service's; owner: that one's source. Two services
+    have a host of one uuid, or the host has passed from one to the other, which its cell's conductor announces
+    (`HostsReleased`). `provider.name_taken`: another provider has the name of one of the tree; the service repeats its
+    report until the name is free.
     """
 
     source: Word
     root_uuid: Uuid
-    owner: Word
+    owner: Word | None = None
+    code: Label = OTHER_SERVICE
+    reason: Reason = ""
 
 
 class InventoryReleased(Message, frozen=True, kw_only=True, tag="inventory.released.v1"):

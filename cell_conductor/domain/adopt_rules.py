@@ -2,8 +2,7 @@
 operator has decided that a machine in quarantine is the instance's.
 
 Placement is requested to release the build's allocation and to claim that of its machine. Whatever the answer, the
-machine stays and belongs to the instance. A claim that was refused is requested again, less and less often; after
-`MAX_CLAIMS` refusals it is left to the audit (`unclaimed`).
+machine stays and belongs to the instance. A claim that was refused is left to the audit (`unclaimed`).
 """
 
 from __future__ import annotations
@@ -27,17 +26,12 @@ from .events import (
     HostRuns,
     MachineFound,
     Spawned,
-    TimedOut,
 )
 from .instance import FORGOTTEN_ATTEMPTS, MACHINE_EXISTS, Instance, State
 from .report import Unexplained
 from .steps import Step, StepContext
 
 MAX_SELECTIONS = 10  # of one record, as of one request
-# There is room when another instance is deleted, or when an operator makes some: no client waits for this claim.
-CLAIM_AGAIN_S = 60.0
-CLAIM_AGAIN_MAX_S = 3600.0
-MAX_CLAIMS = 32  # refused in a row: a little more than a day
 
 
 def is_searched(instance: Instance) -> bool:
@@ -155,10 +149,7 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
     if event.attempt != instance.next_attempt:
         return Step(instance)
     held = event.consumer_generation if isinstance(event, Claimed) or is_held(instance.here, event) else None
-    refused = 0 if isinstance(event, Claimed) or held is not None else instance.claims_refused + 1
-    settled = replace(instance, newest=event.attempt, consumer_generation=held, claims_refused=refused)
-    if instance.claims_refused:  # it was active before, and its client has been informed
-        return Step(replace(settled, state=State.ACTIVE, deadline=None))
+    settled = replace(instance, newest=event.attempt, consumer_generation=held)
     if settled.found_built:
         here = settled.here
         up = Spawned(at=event.at, attempt=settled.attempt, host_uuid=here.host_uuid, service=here.service)
@@ -171,22 +162,6 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
 def is_held(selection: Selection, event: ClaimRefused) -> bool:
     """Whether the consumer holds just this already: the audit has claimed it, or a record that is forgotten."""
     return event.consumer_generation is not None and event.holding == selection.allocations
-
-
-def claim_later(stepped: Step, at: float) -> Step:
-    """An active instance whose claim was refused gets the time of its next one, up to `MAX_CLAIMS` in a row."""
-    instance = stepped.instance
-    if instance.state is not State.ACTIVE or not instance.is_unclaimed or instance.deadline is not None:
-        return stepped
-    if instance.claims_refused >= MAX_CLAIMS:
-        return stepped
-    wait_s = min(CLAIM_AGAIN_S * 2 ** (instance.claims_refused - 1), CLAIM_AGAIN_MAX_S)
-    return Step(replace(instance, deadline=at + wait_s), stepped.commands)
-
-
-def claim_again(instance: Instance, event: TimedOut, context: StepContext) -> Step:
-    """Placement is requested once more for what an adopted machine takes. It has been active `since` then."""
-    return Step(replace(instance, state=State.ADOPTING, deadline=event.at + context.claim_retry_s))
 
 
 def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context: StepContext) -> Step:
@@ -207,7 +182,6 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         attempt=best.attempt,
         newest=max(best.attempt, instance.last_attempt),
         found_built=best.built,
-        claims_refused=0,
     )
     return Step(steps.ask(adopted, State.ADOPTING, at, context))
 

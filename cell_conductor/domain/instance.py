@@ -167,8 +167,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the machine
     that is being adopted is complete. settled: the migration by which it has come from another cell for good.
     departure: the record with which it left for another cell; departed_by: the request by which it left.
-    claims_refused: how often in a row placement has refused the claim of the adopted machine. ended_attempts: the
-    attempts whose machines its moves have ended, the newest last.
+    ended_attempts: the attempts whose machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -206,13 +205,7 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departure: Departure | None = None
     departed_by: str = ""
     settled: str = ""
-    claims_refused: int = 0
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
-
-    @property
-    def is_unclaimed(self) -> bool:
-        """Whether its machine was adopted, and placement has refused what it takes."""
-        return self.claims_refused > 0 and self.consumer_generation is None
 
     @property
     def last_attempt(self) -> int:

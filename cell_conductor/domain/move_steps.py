@@ -41,7 +41,7 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
     if move_of(instance).kept is not None:
         return undo(instance, at, context, DELETED, "the instance was deleted")
     desire = DESIRES[instance.state]
-    here_gone = desire.here not in MAY_BE_THERE and not is_at_source(instance)
+    here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance) or may_have_advanced(instance, context))
     source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
     # A revert that is under way has used the next number: the release comes after it.
     newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
@@ -56,6 +56,11 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
     if here_gone and source_gone:
         return Step(steps.ask(left, State.RELEASING, at, context))
     return Step(left)
+
+
+def may_have_advanced(instance: Instance, context: StepContext) -> bool:
+    """Whether the destination may have the machine though the record has commanded none there: it was set back."""
+    return instance.position > 0 and is_doubted(instance, context)
 
 
 def is_at_source(instance: Instance) -> bool:
@@ -307,8 +312,7 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     if undone.is_in_place:
         earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, context)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
-    queries_first = is_doubted(undone, context) and undone.position > 0
-    if not lost.finishing and not queries_first:  # no destination has been commanded: it has no machine
+    if not (lost.finishing or may_have_advanced(undone, context)):  # no destination has a machine
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
     leaving = replace(undone, state=State.UNDOING, deadline=at + context.destroy_retry_s, since=at)
     return report_progress(leaving, MoveState.UNDOING, at, context)

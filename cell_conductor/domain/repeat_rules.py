@@ -46,13 +46,6 @@ def announce_active_again(instance: Instance, event: BuildRequested, context: St
     return _announce_again(instance, event, BuildState.ACTIVE, context)
 
 
-def announce_adopted_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """As `announce_active_again`, of what was active before its claim is requested again; else its end will come."""
-    if instance.claims_refused:
-        return _announce_again(instance, event, BuildState.ACTIVE, context)
-    return report_building(instance, event, context)
-
-
 def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
     """A build or a delete of a deleted instance, as `announce_active_again`. Its claim is left to the audit."""
     if instance.spec is None:

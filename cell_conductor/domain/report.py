@@ -119,7 +119,11 @@ def differences(
                 unexplained.append(
                     Unexplained(one.instance_uuid, one.attempt, host_uuid, UnexplainedKind.QUARANTINED, why)
                 )
-            elif record is not None and not one.destroying and not _agrees(record, host_uuid, one, report.service):
+            elif (
+                record is not None
+                and not one.destroying
+                and not _agrees(record, host_uuid, one, report.service, may_have)
+            ):
                 event = (one.instance_uuid, _runs(report, one, host_uuid, now))
                 if record.state in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
                     events.append(event)
@@ -190,14 +194,26 @@ def is_wanted_at_home(record: RecordedInstance, attempt: int, host_uuid: str) ->
     return (attempt, host_uuid) == (record.attempt, record.host_uuid) and is_wanted_here(record)
 
 
-def _agrees(record: RecordedInstance, host_uuid: str, one: Running, service: str) -> bool:
-    if (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid):
-        return is_wanted_at_source(record)
-    if (one.attempt, host_uuid) != (record.attempt, record.host_uuid):
+def _agrees(
+    record: RecordedInstance,
+    host_uuid: str,
+    one: Running,
+    service: str,
+    may_have: Callable[[str, str], bool],
+) -> bool:
+    place = (one.attempt, host_uuid)
+    is_source = place == (record.source_attempt, record.source_host_uuid)
+    if not is_source and place != (record.attempt, record.host_uuid):
         return False
+    owner = record.source_service if is_source else record.service
+    if owner != service:
+        # Followed at each report, the orders would go to one and to the other by turns.
+        return may_have(owner, host_uuid)
+    if is_source:
+        return is_wanted_at_source(record)
     if DESIRES[record.state].here is Wish.BUILD:
         return not one.built  # its result has not arrived yet
-    return (record.state is State.DELETING or is_wanted_here(record)) and record.service == service
+    return record.state is State.DELETING or is_wanted_here(record)
 
 
 def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> HostRuns:

@@ -130,7 +130,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         SourceAnswered: IGNORE,
     },
     State.ADOPTING: {
-        BuildRequested: Rule(repeat_rules.announce_adopted_again),
+        BuildRequested: REPORT_BUILDING,
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: Rule(adopt_rules.note_built),
         SpawnFailed: DESTROY_LEFTOVER,
@@ -194,7 +194,7 @@ TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
         DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
         Spawned: CONFIRM_RUNNING,
         SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: Rule(adopt_rules.claim_again, (State.ADOPTING,)),
+        TimedOut: None,
         Claimed: IGNORE,
         ClaimRefused: IGNORE,
         Destroyed: IGNORE,  # we ordered nothing: it is lost when a report, which the breaker judges, leaves it out
@@ -342,7 +342,7 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
-    return adopt_rules.claim_later(stepped, event.at)
+    return stepped
 
 
 def _may_be_claimed(state: State) -> bool:

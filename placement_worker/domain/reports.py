@@ -39,6 +39,9 @@ class ReportRefusal(Struct, frozen=True):
     reason: str
 
 
+NAME_TAKEN = "provider.name_taken"
+
+
 class Applied(Struct, frozen=True):
     """An update that was applied: the reported providers, the stranded ones, and whether anything changed.
 
@@ -79,7 +82,7 @@ def flaw(update: InventoryUpdate, known_traits: Collection[str]) -> ReportRefusa
         if number and report.parent_uuid not in seen:
             return ReportRefusal("inventory.parent", f"the parent of {report.uuid} does not come before it")
         if report.name in names and not report.theirs:
-            return ReportRefusal("provider.name_taken", f"two providers are named {report.name!r}")
+            return ReportRefusal(NAME_TAKEN, f"two providers are named {report.name!r}")
         if "\x00" in report.name:
             return ReportRefusal("provider.name", f"the name of {report.uuid} has a NUL character")
         if report.takes_from == report.uuid:
@@ -190,7 +193,7 @@ class _Draft:
             owner = self.names.get(report.name)
             # A provider that this update removes, or reports under another name, does not keep the name.
             if owner is not None and owner not in gone and owner not in reported:
-                return ReportRefusal("provider.name_taken", f"the name {report.name!r} is {owner}'s")
+                return ReportRefusal(NAME_TAKEN, f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in own:
             old = self.providers.get(report.uuid)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
+from bus.faults import Transient
 from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild, accepted
@@ -17,20 +18,44 @@ from scheduler_worker.domain.pending import PendingBuild, accepted
 DUPLICATE = "request.duplicate"
 
 
-class Admission(Struct, frozen=True, kw_only=True):
-    """The consequence of a pending build's record: its outcome, or how to go on.
+class Start(Struct, frozen=True):
+    """It is newly on record, and is decided about."""
 
-    label: for the metrics. run: of its record (empty: that of the delivery). ended: its record, if that does not go on:
-    another delivery may have claimed for it since it ended. event: published to the project, because no other event of
-    this request will follow. withdrawn: a delete has ended it, or will: its gang does not wait for it.
+
+class Continue(Struct, frozen=True):
+    """It is on record and not decided about yet. run: of its record."""
+
+    run: str
+
+
+class Answered(Struct, frozen=True, kw_only=True):
+    """Nothing more is to be done for it.
+
+    label: for the metrics. ended: its record, if that does not go on: another delivery may have claimed for it since it
+    ended. event: published to the project, because no other event of this request will follow. withdrawn: a delete has
+    ended it, or will: its gang does not wait for it.
     """
 
-    outcome: Outcome | None = None
+    outcome: Outcome
     label: str = ""
-    run: str = ""
     ended: RecordedBuild | None = None
     event: BuildEvent | None = None
     withdrawn: bool = False
+
+
+# The consequence of a pending build's record.
+Admission = Start | Continue | Answered
+
+
+def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | None:
+    """A build whose time was over at the broker, as it is processed; None: it is left by its requester.
+
+    may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
+    that claim is it is built, or runs already. Another one ends with its event.
+    """
+    if may_be_begun:
+        return replace(pending, delivery=pending.delivery.going_on())
+    return None if pending.delivery.is_left else pending
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -75,18 +100,18 @@ def is_clash_of_first(
 def admit_new(pending: PendingBuild) -> Admission:
     """It is newly on record. An earlier record of it may be lost, but not its claim: they may be in two databases."""
     if pending.refusal is not None:
-        return Admission(outcome=Done(reply=pending.refusal), label="refused")
-    return Admission(label="accepted")
+        return Answered(outcome=Done(reply=pending.refusal), label="refused")
+    return Start()
 
 
-def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Admission:
+def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Answered:
     """The same instance twice in one batch: the first request counts."""
-    return Admission(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
+    return Answered(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
-    nothing.
+    nothing. Raises Transient if another transaction is about to put it on record, and it is not retried any more.
     """
     refusal = pending.refusal
     if known is not None and known.build.state is BuildState.ACCEPTED and refusal is not None:
@@ -96,30 +121,32 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         reason = "the same request is being recorded by another scheduler"
-        return Admission(outcome=Retry("request.concurrent", reason))
+        if pending.delivery.last:
+            raise Transient(reason, code="request.concurrent")
+        return Answered(outcome=Retry("request.concurrent", reason))
     if known.build.code == UNKNOWN and known.build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
-        return Admission(outcome=accepted(pending.instance_uuid), label="deleted", withdrawn=True)
+        return Answered(outcome=accepted(pending.instance_uuid), label="deleted", withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
     if known.build.state is BuildState.REFUSED and refusal is not None:
-        return Admission(outcome=Done(reply=refusal))
+        return Answered(outcome=Done(reply=refusal))
     if known.build.state is not BuildState.ACCEPTED or refusal is not None:
         withdrawn = known.build.state in (BuildState.DELETING, BuildState.DELETED)
         repeated = accepted(pending.instance_uuid)
-        return Admission(outcome=repeated, label="repeated", ended=known.build, withdrawn=withdrawn)
-    return Admission(run=known.build.run)
+        return Answered(outcome=repeated, label="repeated", ended=known.build, withdrawn=withdrawn)
+    return Continue(known.build.run)
 
 
-def admit_without_first(pending: PendingBuild) -> Admission:
+def admit_without_first(pending: PendingBuild) -> Answered:
     """A later member of a request whose first member is on record with other content: no member of
     it is put on record.
     """
     return replace(_clash(pending), event=None)
 
 
-def _clash(pending: PendingBuild) -> Admission:
+def _clash(pending: PendingBuild) -> Answered:
     """Its event has the lowest sequence: outdated for a client that follows the request on record."""
     refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
     event = BuildEvent(
@@ -132,4 +159,4 @@ def _clash(pending: PendingBuild) -> Admission:
         reason=refusal.reason,
         at=pending.taken_at,
     )
-    return Admission(outcome=Done(reply=refusal), label="duplicate", event=event)
+    return Answered(outcome=Done(reply=refusal), label="duplicate", event=event)

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from bus.consuming.outcome import Outcome, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
-from bus.contracts.catalogue import BY_QUEUE
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
 from scheduler_worker.domain.explain import funnel_step, sentence
@@ -36,7 +35,6 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
 
-RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)
 HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
 NO_HOST = "no_valid_host"
@@ -64,19 +62,12 @@ Conclusion = DecidedBuild | Outcome
 
 
 class Circumstances(Struct, frozen=True, kw_only=True):
-    """The inputs of a conclusion besides the placement. author: who concludes, and when.
-
-    warming_up: the process has just started; hosts that were not announced yet may still be, and "no host" would be a
-    guess. nearest: how many of the nearest misses an explanation names.
+    """The inputs of a conclusion besides the placement. author: who concludes, and when. nearest: how many of the
+    nearest misses an explanation names.
     """
 
     author: Author
-    warming_up: bool
     nearest: int
-
-    def await_hosts(self, pending: PendingBuild) -> bool:
-        """Whether a request that no known host can take is tried again, because more hosts may be announced."""
-        return self.warming_up and pending.delivery < RETRIES
 
 
 def prepare(
@@ -90,12 +81,12 @@ def prepare(
     ahead: a choice made while it was recorded.
     """
     author = circumstances.author
-    if pending.given_up is not None:
-        return _decided_of(pending, given_up(pending.request, pending.given_up, author))
+    if pending.delivery.why is not None:
+        return _decided_of(pending, given_up(pending.request, pending.delivery.why, author))
     spec = selector.request_spec(pending.request) if ahead is None else ahead.spec
     if isinstance(spec, RequestSpec):
         return PlacementRequest(request=pending.request, spec=spec, run=pending.run, gang=pending.gang)
-    if spec.code == HOST_UNKNOWN and circumstances.await_hosts(pending):
+    if spec.code == HOST_UNKNOWN and pending.delivery.awaits_hosts:
         return HOSTS_UNKNOWN
     hosts = int(selector.book.rows_of_roots().size)
     return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
@@ -144,7 +135,7 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))
-    retry = next((retry for one in members if (retry := _retry_of(one, circumstances)) is not None), None)
+    retry = next((retry for one in members if (retry := _retry_of(one)) is not None), None)
     if is_short and retry is not None:
         return [(one.pending, retry) for one in members]
     concluded: list[tuple[PendingBuild, Conclusion]] = []
@@ -157,12 +148,12 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     return concluded
 
 
-def _retry_of(placed: PlacedBuild, circumstances: Circumstances) -> Retry | None:
+def _retry_of(placed: PlacedBuild) -> Retry | None:
     """How a placement is tried again with its request; None: its result is final."""
-    result, pending = placed.result, placed.pending
-    if isinstance(result, NoValidHost) and result.may_be_early and circumstances.await_hosts(pending):
+    result, delivery = placed.result, placed.pending.delivery
+    if isinstance(result, NoValidHost) and result.may_be_early and delivery.awaits_hosts:
         return HOSTS_UNKNOWN
-    return retry_of(result) if pending.delivery < RETRIES else None
+    return None if delivery.last else retry_of(result)
 
 
 def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circumstances) -> DecidedBuild:

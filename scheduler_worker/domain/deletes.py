@@ -27,11 +27,10 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
-# A delete may overtake its build request on the way to another scheduler: the record is looked for this often.
-DELETE_RETRIES = 2
 UNKNOWN = "instance.unknown"
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
 UNKNOWN_REASON = "there is no such instance in this project"
@@ -39,11 +38,11 @@ UNKNOWN_FLAVOR = "unknown"
 
 
 class PendingDelete(Struct, frozen=True, kw_only=True):
-    """A delete request that has no outcome yet. position: in its batch; delivery: how often its queue retried it."""
+    """A delete request that has no outcome yet. position: in its batch."""
 
     position: int
     request: DeleteRequest
-    delivery: int
+    delivery: RequestDelivery
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
@@ -59,10 +58,10 @@ class DeletePlan(Struct, frozen=True, kw_only=True):
     unbuilt: list[PendingDelete]
 
 
-def pending_delete(received: Received, position: int) -> PendingDelete:
+def pending_delete(received: Received, delivery: RequestDelivery, position: int) -> PendingDelete:
     """A delete that has just been taken."""
     assert isinstance(received.message, DeleteRequest)
-    return PendingDelete(position=position, request=received.message, delivery=received.meta.attempt)
+    return PendingDelete(position=position, request=received.message, delivery=delivery)
 
 
 def plan_deletes(
@@ -79,9 +78,12 @@ def plan_deletes(
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
-        if build is None or build.code == UNKNOWN:
+        if pending.delivery.why is not None:
+            plan.outcomes[pending.position] = Done()
+            plan.messages.extend(_end_of(pending, pending.delivery.why, build, author))
+        elif build is None or build.code == UNKNOWN:
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
-            if pending.delivery >= DELETE_RETRIES:
+            if not pending.delivery.may_be_early:
                 plan.unknown.append(pending)
         elif build.project_id != request.project_id:
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
@@ -159,19 +161,21 @@ def refuse_unknown(
     ]
 
 
-def refusal_of(request: DeleteRequest, why: Refusal, build: RecordedBuild | None, author: Author) -> BuildEvent | None:
-    """The end of a delete whose retries are exhausted; None: it has ended, or another scheduler will end it, or the
-    project has no such build.
+def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:
+    """The end of a delete that is not carried out; none: its requester has left it, it has ended, another scheduler
+    will end it, or the project has no such build.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
-    if build is not None and (
-        build.project_id != request.project_id
-        or build.code == UNKNOWN
-        or build.state in (BuildState.DELETING, BuildState.DELETED)
-    ):
-        return None
-    return _end(request, BuildState.REFUSED, OFF_RECORD, author, why)
+    request = pending.request
+    is_anothers = build is not None and build.project_id != request.project_id
+    has_ended = build is not None and (
+        build.code == UNKNOWN or build.state in (BuildState.DELETING, BuildState.DELETED)
+    )
+    if pending.delivery.is_left or is_anothers or has_ended:
+        return []
+    refused = _end(request, BuildState.REFUSED, OFF_RECORD, author, why)
+    return [OutboxMessage(API, refused, request.instance_uuid)]
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
 from placement_worker.replica.query import total_resources
-from scheduler_worker.domain.admission import Admission
+from scheduler_worker.domain.admission import Admission, Answered
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
@@ -116,7 +116,8 @@ def withdrawn_by_gang(
     """{gang: how many members a delete has taken out of it}."""
     gone, counted = set(deleted), dict[str, int]()
     for pending, admission in zip(builds, admissions, strict=True):
-        if pending.gang is not None and (admission.withdrawn or pending.instance_uuid in gone):
+        is_withdrawn = isinstance(admission, Answered) and admission.withdrawn
+        if pending.gang is not None and (is_withdrawn or pending.instance_uuid in gone):
             counted[pending.gang.uuid] = counted.get(pending.gang.uuid, 0) + 1
     return counted
 

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXPIRED_WAITING, given_up_of
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState
@@ -27,7 +26,7 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from scheduler_worker.domain.admission import DUPLICATE
-from scheduler_worker.domain.decisions import RETRIES
+from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
@@ -45,8 +44,6 @@ NOT_ACTIVE = "instance.not_active"
 NOT_OFFLOADED = "instance.not_offloaded"
 CHANGED = Retry("request.concurrent", "the instance changed while hosts were chosen for it")
 
-# A request may overtake its instance's build on the way to another scheduler: the build is looked for this often.
-UNKNOWN_RETRIES = 2
 DRAIN_USER = "drain"  # the user_id of the requests of drains
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
@@ -54,22 +51,19 @@ _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def pending_move(received: Received, position: int, *, now: float, max_age_s: float) -> PendingMove:
-    """A request that has just been taken. One that is late has no event where its requester knows that it may be
-    carried out, and ends with one where nobody waits for an answer.
-    """
+def pending_move(
+    received: Received, delivery: RequestDelivery, position: int, *, now: float, max_age_s: float
+) -> PendingMove:
+    """A request that has just been taken."""
     request, meta = received.message, received.meta
-    is_late, has_requester = received.is_late(), meta.reply_to is not None
     assert isinstance(request, MoveRequest)
     return PendingMove(
         position=position,
         request=request,
         digest=blake2b(_encode(request), digest_size=16).digest(),
         taken_at=now,
-        delivery=meta.attempt,
-        given_up=EXPIRED_WAITING if is_late and not has_requester else given_up_of(received),
+        delivery=delivery,
         too_old=0 < meta.sent_at < now - max_age_s,
-        is_late=is_late and has_requester,
     )
 
 
@@ -84,31 +78,30 @@ class Clash(Struct, frozen=True):
 def check_move(
     pending: PendingMove, known: MoveContext, flavors: FlavorAccess, *, same_host: bool
 ) -> Outcome | Clash | Refusal | None:
-    """An outcome: the request was handled before, or comes too early.
+    """An outcome: the request was handled before, comes too early, or is left by its requester, who may have requested
+    something else of the instance since.
 
     A refusal goes on record. None: it may be carried out.
     """
-    request, move, build = pending.request, known.move, known.build
+    request, move, build, delivery = pending.request, known.move, known.build, pending.delivery
     if move is not None:
         if move.digest != pending.digest or move.project_id != request.project_id:
             return Clash(Refusal(code=DUPLICATE, reason="this request_id is on record with other content"))
         if move.terminal and move.state is MoveState.REFUSED:
             return Done(reply=Refusal(code=move.code, reason=move.reason))
         return accepted(request)
-    if pending.is_late:
+    if delivery.is_left:
         return Done()
     if known.names_instance or request.request_id == request.instance_uuid:
         return Clash(Refusal(code=DUPLICATE, reason="the request_id is the uuid of an instance"))
     if build is None or build.project_id != request.project_id:
         # The answer reveals nothing to another project.
-        if build is None and pending.delivery < UNKNOWN_RETRIES and pending.given_up is None:
+        if build is None and delivery.may_be_early:
             return Retry(UNKNOWN, "not on record (yet)")
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
     if pending.too_old:
         return Refusal(code=TOO_OLD, reason="it was sent so long ago that it may have been carried out already")
-    if pending.given_up is not None:
-        return pending.given_up
-    return _misfit(request, known, flavors, same_host=same_host)
+    return delivery.ends_with() or _misfit(request, known, flavors, same_host=same_host)
 
 
 def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, same_host: bool) -> Refusal | None:
@@ -152,7 +145,7 @@ def overtaken(pending: PendingMove) -> Retry | Refusal:
     The last delivery refuses it. Any number of other requests may change the instance each time, and the waits before
     (for placement, for hosts) have used up the same deliveries: another retry would be a dead letter.
     """
-    return CHANGED if pending.delivery < RETRIES else Refusal(code=CHANGED.code, reason=CHANGED.reason)
+    return Refusal(code=CHANGED.code, reason=CHANGED.reason) if pending.delivery.last else CHANGED
 
 
 def rebuilt_from(request: MoveRequest, known: MoveContext) -> Mapping[str, str]:

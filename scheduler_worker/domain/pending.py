@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.given_up import given_up_of
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
@@ -24,6 +23,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
+from scheduler_worker.domain.delivery import RETRIES, RequestDelivery
 from scheduler_worker.domain.placement import HostClaimed
 
 TOO_OLD = "request.too_old"
@@ -54,11 +54,10 @@ class FlavorAccess(Protocol):
 class PendingBuild(Struct, frozen=True, kw_only=True):
     """A build request that has no outcome yet, or one member of a request for several.
 
-    position: of its outcome; of a request for several, each member has one. requested_at, taken_at: when it was sent,
-    and when this batch was taken (seconds since the epoch). gang: the gang that it is a member of. delivery: how
-    often its queue has retried it. given_up: why its retries are exhausted, or are about to be; None: they are not.
-    refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier delivery may
-    have claimed for its record (0: the record is new).
+    position: among those that are processed with it; of a request for several, each member has one. requested_at,
+    taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
+    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier
+    delivery may have claimed for its record (0: the record is new).
     """
 
     position: int
@@ -66,8 +65,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     digest: bytes
     requested_at: float
     taken_at: float
-    delivery: int = 0
-    given_up: Refusal | None = None
+    delivery: RequestDelivery = RequestDelivery()
     refusal: Refusal | None = None
     gang: Gang | None = None
     run: str = ""
@@ -85,7 +83,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 
 
 def pending_build(
-    received: Received, position: int, *, now: float, flavors: FlavorAccess, max_age_s: float
+    received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess, max_age_s: float
 ) -> PendingBuild:
     """A request that has just been received. max_age_s: the record of a request that was sent longer ago may have been
     purged.
@@ -106,28 +104,27 @@ def pending_build(
         refusal = _group_refusal(request, flavors)
     digest = blake2b(_encode(request), digest_size=16).digest()
     return PendingBuild(
-        position=position,
+        position=0,
         request=_with_group(request, flavors),
         digest=digest,
         # A request without a time of sending counts as sent just now.
         requested_at=meta.sent_at or now,
         taken_at=now,
-        delivery=meta.attempt,
-        given_up=given_up_of(received),
+        delivery=delivery,
         refusal=refusal,
         run=_run(meta.id or digest.hex(), now),
     )
 
 
-def pending_again(new: NewBuild, position: int, *, delivery: int, now: float) -> PendingBuild:
-    """A build as it is on record, which no delivery of its message carries on. delivery: as often as this was done."""
+def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on. tries: as often as this was done."""
     return PendingBuild(
         position=position,
         request=new.request,
         digest=new.digest,
         requested_at=new.created_at,
         taken_at=now,
-        delivery=delivery,
+        delivery=RequestDelivery(attempt=tries, last=tries >= RETRIES),
         gang=new.gang,
         run=new.build.run,
     )
@@ -165,13 +162,13 @@ def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | No
 
 
 def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
-    """A request for several as its members, the first in its own place, the others at positions from `start` on.
+    """A request as its members, at positions from `start` on: itself, if it is for one machine.
 
     Each is a request for one machine, with the digest of the whole; the same request has the same members.
     """
     request = pending.request
     if request.members == 1:
-        return [pending]
+        return [replace(pending, position=start)]
     count = request.min_count
     gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
     flavors = [
@@ -182,7 +179,7 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
     return [
         replace(
             pending,
-            position=start + number - 1 if number else pending.position,
+            position=start + number,
             request=replace(
                 request,
                 instance_uuid=uuid,

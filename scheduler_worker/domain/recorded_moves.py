@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping
 
 from msgspec import Struct
 
-from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep
 from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveRequest, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.delivery import RequestDelivery
 
 
 class RecordedMove(Struct, frozen=True, kw_only=True):
@@ -79,21 +79,16 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch. delivery: how often its queue has retried it.
-
-    too_old: it was sent so long ago that its record may have been purged. given_up: why its retries are exhausted, or
-    are about to be; None: they are not. is_late: its requester has stopped waiting, and may have requested something
-    else of the instance since: it is not begun.
+    """A request that has no outcome yet. position: in its batch. too_old: it was sent so long ago that its record may
+    have been purged.
     """
 
     position: int
     request: MoveRequest
     digest: bytes
     taken_at: float
-    delivery: int = 0
-    given_up: Refusal | None = None
+    delivery: RequestDelivery = RequestDelivery()
     too_old: bool = False
-    is_late: bool = False
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):

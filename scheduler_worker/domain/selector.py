@@ -186,6 +186,20 @@ class Selector:
             return known
         return [host]
 
+    def not_in_book(self) -> list[str]:
+        """The hosts that a service which is up reports and the replica does not have."""
+        table = self.table
+        missing = ~table.down()[table.service[: len(table)]]
+        missing[self.announced_in_book()] = False
+        return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
+
+    def every_named(self, name: str) -> list[str]:
+        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use."""
+        decided = self.table.decided_about(name)
+        kept = [one for one in decided if self.table.decisions()[one].state is not AdminState.ENABLED]
+        found = list(dict.fromkeys((*self.uuids_of(name), *self.roots_named(name), *kept)))
+        return found or decided
+
     def roots_named(self, name: str) -> list[str]:
         """The hosts (uuids) that have this name in the book, announced or not."""
         book = self.book

@@ -146,6 +146,25 @@ async def test_the_refused_service_is_sent_whose_the_host_is(store: ResourceBook
     assert published == [("c1", InventoryTaken(source=SECOND, root_uuid=MINE, owner=FIRST))]
 
 
+async def test_a_service_whose_host_has_anothers_name_is_sent_that(store: ResourceBook) -> None:
+    """It was a dead letter, and the host stayed out of the book when the name was free."""
+    published: list[Message] = []
+
+    async def publish(_: str, messages: Sequence[Message]) -> None:
+        published.extend(messages)
+
+    handlers = PlacementHandlers(
+        store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None, publish=publish
+    )
+    (report,) = first(1).providers
+    again = replace(first(1), root_uuid=CHILD, providers=(replace(report, uuid=CHILD),))
+    batch = [Received(one, Meta(id=one.root_uuid), "c1", "placement.inventory") for one in (first(1), again)]
+    assert [type(one) for one in await handlers.inventory(batch)] == [Done, Done]
+    (taken,) = published
+    assert isinstance(taken, InventoryTaken)
+    assert (taken.root_uuid, taken.owner, taken.code) == (CHILD, None, "provider.name_taken")
+
+
 async def test_the_hosts_of_a_service_are_those_that_it_owns(store: ResourceBook) -> None:
     handlers = PlacementHandlers(store, clock=SystemClock(), committed=lambda: None, claimed=lambda: None)
 

@@ -27,7 +27,7 @@ from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import HOSTS, VMS
-from tests.unit.replica.dumps import dump
+from tests.unit.replica.worlds import dump
 
 A, B = HOSTS[:2]
 DEVICES = [f"d00000{n:02d}-0000-4000-8000-000000000000" for n in range(20)]

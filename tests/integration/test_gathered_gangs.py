@@ -19,6 +19,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
+from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
@@ -66,7 +67,9 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
         )
         kept = dict.fromkeys((KEPT, KEPT_DELETED), held)
         deletes = [
-            PendingDelete(position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=0)
+            PendingDelete(
+                position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=RequestDelivery()
+            )
             for at, uuid in enumerate((KEPT, KEPT_DELETED, DELETED))
         ]
         await unit.update(plan_deletes(deletes, builds, AUTHOR, kept).updates, 3.0)

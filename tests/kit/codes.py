@@ -62,6 +62,7 @@ OTHER_NAMES = {
     "names under which handled messages are on record": "scheduler.changes.refused scheduler.drains",
     "columns and percentiles of a load's record": "depths.* stages.* utilisation.share p99.9",
     "the cause of messages without another": "ironic.resync",
+    "locks in the database": "berth.placement.names berth.placement.trees",
     "a log line of level info or debug, by a variable": "instance.ended",
 }
 NO_CODES = frozenset(name for names in OTHER_NAMES.values() for name in names.split())

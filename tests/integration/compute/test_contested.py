@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -15,6 +16,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.contested import ContestedHosts
 from compute_sim.host_changes import HostChanges
 from tests.integration.compute.harness import CELL, Cell, cell_on, planned
+from tests.kit.virtual_time import on_virtual_time
 
 HOST = "10000000-0000-4000-8000-000000000001"
 CONFIG = ComputeConfig(hosts=2, heartbeat_interval_s=0.05, report_interval_s=3600.0)
@@ -82,6 +84,23 @@ async def test_a_late_refusal_does_not_undo_a_release() -> None:
     assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == (None, "compute-s1")
     hosts.on_taken(taken)
     assert (hosts.owner_of(HOST), hosts.take_over(HOST)) == ("s1", None), "its report was refused: to be asked again"
+
+
+@on_virtual_time
+async def test_a_host_whose_name_is_taken_is_reported_again_until_the_name_is_free() -> None:
+    """It stayed out of the book when the name was free, until an operator replayed dead letters."""
+    changes = HostChanges(SystemClock())
+    changes.inventory.take()  # that of the start
+    hosts = ContestedHosts(service="s2", changes=changes, clock=SystemClock())
+    telling = asyncio.create_task(hosts.announce())
+    for _ in range(2):
+        hosts.on_taken(InventoryTaken(source="compute-s2", root_uuid=HOST, code="provider.name_taken", reason="h"))
+        await changes.inventory.wait(60.0)
+        assert changes.inventory.take() == [HOST]
+    assert hosts.owner_of(HOST) is None
+    await changes.inventory.wait(60.0)
+    assert changes.inventory.take() is None, "not refused any more: with all others, in their interval"
+    telling.cancel()
 
 
 async def test_the_owner_logs_who_was_refused_and_announces_its_host_once_more(cell: Cell) -> None:

@@ -13,6 +13,7 @@ from bus.contracts.placement import Claim, ClaimOption, Release
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.book import claim as apply
+from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement.conftest import Book
@@ -46,7 +47,7 @@ async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_lim
         for store in stores:
             await store.open()
         async with book.database.raw() as first:
-            (reply,) = await apply(book.rows.on(first), [claim(hosts[0])], ABOVE_CELLS)
+            (reply,) = await apply(book.rows.on(first), ClaimGroup([claim(hosts[0])]), ABOVE_CELLS)
             assert reply.outcome == "claimed"
             others = [asyncio.create_task(work(store, host)) for store, host in zip(stores, hosts[1:], strict=True)]
             async with asyncio.timeout(PATIENCE_S):

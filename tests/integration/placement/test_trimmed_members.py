@@ -13,6 +13,7 @@ from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOption, ConsumerAllocations, LocateRequest, Release, Swap
 from placement_worker.book import claim
+from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS
 
@@ -49,7 +50,7 @@ async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(boo
     async with book.database.raw() as forgetting:  # its fence is purged first: only then is the member one to trim
         await forgetting.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
     async with book.database.raw() as claiming:
-        (reply,) = await claim(book.rows.on(claiming), [member(consumer, 2)], ABOVE_CELLS)
+        (reply,) = await claim(book.rows.on(claiming), ClaimGroup([member(consumer, 2)]), ABOVE_CELLS)
         assert reply.outcome == "claimed"
         trimming = asyncio.create_task(
             book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)

@@ -7,7 +7,7 @@ from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetTra
 from placement_worker.domain.values import Provider
 from placement_worker.replica.book import Book
 from tests.integration.placement_rest.conftest import Placement
-from tests.unit.replica.dumps import dump
+from tests.unit.replica.worlds import dump
 
 
 async def test_delete_and_post_in_one_transaction_are_followed_by_replicas(placement: Placement) -> None:

@@ -22,7 +22,7 @@ from bus.contracts.feed import (
 )
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from tests.unit.replica.books import inventory, uuid
+from tests.unit.replica.worlds import inventory, uuid
 
 
 class ManualClock:

@@ -16,7 +16,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.catch_up import SnapshotEndless
 from placement_worker.replica.follower import Follower, FollowerLimits
 from tests.integration.replica.source import ManualClock, Source, until
-from tests.unit.replica.books import provider, used
+from tests.unit.replica.worlds import provider, used
 
 HANG_S = 60.0
 # Requests have the real time: a machine that stood still would make a second one of each.

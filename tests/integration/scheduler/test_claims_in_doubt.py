@@ -12,7 +12,7 @@ from bus.bus import API
 from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest, member_uuids
 from bus.contracts.catalogue import lane_of
 from bus.contracts.placement import Release, ReleaseResult
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from tests.integration.scheduler.test_forgotten_claims import forget, running, unannounce
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
@@ -42,7 +42,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
     world: World, monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
     """Also when it is tried again: the next delivery finds the record, and cannot know of what time it is."""
-    monkeypatch.setattr(decisions, "RETRIES", retries)
+    monkeypatch.setattr(delivery, "RETRIES", retries)
     request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
@@ -105,7 +105,7 @@ async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One member had failed before the record was lost; its host is taken."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     await world.scheduler("s1", CONFIG)
     hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)

@@ -9,7 +9,7 @@ from msgspec import structs
 from bus.bus import API
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
 from bus.contracts.placement import Release, ReleaseResult
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -69,7 +69,7 @@ async def test_a_request_that_cannot_be_placed_is_left_to_the_cell_of_its_claim_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of the instance is not announced; the machine runs on there."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
@@ -109,7 +109,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
 
 async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room, and that of the instance is not announced."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -142,7 +142,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host was reported over the API bus and is not announced. Later it is, and the delete goes to its cell."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     request, host = await running(world, API)
     await world.stop("s1")
     announced = world.hosts["c1"].pop(host)
@@ -192,7 +192,7 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cell has the build, and its claim is by the run on record. That it was not dispatched, its cell proves."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     writing = Gate(monkeypatch, SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)

@@ -18,6 +18,7 @@ from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission
+from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
@@ -381,8 +382,12 @@ async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkey
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
 
-    async def crashes(*_: object) -> None:
-        raise RuntimeError("planted")
+    delete = Deletes.delete
+
+    async def crashes(engine: Deletes, deletes: Sequence[PendingDelete]) -> object:
+        if any(one.delivery.why is None for one in deletes):
+            raise RuntimeError("planted")
+        return await delete(engine, deletes)
 
     with monkeypatch.context() as patched:
         patched.setattr(Deletes, "delete", crashes)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from bus.contracts.catalogue import lane_of
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_forgotten_claims import running
 from tests.integration.scheduler.test_twins import CONFIG, Gate
@@ -20,7 +20,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As test_a_request_that_has_sent_no_claim_releases_none, and its scheduler dies before the acknowledgement."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]

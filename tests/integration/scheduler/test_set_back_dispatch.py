@@ -13,7 +13,7 @@ from bus.bus import API
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, member_uuids
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from tests.integration.scheduler.test_forgotten_claims import unannounce
 from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -56,7 +56,7 @@ async def test_the_last_delivery_of_a_build_that_was_set_back_queries_its_cell(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host is announced to nobody, so it cannot be built there; it failed, and its claim was released."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     request, host = await running(world)
     await unannounce(world, host)
     await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
@@ -83,7 +83,7 @@ async def test_the_running_member_of_a_gang_that_is_short_keeps_its_claim(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other member was deleted before the records were set back."""
-    monkeypatch.setattr(decisions, "RETRIES", 0)
+    monkeypatch.setattr(delivery, "RETRIES", 0)
     await world.scheduler("s1", CONFIG)
     hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)

@@ -17,7 +17,7 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import engine
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import decisions
+from scheduler_worker.domain import delivery
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
 
@@ -211,7 +211,7 @@ async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_a
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cell can be queried whether its machine runs: `berth audit` names it."""
-    monkeypatch.setattr(decisions, "RETRIES", 1)
+    monkeypatch.setattr(delivery, "RETRIES", 1)
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)

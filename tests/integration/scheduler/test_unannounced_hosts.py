@@ -11,7 +11,15 @@ from bus.contracts.build import HostsPage, HostsQuery
 from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
 from bus.contracts.fences import FenceState
 from bus.contracts.objects import HostDecision, ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
-from bus.contracts.operations import AdminState, ServicesPage, ServicesQuery
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    ForgetHost,
+    HostForgotten,
+    ServicesPage,
+    ServicesQuery,
+    SetAdminState,
+)
 from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
 from bus.faults import RequestRefused
 from scheduler_worker.config import SchedulerConfig
@@ -174,3 +182,24 @@ async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_ena
     await world.buses[API].transport.publish(copy)
     last = await decide(world, dead, AdminState.ENABLED, reason="last")
     assert (last.state, last.fence, last.pending) == (AdminState.ENABLED, 0, None)
+
+
+async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_two(world: World) -> None:
+    """The book refuses its inventory (`provider.name_taken`): it was in no list, and its name meant the other one."""
+    await world.scheduler("s1", WARM)
+    (old,) = await world.add_hosts("c1", 1)
+    new = new_uuid(world.rng)
+    world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
+    await world.announce("c1")
+    await world.eventually(lambda: all(table.live_service_of(new) for table in world.tables.values()))
+    page = await world.buses[API].request(HostsQuery(), HostsPage, timeout_s=PATIENCE_S)
+    listed = {one.uuid: one for one in page.hosts}
+    assert listed.keys() == {old, new} and {one.name for one in page.hosts} == {"c1-0"}
+    assert old in listed[new].not_in_book and not listed[old].not_in_book
+    for command, reply in (
+        (ForgetHost(host="c1-0", reason="scrapped", by="ann"), HostForgotten),
+        (SetAdminState(host="c1-0", state=AdminState.DISABLED, reason="?", by="ann"), AdminStateSet),
+    ):
+        with pytest.raises(RequestRefused) as fault:
+            await world.buses[API].request(command, reply, timeout_s=PATIENCE_S)
+        assert fault.value.code == "host.ambiguous"

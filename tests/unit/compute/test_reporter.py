@@ -208,6 +208,68 @@ class QuickWorld(SlowWorld):
             self.updates.put_nowait(message)
 
 
+class Shrinking(QuickWorld):
+    """Its hosts are those of `left`."""
+
+    def __init__(self, *left: str) -> None:
+        super().__init__()
+        self.left = left
+
+    async def sleep(self, seconds: float) -> None:
+        self.sent.set()  # between two publications
+        await asyncio.Event().wait()
+
+    async def hosts(self) -> Sequence[DriverHost]:
+        return [DriverHost(uuid=uuid, name=uuid) for uuid in self.left]
+
+    async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Any]:
+        return [(ProviderReport(uuid=uuid, name=uuid),) for uuid in hosts or ()]
+
+
+OTHER_HOST = "10000000-0000-4000-8000-000000000002"
+
+
+@pytest.mark.parametrize(
+    ("left", "runs", "leaves"), [((HOST,), False, True), ((), False, False), ((HOST,), True, False)]
+)
+async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
+    tmp_path: Path, left: tuple[str, ...], *, runs: bool, leaves: bool
+) -> None:
+    """It stayed for ever. One with a machine on record stays, and no list at all proves nothing."""
+
+    async def published(life: int, *hosts: str) -> list[tuple[str, bool]]:
+        world: Any = Shrinking(*hosts)
+        records = Records(tmp_path / "journal")
+        records.open()
+        records.start(1000.0 + life)
+        if runs:
+            records.put((OTHER_HOST, "i"), Entry(1, Phase.RUNNING))
+        inventory = InventoryReporter(
+            world,
+            service="s",
+            driver=world,
+            records=records,
+            changes=HostChanges(world),
+            offering=everything_offered(world, records),
+            clock=world,
+            rng=random.Random(1),
+            report_interval_s=60.0,
+        )
+        reporting = asyncio.create_task(inventory.report())
+        async with asyncio.timeout(60):
+            await world.sent.wait()
+        reporting.cancel()
+        records.close()
+        updates = [world.updates.get_nowait() for _ in range(world.updates.qsize())]
+        return [(one.root_uuid, bool(one.providers)) for one in updates]
+
+    assert await published(1, HOST, OTHER_HOST) == [(HOST, True), (OTHER_HOST, True)]
+    gone = [(OTHER_HOST, False)] if leaves else []
+    assert await published(2, *left) == [*gone, *((host, True) for host in left)]
+    if leaves:
+        assert await published(3, *left) == [(HOST, True)], "once"
+
+
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
     """A late message of the service's former process undid the first one; for ten reports that stayed so."""
     world: Any = QuickWorld()

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine
-from bus.contracts.moves import MoveKind
 from bus.contracts.placement import Claim
 from bus.contracts.stages import Stamps
 from cell_conductor.domain import events as e
-from cell_conductor.domain.adopt_rules import CLAIM_AGAIN_MAX_S, CLAIM_AGAIN_S, MAX_CLAIMS
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.rules import is_doubted_request
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
-from tests.unit.conductor.move_scenario import Scenario, request
 from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
@@ -195,62 +190,17 @@ def unclaimed() -> Instance:
     return run(refused(attempt=2), start=found(machine()).instance).instance
 
 
-def test_a_claim_that_was_refused_is_requested_again_and_nothing_is_announced() -> None:
-    """Only `berth placement audit --repair` made it, however much room there was later."""
+def test_a_claim_that_was_refused_is_left_to_the_audit() -> None:
     waiting = unclaimed()
-    assert waiting.deadline == waiting.since + CLAIM_AGAIN_S
-    again = run(e.TimedOut(at=waiting.deadline), start=waiting)
-    claim = claim_of(again.instance)
-    assert (claim.attempt, claim.release_first, claim.consumer_generation) == (3, True, None)
-    assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
-    ended = run(taken(attempt=3, generation=4), start=again.instance)
-    assert again.commands == ended.commands == ()
-    assert replace(ended.instance, newest=0, consumer_generation=None, claims_refused=0) == replace(
-        waiting, newest=0, consumer_generation=None, claims_refused=0, deadline=None
-    )
-    assert (ended.instance.consumer_generation, ended.instance.is_unclaimed) == (4, False)
+    assert (waiting.state, waiting.host_uuid, waiting.consumer_generation) == (State.ACTIVE, host(3), None)
+    assert (waiting.deadline, question_of(waiting)) == (None, None)
 
 
-def test_a_claim_that_is_always_refused_is_requested_less_and_less_often_and_then_left_to_the_audit() -> None:
-    instance = unclaimed()
-    times = [instance.since]
-    while instance.deadline is not None and len(times) <= MAX_CLAIMS:
-        times.append(instance.deadline)
-        adopting = run(e.TimedOut(at=times[-1]), start=instance).instance
-        instance = run(replace(refused(attempt=adopting.next_attempt), at=times[-1]), start=adopting).instance
-    waits = [later - earlier for earlier, later in pairwise(times)]
-    assert len(waits) == MAX_CLAIMS - 1 and instance.state is State.ACTIVE and instance.is_unclaimed
-    assert waits[:3] == [CLAIM_AGAIN_S, 2 * CLAIM_AGAIN_S, 4 * CLAIM_AGAIN_S]
-    assert max(waits) == CLAIM_AGAIN_MAX_S
-
-
-def test_what_the_audit_has_claimed_meanwhile_is_its_claim() -> None:
-    """The refusal is of the old generation; what is held is what the machine takes."""
-    waiting = unclaimed()
-    assert waiting.deadline is not None
-    adopting = run(e.TimedOut(at=waiting.deadline), start=waiting).instance
-    changed = replace(refused(attempt=3, changed=True), consumer_generation=12)
-    own = run(replace(changed, holding={host(3): {"VCPU": 1}}), start=adopting).instance
-    assert (own.state, own.consumer_generation, own.deadline) == (State.ACTIVE, 12, None)
-    other = run(replace(changed, holding={host(2): {"VCPU": 1}}), start=adopting).instance
-    assert (other.consumer_generation, other.is_unclaimed) == (None, True)
-    assert other.deadline is not None, "another client has it, who may give it back"
-
-
-def test_a_second_build_while_the_claim_is_requested_again_is_announced_active() -> None:
-    waiting = unclaimed()
-    assert waiting.deadline is not None
-    adopting = run(e.TimedOut(at=waiting.deadline), start=waiting).instance
-    (event,) = announced(run(requested(SET_BACK_AT - 10.0), start=adopting))
-    assert (event.state, event.terminal) == (BuildState.ACTIVE, True)
+def test_a_second_build_while_its_machine_is_claimed_is_announced_when_that_has_ended() -> None:
     assert announced(run(requested(SET_BACK_AT - 10.0), start=found(machine()).instance)) == []
 
 
-def test_what_an_unclaimed_instance_is_requested_meanwhile_does_not_end_its_claims() -> None:
-    stopped = Scenario(unclaimed())
-    stopped.apply(request(MoveKind.STOP))
-    stopped.end(3, 1, runs=False)
-    assert stopped.instance.state is State.ACTIVE and stopped.instance.deadline is not None
+def test_an_unclaimed_instance_is_deleted_where_it_runs() -> None:
     leaving = run(DELETE, start=unclaimed())
     assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]
 
@@ -291,10 +241,9 @@ def test_a_machine_that_is_adopted_stays_where_the_book_has_it_or_has_no_room() 
         at=111.0, attempt=attempt, consumer_changed=True, consumer_generation=5, holding={host(3): {"VCPU": 1}}
     )
     held = run(there, start=adopting).instance
-    assert (held.state, held.consumer_generation, held.is_unclaimed) == (State.ACTIVE, 5, False)
+    assert (held.state, held.consumer_generation) == (State.ACTIVE, 5)
     full = run(refused(attempt=attempt), start=adopting).instance
-    assert (full.state, full.host_uuid, full.is_unclaimed) == (State.ACTIVE, host(3), True)
-    assert full.deadline is not None, "it is claimed again, and left to the audit at last"
+    assert (full.state, full.host_uuid, full.consumer_generation) == (State.ACTIVE, host(3), None)
 
 
 def test_an_instance_that_was_given_up_as_lost_takes_over_its_machine() -> None:

@@ -227,3 +227,17 @@ def test_numbers_of_before_the_set_back_prove_as_ever_and_so_do_those_of_a_young
     younger = Scenario(active(), replace(AFTER, set_back_at=-SET_BACK_AT))
     younger.apply(request(MoveKind.RESIZE, 3), refused(), e.Reverted(at=60.0, attempt=2))
     assert is_over(younger.instance, 2, host(2))
+
+
+@pytest.mark.parametrize("state", [State.PREPARING, State.HANDING_OVER])
+def test_a_delete_in_doubt_holds_the_allocation_of_a_destination_until_its_host_has_answered(state: State) -> None:
+    """By the record it had been commanded nothing: it was released, and the machine that had gone on there ran."""
+    made = at_state(state)
+    made.apply(e.DeleteRequested(at=2_000.0, cause="delete"))
+    assert made.instance.state is State.DELETING
+    assert made.destroys == [(2, host(2)), (1, host(1))]
+    gone = e.Destroyed(at=2_001.0, attempt=1, host_uuid=host(1), service="s1")
+    made.apply(gone)
+    assert made.instance.state is State.DELETING
+    made.apply(replace(gone, attempt=2, host_uuid=host(2)))
+    assert made.instance.state is State.RELEASING

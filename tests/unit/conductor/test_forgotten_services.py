@@ -214,7 +214,7 @@ async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, wa
     forgetter: Any = Forgetter()
     clock = SystemClock()
     handlers = RequestHandlers(forgetter, clock, forgetter=forgetter)
-    until = clock.monotonic() + (3600.0 if waits else -1.0)
-    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", until=until, clock=clock)
+    left_s = 3600.0 if waits else -1.0
+    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", left_s=lambda: left_s)
     assert await handlers.requests([received]) == [Done()]
     assert forgotten == ([ORDER] if waits else [])

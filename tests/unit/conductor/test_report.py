@@ -159,6 +159,18 @@ def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_
         assert len(differs.events) == (not lists)
 
 
+@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETING, State.CONFIRMING])
+def test_a_machine_is_not_followed_while_the_service_on_record_lists_its_host(state: State, lists: bool) -> None:
+    """Two services that were up listed the same host: the orders were sent again at each report of one of them."""
+    record = brief(state, service="other")
+    if state is State.CONFIRMING:
+        record = replace(brief(state, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1)
+    made = replace(report((A, 1)), rescans=(rescan_id(record),))
+    differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
+    assert bool(differs.events or differs.harmful) is not lists
+
+
 def test_older_reports_lose() -> None:
     newest = Newest()
 

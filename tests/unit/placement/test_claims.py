@@ -1,24 +1,28 @@
-"""The claim decision as tables: every outcome, fencing, idempotency, the over-capacity escape, swaps."""
+"""Groups of claims as tables and against a small model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from bus.contracts.placement import (
-    Claim,
-    ClaimOption,
-    ClaimOutcome,
-    ConsumerAllocations,
-    Release,
-    Swap,
-)
+import placement_worker
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
+from placement_worker.domain.units import is_in_units
 from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
+from placement_worker.operations.overcommit import Doubled, doubled
+from tests.kit.unit_rules import amounts_and_units
+
+# --- the claim decision as tables: every outcome, fencing, idempotency, the over-capacity escape, swaps
 
 A, B, NOWHERE = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abf")
 VM, OTHER, MIGRATION = (f"0000000{n}-0000-4000-8000-000000000000" for n in (1, 2, 3))
@@ -315,3 +319,188 @@ def test_what_does_not_worsen_an_over_capacity_provider_is_allowed() -> None:
     assert smaller.verdicts[0].outcome == "claimed"
     larger = run(claim({A: {"VCPU": 5}}, attempt=2, consumer_generation=1), providers=providers, consumers=consumers)
     assert larger.verdicts[0].outcome == "full"
+
+
+# --- random groups against a small model: usage is what is held, no provider is overcommitted, splits do not matter
+
+PROVIDERS = [f"{n}0000000-0000-4000-8000-000000000000" for n in range(3)]
+CONSUMERS = [f"c000000{n}-0000-4000-8000-000000000000" for n in range(4)]
+CAPACITY = {"VCPU": 4, "DISK_GB": 6}
+MODEL_CLASSES = {"VCPU": 1, "DISK_GB": 2}
+
+resources = st.dictionaries(st.sampled_from(sorted(CAPACITY)), st.integers(1, 5), min_size=1)
+holdings = st.dictionaries(st.sampled_from(PROVIDERS), resources, min_size=1, max_size=2)
+generations = st.none() | st.integers(0, 4)
+claims = st.builds(
+    Claim,
+    consumer=st.sampled_from(CONSUMERS),
+    attempt=st.integers(1, 4),
+    consumer_generation=generations,
+    release_first=st.booleans(),
+    options=st.lists(st.builds(ClaimOption, allocations=holdings), min_size=1, max_size=2).map(tuple),
+    project_id=st.just("p"),
+)
+releases = st.builds(Release, consumer=st.sampled_from(CONSUMERS), attempt=st.none() | st.integers(1, 4))
+entries = st.builds(
+    ConsumerAllocations,
+    consumer=st.sampled_from(CONSUMERS),
+    consumer_generation=generations,
+    allocations=holdings | st.just({}),
+    project_id=st.just("p"),
+)
+swaps = st.builds(Swap, consumers=st.lists(entries, min_size=1, max_size=3).map(tuple))
+groups = st.lists(st.lists(claims | releases | swaps, min_size=1, max_size=8), min_size=1, max_size=6)
+
+
+class Model:
+    """The rows after each group, as a database would have them."""
+
+    def __init__(self) -> None:
+        inventories = {name: InventoryUsage(amount, 1, 100, 1, 0) for name, amount in CAPACITY.items()}
+        self.providers = {uuid: ClaimedProvider(0, 0, dict(inventories), root=uuid) for uuid in PROVIDERS}
+        self.consumers: dict[str, ConsumerState] = {}
+
+    def write(self, items: Sequence[ClaimItem]) -> list[str]:
+        decision = decide(items, self.consumers, self.providers, MODEL_CLASSES)
+        for uuid, consumer in decision.consumers.items():
+            if consumer is None:
+                self.consumers.pop(uuid, None)
+            else:
+                self.consumers[uuid] = consumer
+        for uuid, generation in decision.generations.items():
+            old = self.providers[uuid]
+            assert generation > old.generation
+            inventories = {
+                name: InventoryUsage(r.capacity, 1, 100, 1, decision.used[uuid].get(name, r.used))
+                for name, r in old.inventories.items()
+            }
+            self.providers[uuid] = ClaimedProvider(generation, old.shape, inventories, root=uuid)
+        assert set(decision.used) == set(decision.generations)
+        return [verdict.outcome for verdict in decision.verdicts]
+
+    def held(self) -> dict[tuple[str, str], int]:
+        held: dict[tuple[str, str], int] = {}
+        for consumer in self.consumers.values():
+            for uuid, amounts in consumer.holding.items():
+                for name, amount in amounts.items():
+                    held[uuid, name] = held.get((uuid, name), 0) + amount
+        return held
+
+
+@given(groups)
+def test_usage_is_what_is_held_and_never_more_than_there_is(work: list[list[ClaimItem]]) -> None:
+    model = Model()
+    for items in work:
+        model.write(items)
+        held = model.held()
+        for uuid, provider in model.providers.items():
+            for name, room in provider.inventories.items():
+                assert room.used == held.get((uuid, name), 0)
+                assert 0 <= room.used <= room.capacity
+
+
+@given(groups)
+def test_a_group_decides_as_its_items_one_by_one_would(work: list[list[ClaimItem]]) -> None:
+    together, apart = Model(), Model()
+    for items in work:
+        grouped = together.write(items)
+        single = [outcome for item in items for outcome in apart.write([item])]
+        assert grouped == single
+    assert together.held() == apart.held()
+    assert together.consumers == apart.consumers
+
+
+@given(groups, claims)
+def test_a_claim_repeated_at_once_changes_nothing(work: list[list[ClaimItem]], again: Claim) -> None:
+    model = Model()
+    for items in work:
+        model.write(items)
+    (first,) = model.write([again])
+    held = model.held()
+    (second,) = model.write([again])
+    assert model.held() == held
+    assert second == first
+
+
+@given(groups, st.sampled_from(CONSUMERS), st.integers(1, 4))
+def test_a_released_attempt_never_comes_back(work: list[list[ClaimItem]], consumer: str, attempt: int) -> None:
+    model = Model()
+    for items in work:
+        model.write(items)
+    (outcome,) = model.write([Release(consumer=consumer, attempt=attempt)])
+    held = model.held()
+    option = ClaimOption(allocations={PROVIDERS[0]: {"VCPU": 1}})
+    late = Claim(consumer=consumer, attempt=attempt, options=(option,), project_id="p")
+    if outcome in {"released", "absent"}:
+        assert model.write([late]) == ["consumer_changed"]
+    assert model.held() == held
+
+
+# --- which of a consumer's allocations are there twice, and which only look so
+
+ROOTS = {"own": "own", "own.cell": "own", "other": "other", "other.cell": "other", "pool": "pool"}
+SHARING = frozenset({"pool"})
+
+
+@pytest.mark.parametrize(
+    ("holding", "others", "keeps"),
+    [
+        ({"own": {"VCPU": 1}, "other": {"VCPU": 1}}, ("other",), {"own": {"VCPU": 1}}),
+        ({"own.cell": {"VCPU": 1}, "other.cell": {"VCPU": 2}}, ("other",), {"own.cell": {"VCPU": 1}}),
+        # A class of the other host alone stays: nothing shows that it is too much.
+        (
+            {"own": {"VCPU": 1}, "other": {"VCPU": 1, "DISK_GB": 5}},
+            ("other",),
+            {"own": {"VCPU": 1}, "other": {"DISK_GB": 5}},
+        ),
+        # A shared pool is no host.
+        (
+            {"own": {"VCPU": 1, "DISK_GB": 1}, "pool": {"DISK_GB": 9}, "other": {"VCPU": 1}},
+            ("other",),
+            {"own": {"VCPU": 1, "DISK_GB": 1}, "pool": {"DISK_GB": 9}},
+        ),
+    ],
+)
+def test_what_is_held_twice_is_kept_on_the_own_host(
+    holding: dict[str, Any], others: tuple[str, ...], keeps: dict[str, Any]
+) -> None:
+    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == [Doubled("c", "own", others, keeps, 7)]
+
+
+@pytest.mark.parametrize(
+    ("holding", "reported"),
+    [
+        ({}, []),
+        ({"own": {"VCPU": 1}, "own.cell": {"VCPU": 1}}, []),
+        ({"own": {"VCPU": 1}, "pool": {"DISK_GB": 1}}, []),
+        ({"other": {"VCPU": 1}}, ["c: runs on own, holds other alone"]),
+        ({"own": {"VCPU": 1}, "other": {"DISK_GB": 1}}, ["c: runs on own, holds other alone"]),
+    ],
+)
+def test_what_is_held_once_is_left_alone(holding: dict[str, Any], reported: list[str]) -> None:
+    assert doubled("c", "own", holding, ROOTS, SHARING, 7) == reported
+
+
+# --- the rule of units is one rule: for numbers, for columns and as SQL
+
+ROWS = amounts_and_units(4_000)
+STORE = Path(placement_worker.__file__).parent / "store"
+
+
+@pytest.mark.parametrize(
+    ("amount", "allowed"), [(1, False), (2, True), (3, False), (6, True), (8, True), (10, False), (9, False)]
+)
+def test_from_the_least_to_the_most_in_steps(amount: int, allowed: bool) -> None:
+    assert is_in_units(amount, 2, 8, 2) is allowed
+
+
+def test_columns_are_judged_as_each_of_their_rows() -> None:
+    amounts, low, high, step = np.array(ROWS, dtype=np.int64).T
+    single = [is_in_units(*row) for row in ROWS]
+    assert is_in_units(amounts, low, high, step).tolist() == single
+    assert 500 < sum(single) < 3_500, "both answers are met often"
+
+
+def test_neither_schema_nor_statements_have_the_rule_in_words_of_their_own() -> None:
+    assert not re.search(r"%\s*\w+\.step_size", "".join(path.read_text() for path in STORE.rglob("*.sql")))
+    assert "% i.step_size" not in "".join(path.read_text() for path in STORE.rglob("*.py"))

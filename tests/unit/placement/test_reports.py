@@ -1,4 +1,4 @@
-"""Inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded."""
+"""Inventory reports: what is wrong with one, what it changes, what it takes along, and which trees are retired."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, changes_of, flaw, plan
-from placement_worker.domain.values import Provider, capacity
+from placement_worker.domain.retired_trees import is_retired
+from placement_worker.domain.values import Holding, Provider, capacity
+
+# --- inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded
 
 ROOT, CHILD, GRANDCHILD, SECOND = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
 TRAITS = {"HW_CPU_X86_AVX2"}
@@ -268,3 +272,174 @@ def test_a_place_that_is_not_there_is_refused(requested: InventoryUpdate) -> Non
     (result,) = plan([requested], [()], book, shape=2).results
     assert isinstance(result, ReportRefusal)
     assert result.code == "inventory.not_there"
+
+
+# --- which trees are retired: taken out by their source, unused, and without new inventory
+
+HOST, GPU = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "ab")
+
+
+def taken_out() -> dict[str, Provider]:
+    """A tree that was taken out while its child was in use, and whose child was freed then."""
+    reports = (
+        ProviderReport(uuid=HOST, name="host"),
+        ProviderReport(uuid=GPU, name="gpu", parent_uuid=HOST, inventories={"VGPU": Inventory(total=1)}),
+    )
+    whole = InventoryUpdate(source="s", version=1, root_uuid=HOST, providers=reports)
+    book = plan([whole], [()], {}, shape=1).after
+    in_use = {**book, GPU: replace(book[GPU], used={"VGPU": 1})}
+    left = plan([InventoryUpdate(source="s", version=2, root_uuid=HOST)], [()], in_use, shape=2).after
+    return {uuid: replace(provider, used={}) for uuid, provider in left.items()}
+
+
+def test_what_was_taken_out_and_is_free_is_an_empty_shell() -> None:
+    assert is_retired(taken_out().values())
+
+
+def test_it_is_not_while_a_consumer_uses_it() -> None:
+    tree = taken_out()
+    assert not is_retired({**tree, GPU: replace(tree[GPU], used={"VGPU": 1})}.values())
+
+
+def test_it_is_not_once_it_has_inventory_to_offer() -> None:
+    tree = taken_out()
+    live = {name: replace(inventory, stranded=False) for name, inventory in tree[GPU].inventories.items()}
+    assert not is_retired({**tree, GPU: replace(tree[GPU], inventories=live)}.values())
+
+
+def test_a_bare_provider_is_none_for_it_may_be_about_to_be_filled() -> None:
+    assert not is_retired([replace(taken_out()[HOST], inventories={})])
+    assert not is_retired([])
+
+
+# --- a flat host turns nested, as tables: who goes where, what is split, what finds no room
+
+FLAT_ROOT, LEFT, RIGHT, OTHER = (f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcd")
+ONE, TWO, THREE = (f"{number * 8}-0000-4000-8000-000000000000" for number in "123")
+
+
+def part(uuid: str, parent: str | None = None, takes: tuple[str, ...] = (), **totals: int) -> ProviderReport:
+    inventories = {name: Inventory(total=total) for name, total in totals.items()}
+    source = parent if parent is not None and totals else None
+    return ProviderReport(
+        uuid=uuid, name=uuid, parent_uuid=parent, inventories=inventories, takes_from=source, takes=takes
+    )
+
+
+def report_of(*nodes: ProviderReport, version: int = 1) -> InventoryUpdate:
+    return InventoryUpdate(source="s", version=version, root_uuid=nodes[0].uuid, providers=nodes)
+
+
+FLAT = report_of(part(FLAT_ROOT, VCPU=8, MEMORY_MB=8, DISK_GB=9, VGPU=4))
+NESTED = report_of(
+    part(FLAT_ROOT, DISK_GB=9, VGPU=4),
+    part(LEFT, FLAT_ROOT, VCPU=4, MEMORY_MB=4),
+    part(RIGHT, FLAT_ROOT, VCPU=4, MEMORY_MB=4),
+)
+
+
+def held(book: Mapping[str, Provider], holdings: Mapping[str, Holding]) -> dict[str, Provider]:
+    """The book with what these consumers use of it."""
+    used: dict[str, dict[str, int]] = {uuid: {} for uuid in book}
+    for holding in holdings.values():
+        for uuid, resources in holding.items():
+            for name, amount in resources.items():
+                used[uuid][name] = used[uuid].get(name, 0) + amount
+    fields = Provider.__struct_fields__
+    return {
+        uuid: Provider(**{name: getattr(old, name) for name in fields} | {"used": used[uuid]})
+        for uuid, old in book.items()
+    }
+
+
+def upgrade(
+    holdings: Mapping[str, Holding], requested: InventoryUpdate = NESTED, before: InventoryUpdate = FLAT
+) -> tuple[Applied, ReportPlan, dict[str, Provider]]:
+    book = held(plan([before], [()], {}, shape=1).after, holdings)
+    planned = plan([requested], [[report.uuid for report in before.providers]], book, holdings, shape=2)
+    (result,) = planned.results
+    assert isinstance(result, Applied), result
+    # Whatever moved: usage is what is held, in every provider.
+    now = {**holdings, **planned.moved}
+    assert {u: p.used for u, p in planned.after.items()} == {u: p.used for u, p in held(planned.after, now).items()}
+    return result, planned, book
+
+
+def test_who_fits_moves_whole_the_largest_first() -> None:
+    small, large = {"VCPU": 1, "MEMORY_MB": 2}, {"VCPU": 3, "MEMORY_MB": 3}
+    result, planned, book = upgrade({ONE: {FLAT_ROOT: {**small, "DISK_GB": 5}}, TWO: {FLAT_ROOT: large}})
+    # One would have fitted beside Two by its processors, not by its memory.
+    assert planned.moved == {TWO: {LEFT: large}, ONE: {FLAT_ROOT: {"DISK_GB": 5}, RIGHT: small}}
+    assert (result.stranded, result.changed) == ((), True)
+    assert planned.after[FLAT_ROOT].inventories.keys() == {"DISK_GB", "VGPU"}
+    for change in changes_of(book, planned.after):
+        assert change.state is not None
+        known = book.get(change.provider)
+        assert change.generation == (1 if known is None else known.generation + 1)
+
+
+def test_who_fits_nowhere_whole_is_split() -> None:
+    _, planned, _ = upgrade({ONE: {FLAT_ROOT: {"VCPU": 6, "MEMORY_MB": 2}}})
+    assert planned.moved == {ONE: {LEFT: {"VCPU": 4, "MEMORY_MB": 2}, RIGHT: {"VCPU": 2}}}
+
+
+def test_what_finds_no_room_stays_stranded_and_goes_with_a_later_report() -> None:
+    smaller = report_of(part(FLAT_ROOT, DISK_GB=9, VGPU=4), part(LEFT, FLAT_ROOT, VCPU=2, MEMORY_MB=4))
+    holdings: dict[str, Holding] = {ONE: {FLAT_ROOT: {"VCPU": 2}}, TWO: {FLAT_ROOT: {"VCPU": 1}}}
+    result, planned, _ = upgrade(holdings, smaller)
+    assert planned.moved == {ONE: {LEFT: {"VCPU": 2}}}
+    assert result.stranded == (f"{ROOT}/VCPU",)
+    assert planned.after[FLAT_ROOT].inventories["VCPU"].capacity == 0
+    again = plan(
+        [smaller], [[FLAT_ROOT, LEFT]], held(planned.after, {TWO: holdings[TWO]}), {TWO: holdings[TWO]}, shape=3
+    )
+    assert again.moved == {TWO: {LEFT: {"VCPU": 1}}}
+    assert again.after[FLAT_ROOT].inventories.keys() == {"DISK_GB", "VGPU"}
+
+
+def test_whose_place_is_known_goes_there() -> None:
+    known = report_of(
+        part(FLAT_ROOT, VCPU=8, MEMORY_MB=8, DISK_GB=9),
+        part(LEFT, FLAT_ROOT, VGPU=2),
+        part(RIGHT, FLAT_ROOT, takes=(ONE,), VGPU=2),
+    )
+    _, planned, _ = upgrade(
+        {ONE: {FLAT_ROOT: {"VGPU": 1}}, TWO: {FLAT_ROOT: {"VGPU": 2}}, THREE: {FLAT_ROOT: {"VGPU": 1}}}, known
+    )
+    assert planned.moved == {ONE: {RIGHT: {"VGPU": 1}}, TWO: {LEFT: {"VGPU": 2}}, THREE: {RIGHT: {"VGPU": 1}}}
+
+
+def test_nested_turns_flat_again() -> None:
+    holdings: dict[str, Holding] = {ONE: {LEFT: {"VCPU": 3}, FLAT_ROOT: {"DISK_GB": 1}}, TWO: {RIGHT: {"VCPU": 4}}}
+    book = held(plan([NESTED], [()], {}, shape=1).after, holdings)
+    flat = report_of(
+        ProviderReport(
+            uuid=FLAT_ROOT,
+            name=FLAT_ROOT,
+            inventories={"DISK_GB": Inventory(total=9), "VCPU": Inventory(total=8)},
+            takes_from=LEFT,
+        )
+    )
+    planned = plan([flat], [[FLAT_ROOT, LEFT, RIGHT]], book, holdings, shape=2)
+    assert planned.moved == {ONE: {FLAT_ROOT: {"DISK_GB": 1, "VCPU": 3}}}
+    assert planned.after.keys() == {FLAT_ROOT, RIGHT}  # no consumer takes from the right cell: it is stranded
+
+
+def test_a_class_that_the_source_keeps_and_a_provider_of_others_stay() -> None:
+    both = report_of(part(FLAT_ROOT, VCPU=8, MEMORY_MB=8, DISK_GB=9, VGPU=4), part(LEFT, FLAT_ROOT, VCPU=4))
+    assert upgrade({ONE: {FLAT_ROOT: {"VCPU": 1}}}, both)[1].moved == {}
+    holdings: dict[str, Holding] = {ONE: {OTHER: {"VCPU": 1}}}
+    book = held(plan([FLAT, report_of(part(OTHER, VCPU=4))], [(), ()], {}, shape=1).after, holdings)
+    greedy = ProviderReport(uuid=FLAT_ROOT, name=FLAT_ROOT, inventories={"VCPU": Inventory(total=9)}, takes_from=OTHER)
+    assert plan([report_of(greedy)], [[FLAT_ROOT]], book, holdings, shape=2).moved == {}
+
+
+def test_a_refused_update_moves_nothing() -> None:
+    holdings: dict[str, Holding] = {ONE: {FLAT_ROOT: {"VCPU": 1}}}
+    taken = ProviderReport(uuid=OTHER, name=LEFT)
+    book = held(plan([FLAT, report_of(taken)], [(), ()], {}, shape=1).after, holdings)
+    planned = plan([NESTED], [[FLAT_ROOT]], book, holdings, shape=2)
+    assert isinstance(planned.results[0], ReportRefusal)
+    assert planned.moved == {} and planned.after == book
+    itself = ProviderReport(uuid=FLAT_ROOT, name=FLAT_ROOT, takes_from=FLAT_ROOT)
+    assert flaw(report_of(itself), ()) == ReportRefusal("inventory.takes_from", f"{ROOT} cannot take from itself")

@@ -1,26 +1,48 @@
-"""Bodies and query strings: what is taken, and in which words the rest is turned down."""
+"""Parts of the REST API by themselves: bodies, CORS, ids of log lines, the OpenAPI document, summaries."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any
+import random
+from collections.abc import Iterable, MutableMapping
+from typing import Any, cast
 
+import httpx
 import msgspec
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
+from bus.clock import SystemClock
+from bus.contracts.feed import Change
+from bus.contracts.placement import ProviderState
+from bus.faults import BrokenInvariant
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
+from placement_worker.replica.book import Book
+from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
+from placement_worker.replica.copies import copy_of
 from placement_worker.rest import bodies
+from placement_worker.rest.api import Api
+from placement_worker.rest.application import Application
+from placement_worker.rest.auth import NoAuth2
 from placement_worker.rest.bodies import InventoryBody, at, consumer_write
 from placement_worker.rest.candidates_query import parse_candidates
-from placement_worker.rest.config import RestConfig
+from placement_worker.rest.config import CorsConfig, RestConfig
+from placement_worker.rest.cors import with_cors
 from placement_worker.rest.faults import HttpFault, best
 from placement_worker.rest.http import QueryString
+from placement_worker.rest.openapi import BODIES, QUERIES, document
+from placement_worker.rest.policy import Policy
 from placement_worker.rest.query import is_uuid, resources_of
-from placement_worker.rest.versions import version_of
+from placement_worker.rest.routes import ROUTES
+from placement_worker.rest.summaries import summaries
+from placement_worker.rest.versions import NEWEST, version_of
+
+# --- bodies and query strings: what is taken, and in which words the rest is turned down
 
 HOST = "11111111-1111-4111-8111-111111111111"
 UNNAMED = ("nobody", "nobody")
@@ -270,3 +292,219 @@ def test_item_16_no_larger_bodies_can_be_allowed_than_the_decoder_takes_in_20_ms
     assert RestConfig(max_body_bytes=2**20) == RestConfig()
     with pytest.raises(msgspec.ValidationError, match="max_body_bytes"):
         msgspec.convert({"max_body_bytes": 2**20 + 1}, RestConfig)
+
+
+# --- the headers for pages of other origins
+
+PAGE = "https://page.example"
+OTHER = "https://other.example"
+
+
+async def answered(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def answer(config: CorsConfig, method: str, headers: dict[str, str]) -> httpx.Response:
+    transport = httpx.ASGITransport(with_cors(answered, config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://book") as client:
+        return await client.request(method, "/resource_providers", headers=headers)
+
+
+def preflight(origin: str, method: str = "PUT", headers: str = "x-auth-token") -> dict[str, str]:
+    return {
+        "origin": origin,
+        "access-control-request-method": method,
+        "access-control-request-headers": headers,
+    }
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+async def test_pages_of_an_allowed_origin_may_read(allowed: str) -> None:
+    """An origin of `*` allowed no page."""
+    got = await answer(CorsConfig(allowed_origin=(allowed,)), "GET", {"origin": PAGE})
+    assert (got.status_code, got.headers["access-control-allow-origin"]) == (204, PAGE)
+    assert "Origin" in got.headers["vary"]
+
+
+@pytest.mark.parametrize("allowed", [PAGE, "*"])
+async def test_pages_of_an_allowed_origin_may_write(allowed: str) -> None:
+    config = CorsConfig(allowed_origin=(allowed,), allow_headers=("X-Auth-Token",))
+    got = await answer(config, "OPTIONS", preflight(PAGE))
+    assert (got.status_code, got.headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "PUT" in got.headers["access-control-allow-methods"]
+    assert "x-auth-token" in got.headers["access-control-allow-headers"].lower()
+
+
+@pytest.mark.parametrize(("method", "headers"), [("GET", {"origin": OTHER}), ("OPTIONS", preflight(OTHER))])
+async def test_pages_of_another_origin_get_no_permission(method: str, headers: dict[str, str]) -> None:
+    got = await answer(CorsConfig(allowed_origin=(PAGE,)), method, headers)
+    assert "access-control-allow-origin" not in got.headers
+    assert got.status_code == (200 if method == "OPTIONS" else 204)
+
+
+async def test_a_header_that_is_not_allowed_is_not_named() -> None:
+    got = await answer(CorsConfig(allowed_origin=(PAGE,)), "OPTIONS", preflight(PAGE, headers="x-other"))
+    assert "x-other" not in got.headers["access-control-allow-headers"].lower()
+
+
+async def test_without_an_origin_in_the_settings_there_is_no_cors() -> None:
+    assert with_cors(answered, CorsConfig()) is answered
+
+
+# --- every log line of a request carries its id, and not whose the one before it was
+
+THEIRS = "req-11111111-2222-4333-8444-555555555555"
+
+
+class EndedBook:
+    """Refuses every write, and remembers what a log line would have held."""
+
+    def __init__(self) -> None:
+        self.config = RestConfig()
+        self.clock = SystemClock()
+        self.rng = random.Random(3)
+        self.logged: list[dict[str, Any]] = []
+
+    async def write_allocations(self, _write: object) -> WriteRefusal:
+        self.logged.append(structlog.contextvars.get_contextvars())
+        return WriteRefusal(Why.NO_ALLOCATIONS)
+
+
+def never(error: BrokenInvariant) -> None:
+    raise error
+
+
+async def test_a_callers_own_request_id_is_not_logged_with_the_next_request() -> None:
+    """A pipelined request is begun in its forerunner's context."""
+    book = EndedBook()
+    config = book.config
+    application = Application(cast(Api, book), NoAuth2(), Policy(config.policy, book.clock), broken=never)
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    async def receive() -> MutableMapping[str, Any]:
+        raise AssertionError("there is no body")
+
+    path = "/allocations/00000000-0000-4000-8000-000000000001"
+    scope = {"type": "http", "method": "DELETE", "path": path, "query_string": b""}
+    token = (b"x-auth-token", b"admin")
+    await application({**scope, "headers": [token, (b"x-openstack-request-id", THEIRS.encode())]}, receive, send)
+    await application({**scope, "headers": [token]}, receive, send)
+    assert [message["status"] for message in sent if "status" in message] == [404, 404]
+    first, second = book.logged
+    assert first["global_request_id"] == THEIRS
+    assert "global_request_id" not in {key for key, value in second.items() if value is not ...}
+    assert first["request_id"] != second["request_id"]
+
+
+def test_every_operation_of_the_newest_version_is_in_the_document() -> None:
+    paths = document()["paths"]
+    served = {(route.method.lower(), route.path) for route in ROUTES if route.until == NEWEST}
+    assert {(method, path) for path, operations in paths.items() for method in operations} == served
+
+
+def test_every_body_that_is_taken_has_a_schema() -> None:
+    takes = {(route.method, route.path) for route in ROUTES if route.takes and route.until == NEWEST}
+    assert takes == set(BODIES)
+    assert set(QUERIES) <= {(route.method, route.path) for route in ROUTES}
+
+
+def test_the_document_is_json_and_its_schemas_are_schemas() -> None:
+    json.dumps(document())
+    for schema in (*BODIES.values(), *QUERIES.values()):
+        Draft202012Validator.check_schema(schema)
+
+
+def test_operation_ids_are_unique() -> None:
+    ids = [operation["operationId"] for path in document()["paths"].values() for operation in path.values()]
+    assert len(set(ids)) == len(ids)
+
+
+# --- texts that are kept equal texts made anew, whatever has happened to the providers since
+
+REQUEST = CandidatesRequest(groups=(Group(resources={"VCPU": 1}),))
+
+
+def uuid(number: int) -> str:
+    return f"00000000-0000-4000-8000-{number:012d}"
+
+
+def state(rng: random.Random, number: int, generation: int) -> ProviderState:
+    host = number % 40
+    parent = None if number < 40 else uuid(host)
+    names = rng.sample(["VCPU", "MEMORY_MB", "CUSTOM_A", "CUSTOM_B"], rng.randint(1, 4))
+    return ProviderState(
+        uuid=uuid(number),
+        name=f"p{number}",
+        root_uuid=uuid(host),
+        parent_uuid=parent,
+        generation=generation,
+        shape=generation,
+        inventories={name: (float(rng.randint(50, 60)), 1, 60, 1, 60, 0, 1.0) for name in names},
+        used={name: rng.randint(0, 3) for name in names},
+        traits=tuple(sorted(rng.sample(["HW_CPU_X86_AVX", "CUSTOM_X", "CUSTOM_Y"], rng.randint(0, 3)))),
+    )
+
+
+@pytest.mark.parametrize("version", [16, 26, 28, 29, 39])
+def test_what_is_kept_is_what_would_be_made_anew(version: int) -> None:
+    rng = random.Random(version)
+    book = Book()
+    known = dict.fromkeys(range(120), 1)
+    book.load([state(rng, number, 1) for number in known], 0)
+    for round_ in range(60):
+        for _ in range(rng.randint(0, 6)):
+            number = rng.choice([*known, 200 + rng.randint(0, 1500)])
+            generation = known.get(number, 0)
+            how = rng.random()
+            if how < 0.5 and number in known:  # a DELETE moves usage, and no generation
+                change = Change(
+                    sequence=0, provider=uuid(number), generation=generation, used={"VCPU": rng.randint(0, 9)}
+                )
+            elif how < 0.6 and number >= 40 and number in known:
+                change = Change(sequence=0, provider=uuid(number), generation=generation, removed=True)
+                del known[number]
+            else:
+                known[number] = generation + 1
+                change = Change(
+                    sequence=0,
+                    provider=uuid(number),
+                    generation=generation + 1,
+                    state=state(rng, number, generation + 1),
+                )
+            assert book.apply([msgspec.structs.replace(change, sequence=book.sequence + 1)]) is None
+        if round_ == 30:  # a snapshot deals all rows anew
+            numbers = rng.sample(sorted(known), len(known))
+            known = {number: known[number] for number in numbers}
+            book.load([state(rng, number, generation) for number, generation in known.items()], book.sequence)
+        anew = copy_of(book)
+        kept = summaries(book, candidates(book, REQUEST), {"VCPU"}, version)
+        fresh = summaries(anew, candidates(anew, REQUEST), {"VCPU"}, version)
+        assert msgspec.json.decode(b"{" + kept + b"}") == msgspec.json.decode(b"{" + fresh + b"}")
+        assert kept
+
+
+def test_a_class_that_is_used_without_inventory_is_not_announced() -> None:
+    """A provider of the same classes that has inventory of it once lent it a capacity of 0."""
+    book = Book()
+    one, other = (
+        ProviderState(
+            uuid=uuid(number),
+            name=f"p{number}",
+            root_uuid=uuid(number),
+            generation=1,
+            shape=1,
+            inventories=dict.fromkeys(names, (8.0, 1, 8, 1, 8, 0, 1.0)),
+            used={"VCPU": 1, "CUSTOM_A": 1},
+        )
+        for number, names in ((1, ("VCPU", "CUSTOM_A")), (2, ("VCPU",)))
+    )
+    book.load([one, other], 0)
+    answer = msgspec.json.decode(b"{" + summaries(book, candidates(book, REQUEST), {"VCPU"}, 39) + b"}")
+    assert {key: sorted(each["resources"]) for key, each in answer.items()} == {
+        uuid(1): ["CUSTOM_A", "VCPU"],
+        uuid(2): ["VCPU"],
+    }

@@ -13,6 +13,8 @@ from bus.contracts.objects import ObjectsChange
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.changes import ChangeHandler
+from scheduler_worker.warmup import Warmup
+from tests.unit.scheduler.hosts import Hosts
 
 REASON = "connection refused"
 
@@ -30,8 +32,7 @@ def handler() -> ChangeHandler:
         *cast("Any", [None] * 5),
         refused=cast("Any", UnavailableRecord()),
         finder=cast("Any", None),
-        clock=SystemClock(),
-        warmup_s=0.0,
+        warmup=Warmup(Hosts([]).selector, clock=SystemClock()),
     )
 
 

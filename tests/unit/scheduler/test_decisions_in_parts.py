@@ -35,6 +35,7 @@ from scheduler_worker.placing import ANSWERS_AT_ONCE
 from scheduler_worker.store import rows
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.warmup import Warmup
 from tests.kit.sent import Sent
 from tests.kit.turns import Turns
 from tests.unit.scheduler.hosts import Hosts
@@ -213,7 +214,7 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     )
     builds = [replace(cluster.pending(cluster.hosts.request()), position=at) for at in range(BATCH)]
     async with steps.counting():
-        outcomes = await engine.process(builds, [])
+        outcomes, _ = await engine.process(builds, [])
     assert len(outcomes) == BATCH and all(isinstance(one, Done) for one in outcomes.values())
     for name in (*recorded, "prepare", "conclude", "effects"):
         assert steps.total(name) == BATCH * (2 if name == "effects" else 1) and steps.most(name) <= BUILDS_AT_ONCE, name
@@ -224,8 +225,13 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
     """Each one's digest, flavor and server group."""
 
     class Engine:
-        async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
-            return {one.position: Done() for one in builds}
+        async def not_left(self, requests: Sequence[PendingBuild]) -> Sequence[PendingBuild]:
+            return requests
+
+        async def process(
+            self, builds: Sequence[PendingBuild], _deletes: object
+        ) -> tuple[dict[int, Outcome], dict[int, Outcome]]:
+            return {one.position: Done() for one in builds}, {}
 
     class NoMoves:
         async def process(self, _moves: object) -> dict[int, Outcome]:
@@ -242,6 +248,7 @@ async def test_item_16_requests_that_arrive_together_are_read_so_many_a_turn(mon
         cluster.hosts.selector,
         clock=cluster.clock,
         config=cluster.hosts.config,
+        warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
         keep_up=no_wait,
     )
     batch = [

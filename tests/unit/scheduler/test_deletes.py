@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.consuming.given_up import EXHAUSTED, GIVEN_UP, GIVEN_UP_BY_BROKER
 from bus.consuming.outcome import Done, Received, Refuse, Retry
-from bus.contracts.base import Meta, Refusal
+from bus.contracts.base import Meta
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.contracts.placement import ReleaseRun
 from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.deletes import (
-    DELETE_RETRIES,
     PendingDelete,
     pending_delete,
     plan_deletes,
-    refusal_of,
     refuse_unknown,
     tombstones,
 )
+from scheduler_worker.domain.delivery import OVERTAKES, delivery_of
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AUTHOR = Author("scheduler", 7.0)
@@ -28,7 +28,11 @@ AUTHOR = Author("scheduler", 7.0)
 
 def requested(position: int = 0, *, project: str = "p", delivery: int = 0) -> PendingDelete:
     request = DeleteRequest(instance_uuid=UUID, project_id=project)
-    return pending_delete(Received(request, Meta(id="m", attempt=delivery), "api", "scheduler.requests"), position)
+    received = Received(request, Meta(id="m", attempt=delivery), "api", "scheduler.requests")
+    return pending_delete(received, delivery_of(received, is_warming_up=False), position)
+
+
+LETTER = replace(requested(), delivery=replace(requested().delivery, is_letter=True, why=GIVEN_UP_BY_BROKER))
 
 
 def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
@@ -128,7 +132,7 @@ def test_another_projects_delete_does_nothing() -> None:
 def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
     early = plan_deletes([requested()], {}, AUTHOR)
     assert isinstance(early.outcomes[0], Retry) and early.unknown == []
-    late = plan_deletes([requested(delivery=DELETE_RETRIES)], {}, AUTHOR)
+    late = plan_deletes([requested(delivery=OVERTAKES)], {}, AUTHOR)
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
     refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR)
@@ -138,6 +142,17 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
 
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
     """An earlier delete of it was refused."""
-    why = Refusal(code="bus.given_up", reason="")
-    assert refusal_of(requested().request, why, recorded(BuildState.FAILED), AUTHOR) is not None
-    assert refusal_of(requested().request, why, recorded(BuildState.DELETING, "c1"), AUTHOR) is None
+    (end,) = plan_deletes([LETTER], {UUID: recorded(BuildState.FAILED)}, AUTHOR).messages
+    assert isinstance(end.message, BuildEvent)
+    assert (end.message.state, end.message.code, end.message.sequence) == (BuildState.REFUSED, GIVEN_UP, 0)
+    assert plan_deletes([LETTER], {UUID: recorded(BuildState.DELETING, "c1")}, AUTHOR).messages == []
+
+
+def test_a_delete_that_ended_its_schedulers_is_not_carried_out() -> None:
+    """It was carried out by the last deliveries, too."""
+    received = Received(requested().request, Meta(id="m"), "api", "scheduler.requests", exhausted=True)
+    exhausted = pending_delete(received, delivery_of(received, is_warming_up=False), 0)
+    plan = plan_deletes([exhausted], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
+    (end,) = plan.messages
+    assert isinstance(end.message, BuildEvent) and end.message.code == EXHAUSTED
+    assert (plan.outcomes, plan.accepted, plan.updates) == ({0: Done()}, set(), [])

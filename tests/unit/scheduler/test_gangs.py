@@ -20,6 +20,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
+from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.placement import (
@@ -45,13 +46,13 @@ UNANSWERED = PlacementUnavailable("away")
 
 def taken(request: BuildRequest) -> PendingBuild:
     received = Received(request, Meta(id="m"), "api", "scheduler.requests")
-    return pending_build(received, 3, now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
 
 
 def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
     request = replace(REQUEST, name="w", count=2, also=(FlavorCount(flavor="m1.large"),), min_count=2)
     members = members_of(taken(request), start=100)
-    assert [one.position for one in members] == [3, 100, 101]
+    assert [one.position for one in members] == [100, 101, 102]
     assert [one.instance_uuid for one in members] == [UUID_, *(str(uuid5(UUID(UUID_), n)) for n in "12")]
     assert [(one.request.flavor, one.request.name) for one in members] == [
         ("m1.small", "w-1"), ("m1.small", "w-2"), ("m1.large", "w-3"),
@@ -150,7 +151,7 @@ def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(att
         PlacedBuild(*pair, result)
         for pair, result in zip(zip(members, requests, strict=True), (there, REFUSED), strict=True)
     ]
-    around = Circumstances(author=Author(who="s", at=1.0), warming_up=False, nearest=3)
+    around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
     (_, first), (_, second) = conclude(placed, around)
     assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
     ends = [(one.decision.build.state, one.decision.build.cell, one.claimed) for one in (first, second)]

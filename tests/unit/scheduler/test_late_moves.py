@@ -22,6 +22,7 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.moves import accepted
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.warmup import Warmup
 from tests.contract.house import REQUESTS
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import Hosts
@@ -33,6 +34,11 @@ MOVE = MoveRequest(
     kind=MoveKind.STOP,
 )
 UNLOCATED = Retry("instance.unlocated", "placement does not know where the instance is (yet)")
+
+
+class NoBuilds:
+    async def not_left(self, requests: Sequence[object]) -> Sequence[object]:
+        return requests
 
 
 class Moves:
@@ -50,11 +56,12 @@ class Moves:
         return {one.position: self._outcome(one) for one in moves}
 
     def _outcome(self, one: PendingMove) -> Outcome:
-        if one.given_up is not None:
-            self.ended.append(one.given_up.code)
-        if one.is_late or one.given_up is not None:
+        why = one.delivery.ends_with()
+        if why is not None and not one.delivery.is_left:
+            self.ended.append(why.code)
+        if why is not None:
             return Done()
-        if one.delivery == 0:
+        if one.delivery.attempt == 0:
             return UNLOCATED
         self.begun_at_s.append(self._clock.monotonic())
         return accepted(one.request)
@@ -100,13 +107,15 @@ def requested(patience_s: float, away_s: float, *, waits: bool = True) -> tuple[
         clock = SimClock()
         broker = MemoryBroker(clock)
         client, scheduler = await opened(broker, "client"), await opened(broker, "s1")
+        selector = Hosts([]).selector
         moves = Moves(clock, clock.monotonic() + away_s)
         handler = RequestHandler(
-            None,  # type: ignore[arg-type]  (there are no builds)
+            NoBuilds(),  # type: ignore[arg-type]
             moves,  # type: ignore[arg-type]
-            Hosts([]).selector,
+            selector,
             clock=clock,
             config=SchedulerConfig(),
+            warmup=Warmup(selector, clock=clock),
             keep_up=keep_up,
         )
         consumer = scheduler.consumer(REQUESTS, handler, concurrency=2)

@@ -15,7 +15,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.decisions import RETRIES
+from scheduler_worker.domain.delivery import RETRIES, RequestDelivery
 from scheduler_worker.domain.moves import CHANGED
 from scheduler_worker.domain.recorded_moves import InstanceRecord, PendingMove
 from scheduler_worker.moves import MoveEngine
@@ -79,7 +79,13 @@ async def outcome_of(store: Contended, delivery: int) -> Outcome:
     hosts, clock = Hosts([PLENTY] * 2), SystemClock()
     engine = MoveEngine(store, BookClaims(), hosts.selector, Follower(), clock=clock, rng=random.Random(5))
     move = MoveRequest(request_id=MOVE, instance_uuid=INSTANCE, project_id="p", kind=MoveKind.STOP)
-    pending = PendingMove(position=0, request=move, digest=b"2", taken_at=clock.time(), delivery=delivery)
+    pending = PendingMove(
+        position=0,
+        request=move,
+        digest=b"2",
+        taken_at=clock.time(),
+        delivery=RequestDelivery(attempt=delivery, last=delivery >= RETRIES),
+    )
     return (await engine.process([pending]))[0]
 
 

@@ -5,12 +5,24 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from bus.consuming.given_up import EXPIRED
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
-from scheduler_worker.domain.admission import Admission, admit_known, admit_new, admit_repeated
+from bus.faults import Transient
+from scheduler_worker.domain.admission import (
+    Admission,
+    Answered,
+    Continue,
+    Start,
+    admit_expired,
+    admit_known,
+    admit_new,
+    admit_repeated,
+)
 from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
+from scheduler_worker.domain.delivery import LAST, LETTERS, RequestDelivery, delivery_of
 from scheduler_worker.domain.pending import TOO_OLD, PendingBuild, new_build, pending_build
 from tests.unit.scheduler.hosts import Hosts
 
@@ -21,7 +33,7 @@ REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
 
 def taken(request: BuildRequest = REQUEST, **meta: float) -> PendingBuild:
     received = Received(request, Meta(id="m", **meta), "api", "scheduler.requests")  # type: ignore[arg-type]
-    return pending_build(received, 0, now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
 
 
 def status(state: BuildState = BuildState.ACCEPTED, digest: bytes | None = None, **more: object) -> BuildStatus:
@@ -30,7 +42,7 @@ def status(state: BuildState = BuildState.ACCEPTED, digest: bytes | None = None,
 
 
 def test_a_new_request_is_accepted_or_refused_at_once() -> None:
-    assert admit_new(taken()).outcome is None
+    assert admit_new(taken()) == Start()
     for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD)):
         outcome = admit_new(pending).outcome
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
@@ -41,11 +53,15 @@ def test_a_new_request_is_accepted_or_refused_at_once() -> None:
 def test_a_request_goes_on_under_the_run_of_its_record() -> None:
     """A redelivery repeats its message's id, a copy has another, and a client may set none."""
     assert new_build(taken(), Author("s", 1.0)).build.run == taken().run != ""
-    assert admit_known(taken(), status(run="r")).run == "r"
-    later = pending_build(Received(REQUEST, Meta(id="m"), "api", "q"), 0, now=1001.0, flavors=NO_FLAVORS, max_age_s=9.0)
+    assert admit_known(taken(), status(run="r")) == Continue("r")
+    later = pending_build(
+        Received(REQUEST, Meta(id="m"), "api", "q"), RequestDelivery(), now=1001.0, flavors=NO_FLAVORS, max_age_s=9.0
+    )
     assert later.run != taken().run, "a record that is lost may have been dispatched: it had another run"
     nameless = [
-        pending_build(Received(one, Meta(id=""), "api", "q"), 0, now=1000.0, flavors=NO_FLAVORS, max_age_s=9.0).run
+        pending_build(
+            Received(one, Meta(id=""), "api", "q"), RequestDelivery(), now=1000.0, flavors=NO_FLAVORS, max_age_s=9.0
+        ).run
         for one in (REQUEST, replace(REQUEST, name="other"))
     ]
     assert len({taken().run, *nameless}) == 3
@@ -55,7 +71,7 @@ def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decis
     """It was answered as accepted, and never ended."""
     pending = taken(replace(REQUEST, flavor="deleted"))
     assert pending.refusal is not None
-    assert admit_known(pending, status(digest=pending.digest)).outcome is None
+    assert admit_known(pending, status(digest=pending.digest)) == Continue("")
 
 
 def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
@@ -77,11 +93,26 @@ def assert_clash(admission: Admission) -> None:
 
 
 def test_a_redelivery_goes_on_where_it_was() -> None:
-    admission = admit_known(taken(), status())
-    assert (admission.outcome, admission.ended) == (None, None)
-    old = admit_known(taken(sent_at=1.0), status())
-    assert old.outcome is None, "on record, however old: it was not purged"
-    assert isinstance(admit_known(taken(), None).outcome, Retry)
+    assert admit_known(taken(), status()) == Continue("")
+    assert admit_known(taken(sent_at=1.0), status()) == Continue(""), "on record, however old: it was not purged"
+    concurrent = admit_known(taken(), None)
+    assert isinstance(concurrent, Answered) and isinstance(concurrent.outcome, Retry)
+    with pytest.raises(Transient):
+        admit_known(replace(taken(), delivery=LAST), None)
+
+
+@pytest.mark.parametrize("has_requester", [False, True])
+def test_a_build_that_expired_goes_on_if_it_was_begun(*, has_requester: bool) -> None:
+    """Without a requester it ended, though a scheduler had recorded and claimed for it."""
+    reply_to = "client.reply.gone" if has_requester else None
+    received = Received(REQUEST, Meta(id="m", reply_to=reply_to), "api", LETTERS, given_up=EXPIRED)
+    expired = replace(taken(), delivery=delivery_of(received, is_warming_up=True))
+    begun = admit_expired(expired, may_be_begun=True)
+    assert begun is not None and begun.delivery.why is None
+    assert begun.delivery.last and not begun.delivery.awaits_hosts, "a letter has no letter"
+    ended = admit_expired(expired, may_be_begun=False)
+    assert ended == (None if has_requester else expired)
+    assert expired.delivery.why is not None and expired.delivery.why.code == EXPIRED
 
 
 @pytest.mark.parametrize(
