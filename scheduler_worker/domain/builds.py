@@ -50,8 +50,8 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
     terminal: the request's one terminal event was announced. history: the attempts that its cell has reported. attempt:
-    that holds its claim, as its cell has announced it last; of one that ended without a cell, that an earlier delivery
-    may have claimed (0: none was claimed for it). run: the name by which
+    that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
+    may have claimed (0: no claim was sent for it). run: the name by which
     schedulers claim and release for this record. An earlier record of the same request, which is lost, had another.
     """
 

@@ -20,6 +20,7 @@ from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
     STRANDED,
     ClaimsContended,
     ClaimStranded,
@@ -92,10 +93,12 @@ def prepare(
     return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
 
 
-def _decided_of(pending: PendingBuild, one: BuildDecision, claimed: HostClaimed | None = None) -> DecidedBuild:
-    """The decision about the record of this run. All claims of this delivery are answered by now."""
-    build = replace(one.build, run=pending.run, attempt=one.build.attempt or pending.attempt)
-    return DecidedBuild(pending, replace(one, build=build), claimed)
+def _decided_of(pending: PendingBuild, one: BuildDecision, result: PlacementResult | None = None) -> DecidedBuild:
+    """The decision about the record of this run. A claim that was refused may be delivered to placement once more."""
+    claimed = result if isinstance(result, HostClaimed) else None
+    was_sent = result is not None and not isinstance(result, PlacementUnavailable) and result.claims
+    attempt = one.build.attempt or pending.attempt or (FIRST_ATTEMPT if was_sent else 0)
+    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run, attempt=attempt)), claimed)
 
 
 def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
@@ -160,7 +163,7 @@ def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circum
     """The decision to write of a placement's result."""
     request, nearest = placed.request, circumstances.nearest
     decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)
-    return _decided_of(placed.pending, decided, result if isinstance(result, HostClaimed) else None)
+    return _decided_of(placed.pending, decided, result)
 
 
 def decision(

@@ -30,7 +30,8 @@ def is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
-# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order.
+# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
+# were sent for it.
 
 
 class PlacementUnavailable(Transient):
@@ -75,6 +76,7 @@ class PlacementRefused(Struct, frozen=True):
     reason: str
     lost: tuple[ClaimLoss, ...] = ()
     is_fenced: bool = False
+    claims: int = 0
 
 
 class ClaimsContended(Struct, frozen=True):
@@ -95,6 +97,7 @@ class ClaimStranded(Struct, frozen=True):
     host_uuid: str | None = None
     attempt: int = FIRST_ATTEMPT
     lost: tuple[ClaimLoss, ...] = ()
+    claims: int = 0
 
 
 class GangIncomplete(Struct, frozen=True):
@@ -196,7 +199,7 @@ def is_without_host(state: PlacementState) -> bool:
 def result_of(state: PlacementState) -> PlacementResult:
     """The result after the last round, with the claims that got nothing before it."""
     result = state.result or ClaimsContended(state.claims)
-    return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost)
+    return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost, claims=state.claims)
 
 
 def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:

@@ -193,3 +193,14 @@ def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_wit
     assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
     gang = Gang(uuid=UUID_, size=3, min_count=3)
     assert needed(gang, [CLAIMED, CLAIMED, fenced]) == 2 and needed(gang, [fenced] * 3) == 1
+
+
+@pytest.mark.parametrize("claims", [0, 1])
+def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
+    """One that was refused for a quota came to placement once more, when there was room (requests-forgotten, seed 9)."""
+    (pending,) = members_of(taken(REQUEST), start=0)
+    request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
+    over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
+    around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
+    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
+    assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims
