@@ -41,6 +41,7 @@ from placement_worker.domain.trees import (
     TreeOutcome,
     TreeWrite,
     WantedTrees,
+    adopted_providers,
     classes_of_trees,
     deleted_trees,
     traits_of_trees,
@@ -447,8 +448,12 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
 
 async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
+    reported: set[str] = set()
+    if adopted := adopted_providers(writes):
+        sources, _ = await transaction.lock_sources(adopted)
+        reported = {root for (root, _), last in sources.items() if root in last.providers}
     shape, before = await transaction.lock_trees(wanted_trees(writes))
-    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape)
+    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape, reported=reported)
     outcomes = [trees.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
     changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))

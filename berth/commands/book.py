@@ -33,10 +33,11 @@ from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.operations import audit as questions
-from placement_worker.operations import export_store, host_cells, overcommit
+from placement_worker.operations import export_store, overcommit
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import MAX_LINE_BYTES, BookExport, InvalidExport, lines, parse
 from placement_worker.operations.overcommit import Doubled
+from placement_worker.operations.repair import move_host as move_host_in_book
 from placement_worker.operations.repair import repair
 from placement_worker.store.postgres_rows import PostgresBookRows
 
@@ -191,7 +192,7 @@ async def move_host(
     """
     here = database_of(settings)
     async with _book(here) as (_, database), database.raw() as connection:
-        moved = await host_cells.move_host(connection, host, here.check_cell(cell))
+        moved = await move_host_in_book(connection, host, here.check_cell(cell))
     was = moved.before or "no cell"
     if moved.outcome == "unknown":
         raise Stop(Exit.NO, "host.unknown", f"the book has no provider {host!r}")

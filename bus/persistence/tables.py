@@ -7,8 +7,11 @@ schema: the connection's search_path is it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
+import asyncpg
 from sqlalchemy import (
     TIMESTAMP,
     BigInteger,
@@ -16,6 +19,7 @@ from sqlalchemy import (
     CheckConstraint,
     Column,
     Connection,
+    Executable,
     Identity,
     Index,
     LargeBinary,
@@ -52,6 +56,23 @@ def first_rows(metadata: MetaData) -> list[str]:
         insert(table).values(row) for table in metadata.sorted_tables if (row := table.info.get(FIRST_ROW)) is not None
     ]
     return [str(row.compile(dialect=DIALECT, compile_kwargs={"literal_binds": True})) for row in made]
+
+
+async def fetch(connection: asyncpg.Connection, statement: Executable, **values: object) -> Sequence[asyncpg.Record]:
+    """Run a statement of SQLAlchemy Core on a connection of `Database.raw`, as a part of its transaction. values: of
+    its parameters.
+    """
+    compiled = _compiled(statement)
+    parameters = compiled.construct_params(values)
+    found: Sequence[asyncpg.Record] = await connection.fetch(
+        str(compiled), *(parameters[name] for name in compiled.positiontup)
+    )
+    return found
+
+
+@lru_cache(maxsize=256)
+def _compiled(statement: Any) -> Any:
+    return statement.compile(dialect=DIALECT)
 
 
 def needed(name: str, kind: Any, *more: Any, default: Any = None) -> Column[Any]:

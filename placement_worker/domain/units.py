@@ -1,6 +1,6 @@
 """Whether an inventory has room for an amount: Placement's rule of capacity, min_unit, max_unit and step_size.
 
-The rule of units stands here twice: for numbers and for columns of numbers, and as SQL; a test compares the two.
+The rule of units is one expression for numbers, columns of numbers and columns of the database.
 """
 
 from __future__ import annotations
@@ -40,17 +40,9 @@ class Fit(Enum):
 
 def is_in_units(amount: Any, min_unit: Any, max_unit: Any, step_size: Any) -> Any:
     """Whether one allocation may have this amount, regardless of free capacity. For integers the result is a bool, for
-    arrays an array of bools.
+    arrays an array of bools, for SQLAlchemy's columns a condition.
     """
     return (min_unit <= amount) & (amount <= max_unit) & (amount % step_size == 0)
-
-
-def in_units_sql(amount: str, inventory: str = "i") -> str:
-    """Return the same rule as an SQL condition. amount: an expression, which the condition repeats. inventory: the
-    alias of the inventory's row.
-    """
-    low, high, step = (f"{inventory}.{name}" for name in ("min_unit", "max_unit", "step_size"))
-    return f"{amount} >= {low} AND {amount} <= {high} AND {amount} % {step} = 0"
 
 
 def is_allowed_amount(amount: int, rules: Rules) -> bool:

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import asyncpg
 from msgspec import Struct
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    CompoundSelect,
+    Select,
+    Text,
+    and_,
+    cast,
+    distinct,
+    exists,
+    func,
+    select,
+)
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import INSTANCES
+from bus.persistence.tables import fetch
 from placement_worker.domain.server_groups import SHARING
-from placement_worker.store import limits
+from placement_worker.store import tables
+from placement_worker.store.limits import WRONG
+from placement_worker.store.rows import CLASSES, ROOT, STOCKS
+
+_STOCK, _HELD, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
+
+
+def _place(provider_id: ColumnElement[int]) -> ColumnElement[str]:
+    return func.coalesce(cast(tables.providers.c.uuid, Text), func.concat("provider ", provider_id))
 
 
 class InventoryRow(Struct, frozen=True):
@@ -41,101 +66,137 @@ class FeedHole(Struct, frozen=True):
     before: int
 
 
-INVENTORIES = """
-SELECT p.uuid, c.name, i.total, i.reserved, i.allocation_ratio, i.capacity, i.used, i.stranded
-FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
-"""
-OVER_CAPACITY = INVENTORIES + "WHERE i.used > i.capacity"
-IN_ORDER = " ORDER BY p.uuid, c.name"
-
-ALLOCATIONS = """
-SELECT a.consumer, coalesce(p.uuid::text, 'provider ' || a.provider_id), c.name, a.amount
-FROM allocations a LEFT JOIN providers p ON p.id = a.provider_id JOIN resource_classes c ON c.id = a.class_id
-ORDER BY a.consumer, a.provider_id, c.name
-"""
-
-MISMATCHES = """
-SELECT coalesce(p.uuid::text, 'provider ' || coalesce(i.provider_id, s.provider_id)), c.name, i.used,
-    coalesce(s.allocated, 0)
-FROM inventories i
-FULL JOIN (
-    SELECT provider_id, class_id, sum(amount)::bigint AS allocated FROM allocations GROUP BY provider_id, class_id
-) s ON s.provider_id = i.provider_id AND s.class_id = i.class_id
-LEFT JOIN providers p ON p.id = coalesce(i.provider_id, s.provider_id)
-JOIN resource_classes c ON c.id = coalesce(i.class_id, s.class_id)
-WHERE i.used IS DISTINCT FROM coalesce(s.allocated, 0)
-ORDER BY 1, 2
-"""
-
-HOLES = """
-SELECT before, first FROM (SELECT lag(last) OVER (ORDER BY last) AS before, first FROM changes) neighbours
-WHERE before IS NOT NULL AND first <> before + 1
-UNION ALL
-SELECT max(last), (SELECT number + 1 FROM feed_head) FROM changes HAVING max(last) <> (SELECT number FROM feed_head)
-"""
-
-# Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence.
-STRAYS = """
-SELECT 'consumer ' || c.uuid || ' holds nothing' FROM consumers c
-WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
-UNION ALL
-SELECT DISTINCT 'allocation of ' || a.consumer || ', whom the book does not know' FROM allocations a
-WHERE NOT EXISTS (SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL)
-"""
-
-DOUBLED = """
-SELECT a.consumer, c.name, array_agg(DISTINCT r.uuid::text ORDER BY r.uuid::text)
-FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN providers r ON r.id = p.root_id
-JOIN resource_classes c ON c.id = a.class_id
-WHERE NOT EXISTS (
-    SELECT FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id AND t.name = $1
+_INVENTORIES: Select[Any] = (
+    select(
+        tables.providers.c.uuid,
+        CLASSES.name,
+        _STOCK.total,
+        _STOCK.reserved,
+        _STOCK.allocation_ratio,
+        _STOCK.capacity,
+        _STOCK.used,
+        _STOCK.stranded,
+    )
+    .select_from(STOCKS.join(tables.providers))
+    .order_by(tables.providers.c.uuid, CLASSES.name)
 )
-GROUP BY a.consumer, c.name HAVING count(DISTINCT p.root_id) > 1 ORDER BY a.consumer, c.name
-"""
+# Allocations of a provider that does not exist, too.
+_ALLOCATIONS = (
+    select(_HELD.consumer, _place(_HELD.provider_id), CLASSES.name, _HELD.amount)
+    .select_from(
+        tables.allocations.outerjoin(tables.providers, tables.providers.c.id == _HELD.provider_id).join(
+            tables.resource_classes, CLASSES.id == _HELD.class_id
+        )
+    )
+    .order_by(_HELD.consumer, _HELD.provider_id, CLASSES.name)
+)
 
 
-PROJECTS = f"""
-SELECT w.project_id, c.name, w.amount, w.held FROM ({limits.WRONG}) w LEFT JOIN resource_classes c ON c.id = w.class_id
-ORDER BY w.project_id, c.name
-"""
+_PROJECTS = (
+    select(WRONG.c.project_id, CLASSES.name, WRONG.c.amount, WRONG.c.held)
+    .select_from(WRONG.outerjoin(tables.resource_classes, CLASSES.id == WRONG.c.class_id))
+    .order_by(WRONG.c.project_id, CLASSES.name)
+)
+
+
+def _mismatches() -> Select[Any]:
+    counted = (
+        select(_HELD.provider_id, _HELD.class_id, cast(func.sum(_HELD.amount), BigInteger).label("amount"))
+        .group_by(_HELD.provider_id, _HELD.class_id)
+        .subquery()
+    )
+    pair = and_(counted.c.provider_id == _STOCK.provider_id, counted.c.class_id == _STOCK.class_id)
+    provider, name = (func.coalesce(_STOCK[one], counted.c[one]) for one in ("provider_id", "class_id"))
+    allocated = func.coalesce(counted.c.amount, 0)
+    return (
+        select(_place(provider), CLASSES.name, _STOCK.used, allocated)
+        .select_from(
+            tables.inventories.join(counted, pair, full=True)
+            .outerjoin(tables.providers, tables.providers.c.id == provider)
+            .join(tables.resource_classes, CLASSES.id == name)
+        )
+        .where(_STOCK.used.is_distinct_from(allocated))
+        .order_by(_place(provider), CLASSES.name)
+    )
+
+
+def _holes() -> CompoundSelect[Any]:
+    head = select(tables.feed_head.c.number).scalar_subquery()
+    rows = select(func.lag(_FEED.last).over(order_by=_FEED.last).label("before"), _FEED.first).subquery()
+    between = select(rows.c.before, rows.c.first).where(rows.c.first != rows.c.before + 1)
+    newest = func.max(_FEED.last)
+    return between.union_all(select(newest, head + 1).having(newest != head))
+
+
+def _strays() -> CompoundSelect[Any]:
+    """Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence."""
+    consumers = tables.consumers.c
+    held = exists().where(_HELD.consumer == consumers.uuid)
+    known = exists().where(consumers.uuid == _HELD.consumer, consumers.released_at.is_(None))
+    empty = select(func.concat("consumer ", consumers.uuid, " holds nothing")).where(
+        consumers.released_at.is_(None), ~held
+    )
+    unknown = func.concat("allocation of ", _HELD.consumer, ", whom the book does not know")
+    return empty.union_all(select(unknown).distinct().where(~known))
+
+
+def _doubled() -> Select[Any]:
+    roots = distinct(cast(ROOT.c.uuid, Text))
+    shares = exists().where(
+        tables.provider_traits.c.provider_id == tables.providers.c.id,
+        tables.provider_traits.c.trait_id == tables.traits.c.id,
+        tables.traits.c.name == SHARING,
+    )
+    return (
+        select(_HELD.consumer, CLASSES.name, func.array_agg(aggregate_order_by(roots, cast(ROOT.c.uuid, Text))))
+        .select_from(
+            tables.allocations.join(tables.providers, tables.providers.c.id == _HELD.provider_id)
+            .join(ROOT, ROOT.c.id == tables.providers.c.root_id)
+            .join(tables.resource_classes, CLASSES.id == _HELD.class_id)
+        )
+        .where(~shares)
+        .group_by(_HELD.consumer, CLASSES.name)
+        .having(func.count(distinct(tables.providers.c.root_id)) > 1)
+        .order_by(_HELD.consumer, CLASSES.name)
+    )
 
 
 async def inventories(connection: asyncpg.Connection) -> list[InventoryRow]:
     """Return every inventory, by provider and class."""
-    return [InventoryRow(*row) for row in await connection.fetch(INVENTORIES + IN_ORDER)]
+    return [InventoryRow(*row) for row in await fetch(connection, _INVENTORIES)]
 
 
 async def over_capacity(connection: asyncpg.Connection) -> list[InventoryRow]:
     """Return inventories whose usage exceeds their capacity, which is only correct where the inventory has shrunk."""
-    return [InventoryRow(*row) for row in await connection.fetch(OVER_CAPACITY + IN_ORDER)]
+    return [InventoryRow(*row) for row in await fetch(connection, _INVENTORIES.where(_STOCK.used > _STOCK.capacity))]
 
 
 async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dict[str, int]]]:
     """Return the allocations of every consumer: {consumer: {provider: {class: amount}}}."""
     held: dict[str, dict[str, dict[str, int]]] = {}
-    for consumer, provider, name, amount in await connection.fetch(ALLOCATIONS):
+    for consumer, provider, name, amount in await fetch(connection, _ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
     return held
 
 
 async def usage_mismatches(connection: asyncpg.Connection) -> list[UsageMismatch]:
     """Return the inventories whose `used` is not the sum of the allocations."""
-    return [UsageMismatch(*row) for row in await connection.fetch(MISMATCHES)]
+    return [UsageMismatch(*row) for row in await fetch(connection, _mismatches())]
 
 
 async def strays(connection: asyncpg.Connection) -> list[str]:
     """Return consumers without allocations and allocations without consumers, one line each."""
-    return [row[0] for row in await connection.fetch(STRAYS)]
+    return [row[0] for row in await fetch(connection, _strays())]
 
 
 async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
     """Return the holes in the part of the feed that is kept."""
-    return [FeedHole(*row) for row in await connection.fetch(HOLES)]
+    return [FeedHole(*row) for row in await fetch(connection, _holes())]
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:
     """Return consumers that hold one class of two trees, neither of which shares it; one line each."""
-    rows = await connection.fetch(DOUBLED, SHARING)
+    rows = await fetch(connection, _doubled())
     return [f"{row[0]}: {row[1]} of {' and '.join(row[2])}" for row in rows]
 
 
@@ -145,7 +206,7 @@ async def project_usage(connection: asyncpg.Connection) -> list[str]:
     """
     return [
         f"project {project} {INSTANCES if name is None else name}: {amount} counted, {held} held"
-        for project, name, amount, held in await connection.fetch(PROJECTS)
+        for project, name, amount, held in await fetch(connection, _PROJECTS)
     ]
 
 

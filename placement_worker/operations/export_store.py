@@ -5,81 +5,82 @@ The export does not contain the usage of projects, which an import computes from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import asyncpg
 from msgspec.structs import replace
+from sqlalchemy import (
+    ARRAY,
+    Column,
+    Select,
+    column,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    select,
+    table,
+    text,
+    update,
+)
 
+from bus.persistence.tables import fetch
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.operations.export import BookExport, checked
-from placement_worker.operations.repair import COUNT_USED
-from placement_worker.store import feed, limits
+from placement_worker.operations.repair import COUNT_USED, LOCK_ALL
+from placement_worker.store import feed
+from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_transaction import PostgresBookTransaction
-from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+from placement_worker.store.rows import CLASSES, HELD, columns_of, read_providers, uuids
+from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 
 CHUNK = 2000  # rows in one statement
 
 # This lock waits for claims that have read the old members of their server groups, and later claims wait for the
 # import; otherwise a claim would be decided by members that no longer exist. As everywhere, it is taken after the lock
 # of the writers of trees and before any provider's row.
-HOLD_CLAIMS = "LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE"
+HOLD_CLAIMS = text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE")
+REPEATABLE = text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
 # Rows of consumers without allocations no longer count, and are left to be trimmed.
-READ_MEMBERS = """
-SELECT m.project_id, m.group_uuid, m.consumer FROM group_members m
-WHERE EXISTS (SELECT FROM allocations a WHERE a.consumer = m.consumer)
-"""
-DELETE_MEMBERS = "DELETE FROM group_members WHERE consumer = ANY($1::uuid[])"
-INSERT_MEMBERS = """
-INSERT INTO group_members (project_id, group_uuid, consumer)
-SELECT * FROM unnest($1::text[], $2::uuid[], $3::uuid[])
-"""
-REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
-ALL_IDS = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
-ALL_IDS_READ = "SELECT id FROM providers ORDER BY id"
-READ_CONSUMERS = """
-SELECT uuid, generation, attempt, project_id, user_id, consumer_type, run FROM consumers WHERE released_at IS NULL
-"""
-READ_ALLOCATIONS = """
-SELECT a.consumer, p.uuid, c.name, a.amount FROM allocations a JOIN providers p ON p.id = a.provider_id
-JOIN resource_classes c ON c.id = a.class_id ORDER BY a.consumer, p.uuid, c.name
-"""
-DELETE_CONSUMERS = "DELETE FROM consumers WHERE uuid = ANY($1::uuid[])"
-DELETE_ALLOCATIONS = "DELETE FROM allocations WHERE consumer = ANY($1::uuid[])"
-INSERT_CONSUMERS = """
-INSERT INTO consumers (uuid, generation, attempt, project_id, user_id, consumer_type, run)
-SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::text[], $5::text[], $6::text[], $7::text[])
-"""
-INSERT_ALLOCATIONS = """
-INSERT INTO allocations (consumer, provider_id, class_id, amount)
-SELECT * FROM unnest($1::uuid[], $2::bigint[], $3::int[], $4::bigint[])
-"""
-# Record that shapes up to this one have been given.
-GIVEN = "SELECT setval('shapes', GREATEST($1::bigint, (SELECT last_value FROM shapes)))"
+_MEMBER = columns_of(group_members, "project_id", "group_uuid", "consumer")
+_CONSUMER = columns_of(consumers, "uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run")
+_HELD = columns_of(allocations, "consumer", "provider_id", "class_id", "amount")
+_MEMBERS = select(*_MEMBER).where(exists().where(allocations.c.consumer == group_members.c.consumer))
+_DELETE_MEMBERS = delete(group_members).where(uuids(group_members.c.consumer))
+_ALL_IDS = select(providers.c.id).order_by(providers.c.id)
+_CONSUMERS = select(*_CONSUMER).where(consumers.c.released_at.is_(None))
+_ALLOCATIONS = (
+    select(allocations.c.consumer, providers.c.uuid, CLASSES.name, allocations.c.amount)
+    .select_from(HELD)
+    .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
+)
 
 
 async def read(connection: asyncpg.Connection, names: NameTable) -> BookExport:
     """Read the book as of one moment. The caller's transaction must not have run any statement yet."""
-    await connection.execute(REPEATABLE)
-    return await _read(connection, names, ALL_IDS_READ)
+    await fetch(connection, REPEATABLE)
+    return await _read(connection, names, _ALL_IDS)
 
 
-async def _read(connection: asyncpg.Connection, names: NameTable, ids: str) -> BookExport:
-    numbers = [row[0] for row in await connection.fetch(ids)]
+async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[int]) -> BookExport:
+    numbers = [row[0] for row in await fetch(connection, ids)]
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
-        providers.update((await read_providers(connection, READ_PROVIDERS_BY_ID, numbers[start : start + CHUNK]))[1])
+        providers.update((await read_providers(connection, ids=numbers[start : start + CHUNK]))[1])
     held: dict[str, dict[str, dict[str, int]]] = {}
-    for consumer, provider, name, amount in await connection.fetch(READ_ALLOCATIONS):
+    for consumer, provider, name, amount in await fetch(connection, _ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
     consumers = {
         row[0]: ConsumerState(row[1], row[2], row[3], row[4], row[5], held[row[0]], row[6])
-        for row in await connection.fetch(READ_CONSUMERS)
+        for row in await fetch(connection, _CONSUMERS)
         if row[0] in held
     }
     classes = frozenset(filter(is_custom, names.class_ids))
@@ -97,11 +98,13 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     wanted = checked(wanted)
     connection = transaction.connection
     shape, _ = await transaction.lock_trees(WantedTrees(creating=list(wanted.providers)))
-    await connection.execute(HOLD_CLAIMS)
-    before = await _read(connection, names, ALL_IDS)
+    await fetch(connection, HOLD_CLAIMS)
+    before = await _read(connection, names, LOCK_ALL)
     changed = sorted(u for u in before.consumers.keys() | wanted.consumers.keys() if _differs(u, before, wanted))
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
-    await connection.execute(GIVEN, max((provider.shape for provider in after.values()), default=shape))
+    given = max((provider.shape for provider in after.values()), default=shape)
+    last = select(column("last_value")).select_from(table("shapes")).scalar_subquery()
+    await fetch(connection, select(func.setval("shapes", func.greatest(given, last))))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
@@ -109,16 +112,16 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     await transaction.write_trees(with_inventories, both)
     ids = await transaction.ids_of(after)
     await _write_consumers(connection, wanted, changed, ids, names)
-    used = {row[0] for row in await connection.fetch(COUNT_USED)}
+    used = {row[0] for row in await fetch(connection, COUNT_USED)}
     await transaction.write_trees(both, after)
     gone = {uuid: p for uuid, p in before.providers.items() if uuid not in after}
     await transaction.write_trees(gone, {})
-    await connection.execute(limits.COUNT_ANEW)
+    await fetch(connection, COUNT_ANEW)
     regrouped = await _write_members(connection, wanted, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
-    _, states = await read_providers(connection, READ_PROVIDERS_BY_ID, sorted(moved))
+    _, states = await read_providers(connection, ids=sorted(moved))
     if await feed.append(connection, changes_of(gone, states)):
-        await connection.execute(feed.NEW_HISTORY)
+        await fetch(connection, update(feed_head).values(history=func.gen_random_uuid()))
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
     return len(regrouped.union(changed)) + len(gone) + len(rewritten)
 
@@ -158,27 +161,37 @@ def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Pr
 async def _write_consumers(
     connection: asyncpg.Connection, wanted: BookExport, changed: list[str], ids: Mapping[str, int], names: NameTable
 ) -> None:
-    await connection.execute(DELETE_ALLOCATIONS, changed)
-    await connection.execute(DELETE_CONSUMERS, changed)
+    await fetch(connection, delete(allocations).where(uuids(allocations.c.consumer)), uuids=changed)
+    await fetch(connection, delete(consumers).where(uuids(consumers.c.uuid)), uuids=changed)
     new = [(uuid, wanted.consumers[uuid]) for uuid in changed if uuid in wanted.consumers]
-    await connection.execute(
-        INSERT_CONSUMERS,
-        [uuid for uuid, _ in new],
-        [c.generation for _, c in new],
-        [c.attempt for _, c in new],
-        [c.project_id for _, c in new],
-        [c.user_id for _, c in new],
-        [c.consumer_type for _, c in new],
-        [c.run for _, c in new],
+    await _insert(
+        connection,
+        _CONSUMER,
+        [(uuid, c.generation, c.attempt, c.project_id, c.user_id, c.consumer_type, c.run) for uuid, c in new],
     )
-    rows = [
-        (uuid, ids[provider], names.class_ids[name], amount)
-        for uuid, consumer in new
-        for provider, resources in consumer.holding.items()
-        for name, amount in resources.items()
-    ]
-    if rows:
-        await connection.execute(INSERT_ALLOCATIONS, *map(list, zip(*rows, strict=True)))
+    await _insert(
+        connection,
+        _HELD,
+        [
+            (uuid, ids[provider], names.class_ids[name], amount)
+            for uuid, consumer in new
+            for provider, resources in consumer.holding.items()
+            for name, amount in resources.items()
+        ],
+    )
+
+
+async def _insert(
+    connection: asyncpg.Connection,
+    columns: Sequence[Column[Any]],
+    rows: Sequence[Sequence[object]],
+) -> None:
+    """Insert rows in one statement, with an array for each column."""
+    arrays = [literal([row[at] for row in rows], ARRAY(one.type)) for at, one in enumerate(columns)]
+    given = (
+        func.unnest(*arrays).table_valued(*(column(one.name, one.type) for one in columns), name="n").render_derived()
+    )
+    await fetch(connection, insert(columns[0].table).from_select([one.name for one in columns], select(given)))
 
 
 async def _write_members(
@@ -195,7 +208,7 @@ async def _write_members(
 
 async def _read_members(connection: asyncpg.Connection) -> frozenset[GroupMember]:
     """Read all members that hold allocations."""
-    return frozenset(GroupMember(*row) for row in await connection.fetch(READ_MEMBERS))
+    return frozenset(GroupMember(*row) for row in await fetch(connection, _MEMBERS))
 
 
 def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> set[str]:
@@ -207,14 +220,13 @@ async def _replace_members(
     connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
 ) -> None:
     """Set the groups of these consumers to those of the export, whatever their rows have."""
-    await connection.execute(DELETE_MEMBERS, list(changed))
+    await fetch(connection, _DELETE_MEMBERS, uuids=list(changed))
     rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
-    if rows:
-        await connection.execute(INSERT_MEMBERS, *map(list, zip(*rows, strict=True)))
+    await _insert(connection, _MEMBER, rows)
 
 
 async def _drop_new_members(
     connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]
 ) -> None:
     """Keep the groups of consumers that held allocations. A consumer that held none leaves its former group."""
-    await connection.execute(DELETE_MEMBERS, [uuid for uuid in changed if uuid not in before])
+    await fetch(connection, _DELETE_MEMBERS, uuids=[uuid for uuid in changed if uuid not in before])

@@ -3,37 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import asyncpg
 from msgspec import Struct
+from sqlalchemy import Select, and_, bindparam, func, or_, select
+from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
+from bus.persistence.tables import UUID, fetch
 from placement_worker.book import ResourceBook
 from placement_worker.domain.server_groups import SHARING
+from placement_worker.store import tables
+from placement_worker.store.rows import CLASSES, STOCKS
 
 Holding = Mapping[str, Mapping[str, int]]
 
-SHARERS = """
-SELECT p.uuid::text FROM providers p JOIN provider_traits pt ON pt.provider_id = p.id
-JOIN traits t ON t.id = pt.trait_id WHERE t.name = $1
-"""
-# The newest consumers come first, because the last one found the host full or made it so. An inventory that is wholly
-# reserved while it is in use (a bare-metal node with its instance) is correct, unless the usage exceeds its total.
-BEYOND = """
-SELECT p.uuid::text, c.name, i.used, i.capacity, i.stranded,
-    array_agg(a.consumer::text ORDER BY k.created_at DESC, a.consumer), array_agg(a.amount ORDER BY k.created_at DESC,
-    a.consumer)
-FROM inventories i JOIN providers p ON p.id = i.provider_id JOIN resource_classes c ON c.id = i.class_id
-JOIN allocations a ON a.provider_id = i.provider_id AND a.class_id = i.class_id
-JOIN consumers k ON k.uuid = a.consumer AND k.released_at IS NULL
-WHERE i.used > i.capacity
-    AND (i.stranded OR i.reserved < i.total OR i.used > floor(i.total * i.allocation_ratio))
-GROUP BY p.uuid, c.name, i.used, i.capacity, i.stranded ORDER BY p.uuid, c.name
-"""
-CONSUMER = """
-SELECT project_id, user_id, consumer_type FROM consumers WHERE uuid = $1 AND released_at IS NULL
-"""
-GENERATIONS = "SELECT uuid::text, generation FROM consumers WHERE released_at IS NULL"
+_STOCK = tables.inventories.c
+_SHARERS = (
+    select(tables.providers.c.uuid)
+    .select_from(tables.providers.join(tables.provider_traits).join(tables.traits))
+    .where(tables.traits.c.name == SHARING)
+)
+_ALIVE = tables.consumers.c.released_at.is_(None)
+_CONSUMER = select(tables.consumers.c.project_id, tables.consumers.c.user_id, tables.consumers.c.consumer_type).where(
+    tables.consumers.c.uuid == bindparam("uuid", type_=UUID), _ALIVE
+)
+_GENERATIONS = select(tables.consumers.c.uuid, tables.consumers.c.generation).where(_ALIVE)
+
+
+def _beyond() -> Select[Any]:
+    """The newest consumers come first, because the last one found the host full or made it so. An inventory that is
+    wholly reserved while it is in use (a bare-metal node with its instance) is correct, unless the usage exceeds its
+    total.
+    """
+    held, consumers = tables.allocations.c, tables.consumers.c
+    newest = (consumers.created_at.desc(), held.consumer)
+    columns = (tables.providers.c.uuid, CLASSES.name, _STOCK.used, _STOCK.capacity, _STOCK.stranded)
+    here = and_(held.provider_id == _STOCK.provider_id, held.class_id == _STOCK.class_id)
+    most = func.floor(_STOCK.total * _STOCK.allocation_ratio)
+    return (
+        select(
+            *columns,
+            func.array_agg(aggregate_order_by(held.consumer, *newest)),
+            func.array_agg(aggregate_order_by(held.amount, *newest)),
+        )
+        .select_from(
+            STOCKS.join(tables.providers)
+            .join(tables.allocations, here)
+            .join(tables.consumers, and_(consumers.uuid == held.consumer, _ALIVE))
+        )
+        .where(
+            _STOCK.used > _STOCK.capacity,
+            or_(_STOCK.stranded, _STOCK.reserved < _STOCK.total, _STOCK.used > most),
+        )
+        .group_by(*columns)
+        .order_by(tables.providers.c.uuid, CLASSES.name)
+    )
 
 
 class Beyond(Struct, frozen=True):
@@ -73,7 +99,7 @@ class Doubled(Struct, frozen=True):
 async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
     """Return every inventory whose usage exceeds its capacity, by provider and class."""
     found = []
-    for provider, name, used, capacity, stranded, consumers, amounts in await connection.fetch(BEYOND):
+    for provider, name, used, capacity, stranded, consumers, amounts in await fetch(connection, _beyond()):
         newest: list[tuple[str, int]] = []
         left = used
         for consumer, amount in zip(consumers, amounts, strict=True):
@@ -87,14 +113,14 @@ async def beyond_capacity(connection: asyncpg.Connection) -> list[Beyond]:
 
 async def sharers(connection: asyncpg.Connection) -> frozenset[str]:
     """Return the sharing providers, whose allocations belong to no host."""
-    return frozenset(row[0] for row in await connection.fetch(SHARERS, SHARING))
+    return frozenset(row[0] for row in await fetch(connection, _SHARERS))
 
 
 async def generations(connection: asyncpg.Connection) -> dict[str, int]:
     """Return the generation of every consumer. Call this function before anything else about the consumers is read (see
     `give_back`).
     """
-    return dict(await connection.fetch(GENERATIONS))
+    return dict(await fetch(connection, _GENERATIONS))
 
 
 def doubled(  # noqa: PLR0917  (one question)
@@ -123,16 +149,16 @@ async def give_back(store: ResourceBook, connection: asyncpg.Connection, found: 
     """
     lines = []
     for each in found:
-        row = await connection.fetchrow(CONSUMER, each.consumer)
-        if row is None:
+        rows = await fetch(connection, _CONSUMER, uuid=each.consumer)
+        if not rows:
             continue
         entry = ConsumerAllocations(
             consumer=each.consumer,
             consumer_generation=each.generation,
             allocations={provider: dict(resources) for provider, resources in each.keeps.items()},
-            project_id=row[0],
-            user_id=row[1],
-            consumer_type=row[2],
+            project_id=rows[0][0],
+            user_id=rows[0][1],
+            consumer_type=rows[0][2],
         )
         [reply] = await store.apply([Swap(consumers=(entry,))])
         outcome = reply.outcome if isinstance(reply, SwapResult) else "refused"

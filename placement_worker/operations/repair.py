@@ -1,54 +1,64 @@
-"""Repairs inconsistencies that `audit` finds in the book. Each repair is one transaction together with its changes of
-the feed.
+"""Writes of an operator: repairs of what `audit` finds, a host's move to another cell, and the claim of a bare-metal
+node for the instance that already runs there. Each is inside the caller's transaction, with its changes of the feed.
 """
 
 from __future__ import annotations
 
 import asyncpg
+from msgspec import Struct
+from sqlalchemy import BigInteger, cast, delete, distinct, exists, func, or_, select, text, tuple_, update
 
+from bus.contracts.placement import Swap
+from bus.persistence.tables import fetch
+from placement_worker.book import claim
+from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
 from placement_worker.domain.reports import changes_of
-from placement_worker.store import feed, limits
-from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.store import feed
+from placement_worker.store.limits import COUNT_ANEW
+from placement_worker.store.postgres_transaction import PostgresBookTransaction
+from placement_worker.store.rows import ROOT, ids, read_providers, uuids
+from placement_worker.store.tables import allocations, consumers, inventories, providers, sources
 from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
 # Writers of consumers wait, readers do not. The lock is taken after that of the writers of trees and before any
 # provider's row, as everywhere.
-HOLD_CONSUMERS = "LOCK TABLE consumers IN EXCLUSIVE MODE"
-LOCK_ALL = "SELECT id FROM providers ORDER BY id FOR NO KEY UPDATE"
+HOLD_CONSUMERS = text("LOCK TABLE consumers IN EXCLUSIVE MODE")
+LOCK_ALL = select(providers.c.id).order_by(providers.c.id).with_for_update(key_share=True)
+
+_HELD, _STOCK = allocations.c, inventories.c
+_KNOWN = exists().where(consumers.c.uuid == _HELD.consumer, consumers.c.released_at.is_(None))
+_IN_STOCK = exists().where(_STOCK.provider_id == _HELD.provider_id, _STOCK.class_id == _HELD.class_id)
 # Allocations without a consumer, a provider or an inventory, which no client can release.
-DELETE_STRAYS = """
-DELETE FROM allocations a WHERE NOT EXISTS (
-    SELECT FROM consumers c WHERE c.uuid = a.consumer AND c.released_at IS NULL
-) OR NOT EXISTS (SELECT FROM inventories i WHERE i.provider_id = a.provider_id AND i.class_id = a.class_id)
-"""
-DELETE_EMPTY = """
-DELETE FROM consumers c WHERE c.released_at IS NULL AND NOT EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid)
-"""
+_DELETE_STRAYS = delete(allocations).where(or_(~_KNOWN, ~_IN_STOCK)).returning(_HELD.consumer)
+_DELETE_EMPTY = (
+    delete(consumers)
+    .where(consumers.c.released_at.is_(None), ~exists().where(_HELD.consumer == consumers.c.uuid))
+    .returning(consumers.c.uuid)
+)
 # Usage is the sum of the allocations.
-COUNT_USED = """
-UPDATE inventories i SET used = coalesce(s.amount, 0)
-FROM inventories j LEFT JOIN (
-    SELECT provider_id, class_id, sum(amount)::bigint AS amount FROM allocations GROUP BY provider_id, class_id
-) s ON s.provider_id = j.provider_id AND s.class_id = j.class_id
-WHERE i.provider_id = j.provider_id AND i.class_id = j.class_id AND i.used <> coalesce(s.amount, 0)
-RETURNING i.provider_id
-"""
-MOVE = "UPDATE providers SET generation = generation + 1, updated_at = now() WHERE id = ANY($1::bigint[])"
+_SUM = (
+    select(func.coalesce(cast(func.sum(_HELD.amount), BigInteger), 0))
+    .where(_HELD.provider_id == _STOCK.provider_id, _HELD.class_id == _STOCK.class_id)
+    .scalar_subquery()
+)
+COUNT_USED = update(inventories).values(used=_SUM).where(_STOCK.used != _SUM).returning(_STOCK.provider_id)
+_BUMP = (
+    update(providers).where(ids(providers.c.id)).values(generation=providers.c.generation + 1, updated_at=func.now())
+)
 
 
 async def repair(connection: asyncpg.Connection) -> list[str]:
-    """Remove stray allocations and consumers and recompute the usage, inside the caller's transaction. Returns a line
-    for each repair.
-    """
-    await connection.execute(ONE_WRITER_OF_TREES)
-    await connection.execute(HOLD_CONSUMERS)
-    await connection.execute(LOCK_ALL)
-    strays = _count(await connection.execute(DELETE_STRAYS))
-    empty = _count(await connection.execute(DELETE_EMPTY))
-    recounted = sorted({row[0] for row in await connection.fetch(COUNT_USED)})
-    await connection.execute(MOVE, recounted)
-    _, after = await read_providers(connection, READ_PROVIDERS_BY_ID, recounted)
-    projects = sorted({row[0] for row in await connection.fetch(limits.COUNT_ANEW)})
+    """Remove stray allocations and consumers and recompute the usage. Returns a line for each repair."""
+    await fetch(connection, ONE_WRITER_OF_TREES)
+    await fetch(connection, HOLD_CONSUMERS)
+    await fetch(connection, LOCK_ALL)
+    strays = len(await fetch(connection, _DELETE_STRAYS))
+    empty = len(await fetch(connection, _DELETE_EMPTY))
+    recounted = sorted({row[0] for row in await fetch(connection, COUNT_USED)})
+    await fetch(connection, _BUMP, ids=recounted)
+    _, after = await read_providers(connection, ids=recounted)
+    projects = sorted({row[0] for row in await fetch(connection, COUNT_ANEW)})
     await feed.append(connection, changes_of({}, after))
     done = ((strays, "allocations of no consumer removed"), (empty, "consumers without allocations removed"))
     lines = [f"{count} {what}" for count, what in done if count]
@@ -56,5 +66,69 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     return lines + [f"project {project}: its allocations recounted" for project in projects]
 
 
-def _count(tag: str) -> int:
-    return int(tag.rpartition(" ")[2])
+class Moved(Struct, frozen=True, kw_only=True):
+    """The result of a move. outcome: moved | unchanged | unknown | in_use (holders: how many hold something there)."""
+
+    outcome: str
+    root: str = ""
+    before: str | None = None
+    holders: int = 0
+
+
+async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Moved:
+    """Move the tree of this provider (a uuid or a name) to another cell.
+
+    The move is refused while a consumer holds allocations there: its instances belong to the old cell, which could no
+    longer release them. The whole tree is locked, so that claims of its providers are decided before or after it.
+    """
+    await fetch(connection, ONE_WRITER_OF_TREES)
+    meant = providers.alias("meant")
+    named = select(meant.c.root_id).where(or_(func.text(meant.c.uuid) == host, meant.c.name == host)).limit(1)
+    tree = (
+        select(providers.c.id, ROOT.c.id, ROOT.c.uuid, ROOT.c.cell)
+        .select_from(providers.join(ROOT, ROOT.c.id == providers.c.root_id))
+        .where(providers.c.root_id == named.scalar_subquery())
+        .order_by(providers.c.id)
+        .with_for_update(key_share=True, of=providers)
+    )
+    rows = await fetch(connection, tree)
+    if not rows:
+        return Moved(outcome="unknown")
+    _, root_id, root, before = rows[0]
+    if before == cell:
+        return Moved(outcome="unchanged", root=root, before=before)
+    held = select(func.count(distinct(_HELD.consumer))).where(ids(_HELD.provider_id))
+    [(holders,)] = await fetch(connection, held, ids=[row[0] for row in rows])
+    if holders:
+        return Moved(outcome="in_use", root=root, before=before, holders=holders)
+    await fetch(connection, update(providers).where(providers.c.id == root_id).values(cell=cell, updated_at=func.now()))
+    # Versions of the new cell's reports do not compare with those of the old cell.
+    await fetch(connection, delete(sources).where(sources.c.root == root))
+    return Moved(outcome="moved", root=root, before=before)
+
+
+async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> ClaimReply:
+    """Apply a swap as if the named nodes were not reserved.
+
+    They are reserved again at the commit, so neither a claim nor a replica ever sees them free. Nodes have one unit of
+    a class alone; on other hosts the reserved amount is not meant for instances. The caller has verified by the cell's
+    records that the consumer runs there.
+    """
+    connection = transaction.connection
+    await fetch(connection, ONE_WRITER_OF_TREES)
+    await fetch(connection, HOLD_CONSUMERS)
+    named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
+    locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(uuids(providers.c.uuid)), uuids=named)]
+    reserved = (_STOCK.total == 1, _STOCK.reserved == 1, _STOCK.used == 0, _STOCK.stranded.is_(False))
+    opening = (
+        update(inventories)
+        .where(ids(_STOCK.provider_id), *reserved)
+        .values(reserved=0, capacity=_STOCK.total)
+        .returning(_STOCK.provider_id, _STOCK.class_id)
+    )
+    opened = await fetch(connection, opening, ids=locked)
+    [reply] = await claim(transaction, ClaimGroup([swap]), ABOVE_CELLS)
+    for provider_id, class_id in opened:
+        this = tuple_(_STOCK.provider_id, _STOCK.class_id) == tuple_(provider_id, class_id)
+        await fetch(connection, update(inventories).where(this).values(reserved=_STOCK.total, capacity=0))
+    return reply

@@ -41,14 +41,7 @@ UPDATE feed_head SET history = gen_random_uuid(), origin = origin_of('feed_head'
 WHERE origin <> origin_of('feed_head') OR (history = $1::uuid AND number < $2)
 RETURNING number
 """
-NEW_HISTORY = "UPDATE feed_head SET history = gen_random_uuid()"
 OLDEST = "SELECT first FROM changes ORDER BY last LIMIT 1"
-TRIM = """
-DELETE FROM changes WHERE last IN (
-    SELECT last FROM changes
-    WHERE last <= LEAST((SELECT number FROM feed_head) - $1, (SELECT number FROM feed_position))
-    ORDER BY last LIMIT $2)
-"""
 
 # Read the changes after the position, and take the lease if it is free: it has ended, or this process holds it from a
 # turn that failed ($3). A lease with an end beyond LEASE_S from now was written before the clock was set back, and

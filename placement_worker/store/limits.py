@@ -11,40 +11,82 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from sqlalchemy import (
+    BigInteger,
+    Integer,
+    Select,
+    and_,
+    cast,
+    delete,
+    exists,
+    func,
+    literal,
+    select,
+    tuple_,
+)
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.sql.dml import ReturningDelete
+
 from bus.contracts.placement import INSTANCES
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.values import ConsumerState
+from placement_worker.store.tables import allocations, consumers, project_usage
 
 INSTANCES_ID = -1  # the class id of the row that counts the consumers with allocations
 
-# Delete rows whose amount is 0. Rows that another transaction has locked are skipped.
-PURGE_EMPTY = """
-DELETE FROM project_usage u USING (
-    SELECT project_id, class_id FROM project_usage WHERE amount = 0 AND $1::float8 >= 0
-    LIMIT $2 FOR UPDATE SKIP LOCKED
-) AS n WHERE u.project_id = n.project_id AND u.class_id = n.class_id AND u.amount = 0
-"""
-# (project, class id, recorded amount, correct amount) where the amounts differ.
-WRONG = f"""
-SELECT coalesce(u.project_id, s.project_id) AS project_id, coalesce(u.class_id, s.class_id) AS class_id,
-    coalesce(u.amount, 0) AS amount, coalesce(s.amount, 0) AS held
-FROM project_usage u FULL JOIN (
-    SELECT c.project_id, a.class_id, sum(a.amount)::bigint AS amount
-    FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-    WHERE c.released_at IS NULL AND c.consumer_type <> '{MIGRATION_TYPE}' GROUP BY c.project_id, a.class_id
-    UNION ALL
-    SELECT c.project_id, {INSTANCES_ID}, count(*) FROM consumers c
-    WHERE c.released_at IS NULL AND c.consumer_type <> '{MIGRATION_TYPE}'
-        AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) GROUP BY c.project_id
-) s ON s.project_id = u.project_id AND s.class_id = u.class_id
-WHERE coalesce(u.amount, 0) <> coalesce(s.amount, 0)
-"""
+_EMPTY = project_usage.alias("empty")
+
+
+def purge_empty(limit: int) -> ReturningDelete[Any]:
+    """Delete rows whose amount is 0. Rows that another transaction has locked are skipped."""
+    keys = tuple_(project_usage.c.project_id, project_usage.c.class_id)
+    empty = select(_EMPTY.c.project_id, _EMPTY.c.class_id).where(_EMPTY.c.amount == 0).limit(limit)
+    return (
+        delete(project_usage)
+        .where(project_usage.c.amount == 0, keys.in_(empty.with_for_update(skip_locked=True)))
+        .returning(project_usage.c.class_id)
+    )
+
+
+def _wrong() -> Select[Any]:
+    """(project, class id, recorded amount, correct amount) where the amounts differ."""
+    usage, held = project_usage.c, allocations.c
+    counts = and_(consumers.c.released_at.is_(None), consumers.c.consumer_type != MIGRATION_TYPE)
+    by_class = (
+        select(consumers.c.project_id, held.class_id, cast(func.sum(held.amount), BigInteger).label("amount"))
+        .select_from(consumers.join(allocations, held.consumer == consumers.c.uuid))
+        .where(counts)
+        .group_by(consumers.c.project_id, held.class_id)
+    )
+    instances = (
+        select(consumers.c.project_id, literal(INSTANCES_ID, Integer), func.count())
+        .where(counts, exists().where(held.consumer == consumers.c.uuid))
+        .group_by(consumers.c.project_id)
+    )
+    right = by_class.union_all(instances).subquery()
+    same = and_(right.c.project_id == usage.project_id, right.c.class_id == usage.class_id)
+    recorded, correct = func.coalesce(usage.amount, 0), func.coalesce(right.c.amount, 0)
+    return (
+        select(
+            func.coalesce(usage.project_id, right.c.project_id).label("project_id"),
+            func.coalesce(usage.class_id, right.c.class_id).label("class_id"),
+            recorded.label("amount"),
+            correct.label("held"),
+        )
+        .select_from(project_usage.join(right, same, full=True))
+        .where(recorded != correct)
+    )
+
+
+WRONG = _wrong().subquery("wrong")
+_ANEW = insert(project_usage).from_select(
+    ["project_id", "class_id", "amount"], select(WRONG.c.project_id, WRONG.c.class_id, WRONG.c.held)
+)
 # Correct the wrong rows. The caller ensures that no consumer changes meanwhile.
-COUNT_ANEW = f"""
-INSERT INTO project_usage (project_id, class_id, amount) SELECT project_id, class_id, held FROM ({WRONG}) AS wrong
-ON CONFLICT (project_id, class_id) DO UPDATE SET amount = excluded.amount RETURNING project_id
-"""
+COUNT_ANEW = _ANEW.on_conflict_do_update(
+    index_elements=["project_id", "class_id"], set_={"amount": _ANEW.excluded.amount}
+).returning(project_usage.c.project_id)
 
 
 def by_project(rows: Iterable[Sequence[Any]], class_names: Mapping[int, str]) -> dict[str, dict[str, int]]:

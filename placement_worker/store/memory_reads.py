@@ -23,7 +23,7 @@ from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePag
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.units import is_allowed_amount
+from placement_worker.domain.units import Fit, fit
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, state_of
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
 from placement_worker.store.port import (
@@ -65,11 +65,11 @@ class MemoryReads:
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         table = self._table
         async with self._session.transaction():
-            kept = {uuid: row.consumer for uuid in sorted(set(consumers)) if (row := table.consumers.get(uuid))}
+            kept = {uuid: row.consumer for uuid in sorted(set(named)) if (row := table.consumers.get(uuid))}
             return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
 
     async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
@@ -293,12 +293,7 @@ def _is_listed(p: Provider, listing: Listing) -> bool:
 
 
 def _has_left(provider: Provider, name: str, amount: int) -> bool:
-    inventory = provider.inventories.get(name)
-    return (
-        inventory is not None
-        and inventory.capacity - provider.used.get(name, 0) >= amount
-        and is_allowed_amount(amount, inventory)
-    )
+    return fit(amount, provider.inventories.get(name), provider.used.get(name, 0), amount) is Fit.FITS
 
 
 def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> HeldAllocation:

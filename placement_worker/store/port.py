@@ -318,7 +318,7 @@ class BookReads(Protocol):
         group by host.
         """
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
 
     async def tree(self, requested: HostTreeQuery) -> HostTree:

@@ -4,11 +4,30 @@ transaction that sees one state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import asyncpg
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    ColumnElement,
+    Integer,
+    Select,
+    Table,
+    Text,
+    any_,
+    bindparam,
+    case,
+    cast,
+    collate,
+    distinct,
+    exists,
+    func,
+    literal,
+    select,
+)
 
 from bus.contracts.book import (
     MAX_TREE,
@@ -24,9 +43,10 @@ from bus.contracts.book import (
     TreeHolder,
 )
 from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
+from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.units import in_units_sql
+from placement_worker.domain.units import is_in_units
 from placement_worker.domain.values import ABOVE_CELLS, state_of
 from placement_worker.store import limits, members
 from placement_worker.store.names import NameTable
@@ -39,101 +59,149 @@ from placement_worker.store.port import (
     UsageRow,
 )
 from placement_worker.store.postgres_transaction import PostgresBookTransaction
-from placement_worker.store.rows import READ_PROVIDERS_BY_ID, read_providers
+from placement_worker.store.rows import (
+    CLASSES,
+    HELD,
+    NAMES,
+    PARENT,
+    PROVIDERS,
+    ROOT,
+    ids,
+    read_providers,
+    seconds,
+    texts,
+    uuids,
+)
+from placement_worker.store.tables import (
+    allocations,
+    consumers,
+    inventories,
+    project_usage,
+    provider_aggregates,
+    provider_traits,
+    providers,
+    resource_classes,
+    sources,
+    traits,
+)
 
 Opens = Callable[[], AbstractAsyncContextManager[PostgresBookTransaction]]
 
-_NAME = "name, extract(epoch FROM updated_at)::float8"
-ASSOCIATED = "EXISTS (SELECT FROM provider_traits pt WHERE pt.trait_id = traits.id)"
 NO_NUMBER = 0  # no class or trait has this id
 
-_PROVIDERS = """
-SELECT p.uuid, p.name, p.generation, parent.uuid, root.uuid, extract(epoch FROM p.updated_at)::float8
-FROM providers p LEFT JOIN providers parent ON parent.id = p.parent_id JOIN providers root ON root.id = p.root_id
-"""
-_INVENTORIES = """
-SELECT p.generation, c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size, i.allocation_ratio,
-    extract(epoch FROM i.updated_at)::float8
-FROM providers p LEFT JOIN inventories i ON i.provider_id = p.id LEFT JOIN resource_classes c ON c.id = i.class_id
-WHERE p.uuid = $1 ORDER BY c.name
-"""
-_USAGES = """
-SELECT p.generation, c.name, i.used
-FROM providers p LEFT JOIN inventories i ON i.provider_id = p.id LEFT JOIN resource_classes c ON c.id = i.class_id
-WHERE p.uuid = $1 ORDER BY c.name
-"""
-_TRAITS = """
-SELECT p.generation, t.name, extract(epoch FROM t.updated_at)::float8
-FROM providers p LEFT JOIN provider_traits pt ON pt.provider_id = p.id LEFT JOIN traits t ON t.id = pt.trait_id
-WHERE p.uuid = $1 ORDER BY t.name
-"""
-_AGGREGATES = """
-SELECT p.generation, a.aggregate FROM providers p LEFT JOIN provider_aggregates a ON a.provider_id = p.id
-WHERE p.uuid = $1 ORDER BY a.aggregate
-"""
-_ALLOCATION = """
-SELECT c.uuid, p.uuid, p.generation, rc.name, a.amount, c.generation, c.project_id, c.user_id, c.consumer_type,
-    extract(epoch FROM c.updated_at)::float8
-"""
+_ALLOCATION: Select[Any] = select(
+    consumers.c.uuid,
+    providers.c.uuid,
+    providers.c.generation,
+    CLASSES.name,
+    allocations.c.amount,
+    consumers.c.generation,
+    consumers.c.project_id,
+    consumers.c.user_id,
+    consumers.c.consumer_type,
+    seconds(consumers),
+)
+_THIS = providers.c.uuid == bindparam("uuid", type_=UUID)
 _BY_CONSUMER = (
-    _ALLOCATION
-    + """
-FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN consumers c ON c.uuid = a.consumer
-JOIN resource_classes rc ON rc.id = a.class_id
-WHERE a.consumer = $1 ORDER BY p.id, rc.name
-"""
+    _ALLOCATION.select_from(HELD)
+    .where(allocations.c.consumer == bindparam("uuid", type_=UUID))
+    .order_by(providers.c.id, CLASSES.name)
 )
 _BY_PROVIDER = (
-    _ALLOCATION
-    + """
-FROM providers p LEFT JOIN allocations a ON a.provider_id = p.id LEFT JOIN consumers c ON c.uuid = a.consumer
-LEFT JOIN resource_classes rc ON rc.id = a.class_id
-WHERE p.uuid = $1 ORDER BY c.uuid, rc.name
-"""
+    _ALLOCATION.select_from(
+        providers.outerjoin(allocations, allocations.c.provider_id == providers.c.id)
+        .outerjoin(consumers, consumers.c.uuid == allocations.c.consumer)
+        .outerjoin(resource_classes, CLASSES.id == allocations.c.class_id)
+    )
+    .where(_THIS)
+    .order_by(consumers.c.uuid, CLASSES.name)
 )
-_TOTALS = """
-WITH held AS (
-    SELECT c.consumer_type, a.class_id, a.consumer, a.amount
-    FROM consumers c JOIN allocations a ON a.consumer = c.uuid
-    WHERE c.released_at IS NULL AND c.project_id = $1 AND ($2::text IS NULL OR c.user_id = $2)
-        AND ($3::text IS NULL OR c.consumer_type = $3)
-), counted AS (SELECT consumer_type, count(DISTINCT consumer) AS consumers FROM held GROUP BY consumer_type)
-SELECT held.consumer_type, rc.name, sum(held.amount)::bigint, counted.consumers
-FROM held JOIN counted USING (consumer_type) JOIN resource_classes rc ON rc.id = held.class_id
-GROUP BY held.consumer_type, rc.name, counted.consumers ORDER BY held.consumer_type, rc.name
-"""
-TREE_IDS = """
-SELECT id FROM providers WHERE root_id = (SELECT root_id FROM providers WHERE uuid = $1) ORDER BY uuid
-"""
-TREE_HOLDERS = """
-SELECT DISTINCT a.consumer FROM allocations a
-WHERE a.provider_id = ANY($1::bigint[]) AND ($3::uuid IS NULL OR a.consumer > $3) ORDER BY a.consumer LIMIT $2
-"""
-TREE_HELD = """
-SELECT a.consumer::text, p.uuid::text, n.name, a.amount, c.project_id, c.user_id, c.consumer_type, c.attempt
-FROM allocations a JOIN providers p ON p.id = a.provider_id JOIN resource_classes n ON n.id = a.class_id
-JOIN consumers c ON c.uuid = a.consumer
-WHERE a.provider_id = ANY($1::bigint[]) AND a.consumer = ANY($2::uuid[]) ORDER BY a.consumer, p.uuid, n.name
-"""
-HOLDING = """
-SELECT c.uuid::text, c.project_id, c.run, CASE WHEN c.consumer_type = ANY($2::text[]) THEN 0 ELSE c.attempt END,
-    c.generation, array_agg(p.uuid::text), array_agg(n.name), array_agg(a.amount),
-    array_agg(DISTINCT root.uuid::text), min(root.cell) FILTER (WHERE root.cell <> $3)
-FROM consumers c JOIN allocations a ON a.consumer = c.uuid JOIN resource_classes n ON n.id = a.class_id
-JOIN providers p ON p.id = a.provider_id JOIN providers root ON root.id = p.root_id
-WHERE c.uuid = ANY($1::uuid[]) GROUP BY c.uuid ORDER BY c.uuid
-"""
-USAGE_PROJECTS = """
-SELECT DISTINCT project_id COLLATE "C" FROM project_usage
-WHERE amount > 0 AND ($1::text[] = '{}' OR project_id = ANY($1)) AND ($2::text IS NULL OR project_id > $2 COLLATE "C")
-ORDER BY 1 LIMIT $3
-"""
-# As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an operator.
-HOSTS_OF_SERVICE = """
-SELECT p.name FROM sources s JOIN providers p ON p.uuid = s.root
-WHERE s.source = $1 AND coalesce(p.cell, $2) = $2 AND s.root = ANY(s.providers) ORDER BY p.name COLLATE "C" LIMIT $3
-"""
-USAGE_ROWS = "SELECT project_id, class_id, amount FROM project_usage WHERE project_id = ANY($1::text[]) AND amount > 0"
+_OF_PROVIDER = providers.outerjoin(inventories).outerjoin(resource_classes)
+_INVENTORIES = (
+    select(
+        providers.c.generation,
+        CLASSES.name,
+        inventories.c.total,
+        inventories.c.reserved,
+        inventories.c.min_unit,
+        inventories.c.max_unit,
+        inventories.c.step_size,
+        inventories.c.allocation_ratio,
+        seconds(inventories),
+    )
+    .select_from(_OF_PROVIDER)
+    .where(_THIS)
+    .order_by(CLASSES.name)
+)
+_USAGES = (
+    select(providers.c.generation, CLASSES.name, inventories.c.used)
+    .select_from(_OF_PROVIDER)
+    .where(_THIS)
+    .order_by(CLASSES.name)
+)
+_TRAITS = (
+    select(providers.c.generation, traits.c.name, seconds(traits))
+    .select_from(providers.outerjoin(provider_traits).outerjoin(traits))
+    .where(_THIS)
+    .order_by(traits.c.name)
+)
+_AGGREGATES = (
+    select(providers.c.generation, provider_aggregates.c.aggregate)
+    .select_from(providers.outerjoin(provider_aggregates))
+    .where(_THIS)
+    .order_by(provider_aggregates.c.aggregate)
+)
+_LISTED: Select[Any] = (
+    select(
+        providers.c.uuid,
+        providers.c.name,
+        providers.c.generation,
+        PARENT.c.uuid,
+        ROOT.c.uuid,
+        seconds(providers),
+    )
+    .select_from(PROVIDERS)
+    .order_by(providers.c.id)
+)
+_TREE = providers.alias("tree")
+_SAME_TREE = select(_TREE.c.root_id).where(_TREE.c.uuid == bindparam("tree", type_=UUID)).scalar_subquery()
+_TREE_IDS = select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
+_TREE_HELD = (
+    select(
+        allocations.c.consumer,
+        providers.c.uuid,
+        CLASSES.name,
+        allocations.c.amount,
+        consumers.c.project_id,
+        consumers.c.user_id,
+        consumers.c.consumer_type,
+        consumers.c.attempt,
+    )
+    .select_from(HELD)
+    .where(ids(allocations.c.provider_id), uuids(allocations.c.consumer))
+    .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
+)
+_HOLDING = (
+    select(
+        consumers.c.uuid,
+        consumers.c.project_id,
+        consumers.c.run,
+        case((consumers.c.consumer_type.in_(sorted(MIGRATION_TYPES)), 0), else_=consumers.c.attempt),
+        consumers.c.generation,
+        func.array_agg(providers.c.uuid),
+        func.array_agg(CLASSES.name),
+        func.array_agg(allocations.c.amount),
+        func.array_agg(distinct(ROOT.c.uuid)),
+        func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
+    )
+    .select_from(HELD.join(ROOT, ROOT.c.id == providers.c.root_id))
+    .where(uuids(consumers.c.uuid))
+    .group_by(consumers.c.uuid)
+    .order_by(consumers.c.uuid)
+)
+_USAGE = select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
+    texts(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
+)
 
 
 class PostgresReads:
@@ -144,17 +212,16 @@ class PostgresReads:
         self._snapshot = snapshot
         self._names = names
 
-    async def _fetch(self, statement: str, *arguments: object) -> Sequence[asyncpg.Record]:
+    async def _fetch(self, statement: Select[Any], **values: object) -> Sequence[asyncpg.Record]:
         async with self._transaction() as transaction:
-            rows: Sequence[asyncpg.Record] = await transaction.connection.fetch(statement, *arguments)
-            return rows
+            return await fetch(transaction.connection, statement, **values)
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
         """For each: on which hosts consumers are, and the members of a server group."""
         async with self._transaction() as transaction:
             return await members.where(transaction.connection, requested)
 
-    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         return [
             HeldAllocation(
@@ -168,7 +235,7 @@ class PostgresReads:
                 cell=cell,
             )
             for uuid, project, run, attempt, generation, providers, names, amounts, hosts, cell in await self._fetch(
-                HOLDING, consumers, sorted(MIGRATION_TYPES), ABOVE_CELLS
+                _HOLDING, uuids=named
             )
         ]
 
@@ -179,8 +246,7 @@ class PostgresReads:
 
     async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
-        source = f"{COMPUTE_SOURCE}{requested.service}"
-        rows = await self._fetch(HOSTS_OF_SERVICE, source, requested.cell, requested.limit)
+        rows = await self._fetch(_hosts_of_service(requested))
         return ServiceHostsPage(hosts=tuple(row[0] for row in rows))
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
@@ -191,10 +257,9 @@ class PostgresReads:
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """Return the usage of projects."""
         async with self._snapshot() as view:
-            wanted = (list(requested.projects), requested.after, requested.limit + 1)
-            rows = await view.connection.fetch(USAGE_PROJECTS, *wanted)
+            rows = await fetch(view.connection, _projects(requested))
             projects = [row[0] for row in rows[: requested.limit]]
-            held = await view.connection.fetch(USAGE_ROWS, projects)
+            held = await fetch(view.connection, _USAGE, projects=projects)
             used = {row[1] for row in held if row[1] != limits.INSTANCES_ID}
             by_project = limits.by_project(held, await self._names.names_of(view, used))
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
@@ -202,58 +267,60 @@ class PostgresReads:
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
         """A class or trait by name."""
-        rows = await self._fetch(f"SELECT {_NAME} FROM {kind} WHERE name = $1", name)
+        table = NAMES[kind]
+        rows = await self._fetch(_named(table).where(table.c.name == name))
         return NameRow(*rows[0]) if rows else None
 
     async def resource_classes(self) -> list[NameRow]:
         """All classes, standard ones first."""
-        rows = await self._fetch(f"SELECT {_NAME} FROM resource_classes ORDER BY id")
+        rows = await self._fetch(_named(resource_classes))
         return sorted((NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
 
     async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
         """All traits with one of these names, with this prefix, that some provider has, or that none has."""
-        held = "" if associated is None else f"AND {ASSOCIATED}" if associated else f"AND NOT {ASSOCIATED}"
-        statement = f"""
-            SELECT {_NAME} FROM traits WHERE ($1::text[] IS NULL OR name = ANY($1))
-            AND ($2::text IS NULL OR starts_with(name, $2)) {held} ORDER BY id
-        """
-        return [NameRow(*row) for row in await self._fetch(statement, names, prefix)]
+        found = _named(traits)
+        if names is not None:
+            found = found.where(texts(traits.c.name, "names"))
+        if prefix is not None:
+            found = found.where(func.starts_with(traits.c.name, prefix))
+        if associated is not None:
+            held = exists().where(provider_traits.c.trait_id == traits.c.id)
+            found = found.where(held if associated else ~held)
+        return [NameRow(*row) for row in await self._fetch(found, names=names)]
 
     async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first, each as the fields of ProviderRow. A name that
         the book does not know matches nothing.
         """
-        conditions, arguments = _conditions(listing, self._names)
-        where = f"WHERE {' AND '.join(conditions)} " if conditions else ""
-        return await self._fetch(f"{_PROVIDERS}{where}ORDER BY p.id", *arguments)
+        return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
     async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
         """(generation, inventories) of a provider, None when there is none."""
-        rows = await self._fetch(_INVENTORIES, uuid)
+        rows = await self._fetch(_INVENTORIES, uuid=uuid)
         return (rows[0][0], [InventoryRecord(*row[1:]) for row in rows if row[1] is not None]) if rows else None
 
     async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
         """(generation, {class: used}) of a provider, None when there is none."""
-        rows = await self._fetch(_USAGES, uuid)
+        rows = await self._fetch(_USAGES, uuid=uuid)
         return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
 
     async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
         """(generation, {trait: when it was made}) of a provider, None when there is none."""
-        rows = await self._fetch(_TRAITS, uuid)
+        rows = await self._fetch(_TRAITS, uuid=uuid)
         return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
 
     async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
         """(generation, aggregates) of a provider, None when there is none."""
-        rows = await self._fetch(_AGGREGATES, uuid)
+        rows = await self._fetch(_AGGREGATES, uuid=uuid)
         return (rows[0][0], [row[1] for row in rows if row[1] is not None]) if rows else None
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
         """The allocations of a consumer."""
-        return [AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid)]
+        return [AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid=uuid)]
 
     async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
         """(generation, allocations of a provider), None when it does not exist."""
-        rows = await self._fetch(_BY_PROVIDER, uuid)
+        rows = await self._fetch(_BY_PROVIDER, uuid=uuid)
         return (rows[0][2], [AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
 
     async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
@@ -261,48 +328,117 @@ class PostgresReads:
 
         "" is the unknown type.
         """
-        return [UsageRow(*row) for row in await self._fetch(_TOTALS, project_id, user_id, consumer_type)]
+        return [UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
 
 
-def _conditions(listing: Listing, names: NameTable) -> tuple[list[str], list[object]]:
-    """Return a listing as SQL conditions on `providers p`, and the arguments of their parameters $1 and following."""
-    arguments: list[object] = []
-    conditions: list[str] = []
+def _named(table: Table) -> Select[Any]:
+    return select(table.c.name, seconds(table)).order_by(table.c.id)
 
-    def add(condition: str, *values: object) -> None:
-        for value in values:
-            arguments.append(value)
-            condition = condition.replace("?", f"${len(arguments)}", 1)
-        conditions.append(condition)
 
+def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bool]]:
+    """Yield the conditions of a listing."""
     if listing.uuid is not None:
-        add("p.uuid = ?::uuid", listing.uuid)
+        yield providers.c.uuid == listing.uuid
     if listing.name is not None:
-        add("p.name = ?", listing.name)
+        yield providers.c.name == listing.name
     if listing.in_tree is not None:
-        add("p.root_id = (SELECT root_id FROM providers WHERE uuid = ?::uuid)", listing.in_tree)
-    trait_ids = names.trait_ids
-    has_trait = "EXISTS (SELECT FROM provider_traits t WHERE t.provider_id = p.id AND t.trait_id = ANY(?::int[]))"
+        yield providers.c.root_id == _SAME_TREE
     for group in listing.required:
-        add(has_trait, [trait_ids.get(name, NO_NUMBER) for name in group])
+        yield _has_trait(group, names)
     if listing.forbidden:
-        add(f"NOT {has_trait}", [trait_ids.get(name, NO_NUMBER) for name in listing.forbidden])
-    is_member = "EXISTS (SELECT FROM provider_aggregates a WHERE a.provider_id = p.id AND a.aggregate = ANY(?::uuid[]))"
+        yield ~_has_trait(listing.forbidden, names)
     for group in listing.member_of:
-        add(is_member, list(group))
+        yield _is_member(group)
     if listing.forbidden_aggregates:
-        add(f"NOT {is_member}", list(listing.forbidden_aggregates))
+        yield ~_is_member(listing.forbidden_aggregates)
     for name, amount in listing.resources:
-        add(
-            "EXISTS (SELECT FROM inventories i WHERE i.provider_id = p.id AND i.class_id = ?::int AND "
-            f"i.capacity - i.used >= ?::bigint AND {in_units_sql('?::bigint')})",
-            names.class_ids.get(name, NO_NUMBER),
-            amount,
-            amount,
-            amount,
-            amount,
+        left = inventories.c.capacity - inventories.c.used
+        number = names.class_ids.get(name, NO_NUMBER)
+        wanted = literal(amount, BigInteger)
+        limits_of_one = (inventories.c.min_unit, inventories.c.max_unit, inventories.c.step_size)
+        yield exists().where(
+            inventories.c.provider_id == providers.c.id,
+            inventories.c.class_id == number,
+            left >= wanted,
+            is_in_units(wanted, *limits_of_one),
         )
-    return conditions, arguments
+
+
+def _has_trait(group: Sequence[str], names: NameTable) -> ColumnElement[bool]:
+    numbers = [names.trait_ids.get(name, NO_NUMBER) for name in group]
+    return exists().where(
+        provider_traits.c.provider_id == providers.c.id,
+        provider_traits.c.trait_id == any_(literal(numbers, ARRAY(Integer))),
+    )
+
+
+def _is_member(group: Sequence[str]) -> ColumnElement[bool]:
+    return exists().where(
+        provider_aggregates.c.provider_id == providers.c.id,
+        provider_aggregates.c.aggregate == any_(literal(list(group), ARRAY(UUID))),
+    )
+
+
+def _hosts_of_service(requested: ServiceHostsQuery) -> Select[Any]:
+    """As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an
+    operator.
+    """
+    return (
+        select(providers.c.name)
+        .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
+        .where(
+            sources.c.source == f"{COMPUTE_SOURCE}{requested.service}",
+            func.coalesce(providers.c.cell, requested.cell) == requested.cell,
+            sources.c.root == any_(sources.c.providers),
+        )
+        .order_by(collate(providers.c.name, "C"))
+        .limit(requested.limit)
+    )
+
+
+def _projects(requested: ProjectUsageQuery) -> Select[Any]:
+    """The projects of a page of usage, and one more."""
+    name = collate(project_usage.c.project_id, "C")
+    found = select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
+    if requested.projects:
+        found = found.where(project_usage.c.project_id == any_(literal(list(requested.projects), ARRAY(Text))))
+    return found if requested.after is None else found.where(name > requested.after)
+
+
+def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> Select[Any]:
+    """The amounts that a project's (and user's, and type's) consumers hold, by type and class, with the number of
+    consumers of the type.
+    """
+    kind = consumers.c.consumer_type
+    wanted = [consumers.c.released_at.is_(None), consumers.c.project_id == project_id]
+    wanted += [] if user_id is None else [consumers.c.user_id == user_id]
+    wanted += [] if consumer_type is None else [kind == consumer_type]
+    held = consumers.join(allocations, allocations.c.consumer == consumers.c.uuid)
+    counted = (
+        select(kind, func.count(distinct(allocations.c.consumer)).label("count"))
+        .select_from(held)
+        .where(*wanted)
+        .group_by(kind)
+        .subquery()
+    )
+    return (
+        select(kind, CLASSES.name, cast(func.sum(allocations.c.amount), BigInteger), counted.c["count"])
+        .select_from(
+            held.join(counted, counted.c.consumer_type == kind).join(
+                resource_classes, CLASSES.id == allocations.c.class_id
+            )
+        )
+        .where(*wanted)
+        .group_by(kind, CLASSES.name, counted.c["count"])
+        .order_by(kind, CLASSES.name)
+    )
+
+
+def _holders(requested: HostTreeQuery) -> Select[Any]:
+    """The consumers of a page of a tree's holders, and one more."""
+    found = select(allocations.c.consumer).distinct().where(ids(allocations.c.provider_id))
+    found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
+    return found if requested.after is None else found.where(allocations.c.consumer > requested.after)
 
 
 def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequence[int]) -> dict[str, dict[str, int]]:
@@ -313,13 +449,13 @@ def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequen
 
 
 async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
-    ids = [row[0] for row in await connection.fetch(TREE_IDS, requested.provider)]
-    _, providers = await read_providers(connection, READ_PROVIDERS_BY_ID, ids[:MAX_TREE])
-    consumers = [row[0] for row in await connection.fetch(TREE_HOLDERS, ids, requested.limit + 1, requested.after)]
-    more, consumers = len(ids) > MAX_TREE or len(consumers) > requested.limit, consumers[: requested.limit]
+    numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
+    _, of_tree = await read_providers(connection, ids=numbers[:MAX_TREE])
+    holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
+    more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
     found: dict[str, TreeHolder] = {}
-    for consumer, provider, name, amount, project, user, kind, attempt in await connection.fetch(
-        TREE_HELD, ids, consumers
+    for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
+        connection, _TREE_HELD, ids=numbers, uuids=holding
     ):
         holder = found.setdefault(
             consumer,
@@ -328,5 +464,5 @@ async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> Hos
             ),
         )
         holder.holding.setdefault(provider, {})[name] = amount
-    states = tuple(state_of(providers[uuid]) for uuid in sorted(providers))
+    states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
     return HostTree(providers=states, holders=tuple(found.values()), more=more)

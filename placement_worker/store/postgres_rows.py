@@ -4,39 +4,66 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from datetime import timedelta
 from typing import Any
 
 import asyncpg
+from sqlalchemy import delete, exists, func, or_, select, tuple_
+from sqlalchemy.sql.dml import ReturningDelete
 
 from bus.clock import SystemClock
 from bus.contracts.feed import FeedHead
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
+from bus.persistence.tables import fetch
 from placement_worker.store import feed, limits, members
 from placement_worker.store.names import NameTable, StaleNames
 from placement_worker.store.port import NewestHead, Taken, Unstorable
 from placement_worker.store.postgres_reads import PostgresReads
 from placement_worker.store.postgres_transaction import PostgresBookTransaction
-from placement_worker.store.rows import count_of
+from placement_worker.store.tables import changes, consumers, feed_head, feed_position, providers, sources
 
 MIGRATIONS = "placement_worker.store.migrations"
 REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
-PURGE_FENCES = """
-DELETE FROM consumers WHERE uuid IN (
-    SELECT uuid FROM consumers WHERE released_at < now() - make_interval(secs => $1)
-    ORDER BY released_at LIMIT $2 FOR UPDATE SKIP LOCKED)
-"""
-# A source's row holds the version that later reports are compared with and the providers that the source may remove. So
-# a row is deleted only if its root no longer exists, or if a newer report of another source covers these providers.
-PURGE_SOURCES = """
-DELETE FROM sources WHERE ctid = ANY(ARRAY(
-    SELECT s.ctid FROM sources s WHERE s.updated_at < now() - make_interval(secs => $1) AND (
-        NOT EXISTS (SELECT FROM providers p WHERE p.uuid = s.root)
-        OR EXISTS (SELECT FROM sources n WHERE n.root = s.root AND n.updated_at > s.updated_at
-            AND n.providers @> s.providers))
-    LIMIT $2 FOR UPDATE SKIP LOCKED))
-"""
+
+def _purge_changes(keep: int, limit: int) -> ReturningDelete[Any]:
+    head = select(feed_head.c.number).scalar_subquery()
+    published = select(feed_position.c.number).scalar_subquery()
+    old = changes.alias("old").c
+    some = select(old.last).where(old.last <= func.least(head - keep, published)).order_by(old.last).limit(limit)
+    return delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
+
+
+def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
+    fence = consumers.alias("fence").c
+    some = (
+        select(fence.uuid)
+        .where(fence.released_at < func.now() - timedelta(seconds=keep_s))
+        .order_by(fence.released_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    return delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
+
+
+def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
+    """A source's row holds the version that later reports are compared with and the providers that the source may
+    remove. So a row is deleted only if its root no longer exists, or if a newer report of another source covers these
+    providers.
+    """
+    silent, newer = sources.alias("silent").c, sources.alias("newer").c
+    exist = exists().where(providers.c.uuid == silent.root)
+    covered = exists().where(
+        newer.root == silent.root, newer.updated_at > silent.updated_at, newer.providers.op("@>")(silent.providers)
+    )
+    some = (
+        select(silent.root, silent.source)
+        .where(silent.updated_at < func.now() - timedelta(seconds=keep_s), or_(~exist, covered))
+        .limit(limit)
+        .with_for_update(skip_locked=True, of=silent.root.table)
+    )
+    return delete(sources).where(tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
 
 
 class PostgresBookRows:
@@ -117,14 +144,14 @@ class PostgresBookRows:
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Delete rows that are no longer needed, with one bounded transaction for each kind."""
         more = False
-        for statement, keep in (
-            (feed.TRIM, keep_changes),
-            (PURGE_FENCES, keep_fences_s),
-            (PURGE_SOURCES, keep_sources_s),
-            (limits.PURGE_EMPTY, 0.0),
+        for statement in (
+            _purge_changes(keep_changes, limit),
+            _purge_fences(keep_fences_s, limit),
+            _purge_sources(keep_sources_s, limit),
+            limits.purge_empty(limit),
         ):
             async with self.database.raw() as connection:
-                more |= count_of(await connection.execute(statement, keep, limit)) >= limit
+                more |= len(await fetch(connection, statement)) >= limit
         async with self.database.raw() as connection:
             more |= await members.purge(connection, limit) >= limit
         return more

@@ -9,13 +9,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 import asyncpg
 import msgspec
+from sqlalchemy import ARRAY, Text, bindparam, delete, exists, func, literal, select, update
+from sqlalchemy.dialects.postgresql import insert
 
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ClaimHolder
+from bus.persistence.tables import fetch
 from bus.turns import turn_for
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Key, ReportSource, Sources
+from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
 from placement_worker.store import claims, feed, holders, members, trees
@@ -30,31 +33,30 @@ from placement_worker.store.port import (
     NameInUse,
     NameKind,
 )
-from placement_worker.store.rows import READ_PROVIDERS_AFTER, READ_PROVIDERS_BY_ID, count_of, read_providers
+from placement_worker.store.rows import CLASSES, NAMES, providers_after, read_providers
+from placement_worker.store.tables import (
+    allocations,
+    inventories,
+    project_usage,
+    providers,
+    resource_classes,
+    traits,
+)
 
-READ_CLASSES = "SELECT name, id FROM resource_classes"
-READ_TRAITS = "SELECT name, id FROM traits"
 # Processes that start at the same time insert one after the other; otherwise they could deadlock on unique keys.
-ONE_WRITER_OF_NAMES = "SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.names', 0))"
-ADD_NAMES = "INSERT INTO {table} (name) SELECT unnest($1::text[]) ON CONFLICT (name) DO NOTHING"
-# The renamed class gets a new id, because other processes cache names by id and an id must always mean the same name.
-# They can no longer write the old id, and they look up the new one, which they have not cached.
-RENAME = "INSERT INTO resource_classes (name) SELECT $2 FROM resource_classes WHERE name = $1 RETURNING id"
-MOVE_INVENTORIES = """
-UPDATE inventories SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
-"""
-MOVE_ALLOCATIONS = """
-UPDATE allocations SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
-"""
-MOVE_PROJECT_USAGE = """
-UPDATE project_usage SET class_id = $2 WHERE class_id = (SELECT id FROM resource_classes WHERE name = $1)
-"""
-# A foreign key refuses the delete while a provider has the class or trait.
-DELETE_NAME = "DELETE FROM {table} WHERE name = $1"
-HAVING = """
-SELECT p.id FROM providers p JOIN inventories i ON i.provider_id = p.id JOIN resource_classes c ON c.id = i.class_id
-WHERE c.name = $1 ORDER BY p.id FOR NO KEY UPDATE OF p
-"""
+ONE_WRITER_OF_NAMES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.names", 0)))
+HAVING = (
+    select(providers.c.id)
+    .where(
+        exists().where(
+            inventories.c.provider_id == providers.c.id,
+            inventories.c.class_id == CLASSES.id,
+            CLASSES.name == bindparam("name"),
+        )
+    )
+    .order_by(providers.c.id)
+    .with_for_update(key_share=True, of=providers)
+)
 
 
 class PostgresBookTransaction:
@@ -145,12 +147,12 @@ class PostgresBookTransaction:
 
     async def retired_sources(self, limit: int) -> Sources:
         """The sources that have removed a tree which was in use and is not any more."""
-        rows = await self.connection.fetch(trees.FIND_RETIRED_TREES, TAKEN_OUT, limit)
+        rows = await fetch(self.connection, trees.retired(limit))
         return {(row[0], row[1]): ReportSource(*row[2:]) for row in rows}
 
     async def release_sources(self, source: str, roots: Sequence[str], cell: str) -> None:
         """Record that another compute service may take over these roots of a source, those of the cell."""
-        await self.connection.execute(trees.RELEASE, source, roots, RELEASED, TAKEN_OUT, cell)
+        await fetch(self.connection, trees.release(source, roots, cell))
 
     async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
@@ -204,38 +206,49 @@ class PostgresBookTransaction:
 
     async def read_names(self) -> tuple[Named, Named]:
         """The numbers of (all classes, all traits)."""
-        classes = await self.connection.fetch(READ_CLASSES)
-        return dict(classes), dict(await self.connection.fetch(READ_TRAITS))
+        classes, names = [
+            dict(await fetch(self.connection, select(table.c.name, table.c.id))) for table in (resource_classes, traits)
+        ]
+        return classes, names
 
     async def add_names(self, classes: Sequence[str], traits: Sequence[str]) -> int:
         """Insert the names that are missing."""
-        await self.connection.execute(ONE_WRITER_OF_NAMES)
+        await fetch(self.connection, ONE_WRITER_OF_NAMES)
         added = 0
         for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
             if names:
-                added += count_of(await self.connection.execute(ADD_NAMES.format(table=kind), sorted(names)))
+                wanted = select(func.unnest(literal(sorted(names), ARRAY(Text))))
+                new = insert(NAMES[kind]).from_select(["name"], wanted).on_conflict_do_nothing(index_elements=["name"])
+                added += len(await fetch(self.connection, new.returning(NAMES[kind].c.id)))
         return added
 
     async def delete_name(self, kind: NameKind, name: str) -> bool:
         """Remove a class or trait. Raises NameInUse."""
-        try:
-            return bool(count_of(await self.connection.execute(DELETE_NAME.format(table=kind), name)))
+        table = NAMES[kind]
+        try:  # a foreign key refuses it while a provider has the class or trait
+            return bool(await fetch(self.connection, delete(table).where(table.c.name == name).returning(table.c.id)))
         except asyncpg.ForeignKeyViolationError as error:
             raise NameInUse(name) from error
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
-        """Give a class another name. Returns the providers that have it. Raises NameExists."""
-        having = [row[0] for row in await self.connection.fetch(HAVING, old)]
+        """Give a class another name. Returns the providers that have it. Raises NameExists.
+
+        The renamed class gets a new id, because other processes cache names by id and an id must always mean the same
+        name. They can no longer write the old id, and they look up the new one, which they have not cached.
+        """
+        having = [row[0] for row in await fetch(self.connection, HAVING, name=old)]
+        former = [row[0] for row in await fetch(self.connection, select(CLASSES.id).where(CLASSES.name == old))]
+        if not former:
+            return None
         try:
-            number = await self.connection.fetchval(RENAME, old, new)
+            [(number,)] = await fetch(self.connection, insert(resource_classes).values(name=new).returning(CLASSES.id))
         except asyncpg.UniqueViolationError as error:
             raise NameExists(new) from error
-        if number is None:
-            return None
-        for statement in (MOVE_INVENTORIES, MOVE_ALLOCATIONS, MOVE_PROJECT_USAGE):
-            await self.connection.execute(statement, old, number)
+        for table in (inventories, allocations, project_usage):
+            moved = update(table).where(table.c.class_id == former[0]).values(class_id=number)
+            await fetch(self.connection, moved)
         await self.delete_name(NameKind.CLASS, old)
-        return (await read_providers(self.connection, READ_PROVIDERS_BY_ID, having))[1]
+        return (await read_providers(self.connection, ids=having))[1]
 
     # --- the feed
 
@@ -254,4 +267,4 @@ class PostgresBookTransaction:
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""
-        return list((await read_providers(self.connection, READ_PROVIDERS_AFTER, after, limit))[1].values())
+        return list((await read_providers(self.connection, providers_after(after, limit)))[1].values())

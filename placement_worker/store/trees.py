@@ -8,19 +8,18 @@ in the same order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
+from sqlalchemy import ARRAY, Select, Update, any_, exists, func, literal, select, update
 
-from placement_worker.domain.report_group import Sources
+from bus.persistence.tables import UUID
+from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
 from placement_worker.domain.values import Provider, StoredInventory
+from placement_worker.store.tables import inventories, providers, sources
 
-# Take the lock and draw the shape for this transaction. The shape is drawn under the lock, so that a later writer has a
-# higher one.
-ONE_WRITER_OF_TREES = """
-WITH writer AS MATERIALIZED (SELECT pg_advisory_xact_lock(hashtextextended('berth.placement.trees', 0)))
-SELECT nextval('shapes') FROM writer
-"""
+ONE_WRITER_OF_TREES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.trees", 0)))
 
 # Functions of 0001_functions.sql.
 LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
@@ -28,23 +27,49 @@ LOCK = "SELECT lock_trees($1::uuid[], $2::text[], $3::uuid[], $4::uuid[])"
 WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
-RELEASE = """
-UPDATE sources s SET digest = $3, settled = false FROM providers p
-WHERE s.source = $1 AND s.root = ANY($2::uuid[]) AND s.digest <> $4 AND p.uuid = s.root AND p.cell = $5
-"""
 
-# Trees that their source removed while they were in use, that are no longer in use, and that no source has reported
-# since.
-FIND_RETIRED_TREES = """
-SELECT s.root, s.source, s.version, s.digest, s.settled, s.providers
-FROM sources s JOIN providers r ON r.uuid = s.root AND r.root_id = r.id
-WHERE NOT s.settled AND s.digest = $1
-    AND NOT EXISTS (SELECT FROM sources n
-        WHERE n.root = s.root AND n.digest <> $1 AND n.updated_at >= s.updated_at)
-    AND (SELECT bool_and(i.stranded AND i.used = 0) FROM providers p JOIN inventories i ON i.provider_id = p.id
-        WHERE p.root_id = r.id)
-ORDER BY s.root, s.source LIMIT $2
-"""
+def release(source: str, roots: Sequence[str], cell: str) -> Update:
+    """Another compute service may take over these roots of a source, those of the cell."""
+    return (
+        update(sources)
+        .where(
+            sources.c.source == source,
+            sources.c.root == any_(literal(list(roots), ARRAY(UUID))),
+            sources.c.digest != TAKEN_OUT,
+            providers.c.uuid == sources.c.root,
+            providers.c.cell == cell,
+        )
+        .values(digest=RELEASED, settled=False)
+    )
+
+
+def retired(limit: int) -> Select[Any]:
+    """Sources whose tree was removed while it was in use, is no longer in use, and was reported by no source since."""
+    later, every = sources.alias("later"), providers.alias("every")
+    is_empty = (
+        select(func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
+        .select_from(every.join(inventories, inventories.c.provider_id == every.c.id))
+        .where(every.c.root_id == providers.c.id)
+        .scalar_subquery()
+    )
+    reported = exists().where(
+        later.c.root == sources.c.root, later.c.digest != TAKEN_OUT, later.c.updated_at >= sources.c.updated_at
+    )
+    columns = ("root", "source", "version", "digest", "settled", "providers")
+    return (
+        select(*(sources.c[name] for name in columns))
+        .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
+        .where(
+            providers.c.root_id == providers.c.id,
+            sources.c.settled.is_(False),
+            sources.c.digest == TAKEN_OUT,
+            ~reported,
+            is_empty,
+        )
+        .order_by(sources.c.root, sources.c.source)
+        .limit(limit)
+    )
+
 
 HOLDERS = """
 SELECT DISTINCT a.consumer FROM unnest($1::uuid[], $2::int[]) AS n (provider, class_id)

@@ -31,7 +31,7 @@ from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.handlers import PlacementHandlers
-from placement_worker.operations.host_cells import move_host
+from placement_worker.operations.repair import move_host
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.contract.books import KINDS, books
 

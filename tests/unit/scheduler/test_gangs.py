@@ -46,7 +46,7 @@ UNANSWERED = PlacementUnavailable("away")
 
 def taken(request: BuildRequest) -> PendingBuild:
     received = Received(request, Meta(id="m"), "api", "scheduler.requests")
-    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector)
 
 
 def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
