@@ -204,12 +204,30 @@ def of_project(project_id: str, settings: Settings, *, user: str | None = None) 
 
 
 def commands(grants: Sequence[Grant]) -> Iterator[str]:
-    """The grants as `rabbitmqctl` commands, with a comment before each user's."""
+    """The grants as `rabbitmqctl` commands, with a comment before each user's.
+
+    `rabbitmqctl` reads its standard input, which would be the rest of the commands where a shell gets them from a pipe.
+    """
     for grant in grants:
         yield f"# {grant.role}, on {grant.broker}"
         yield _line("set_permissions", grant, grant.configure, grant.write, grant.read)
         for exchange, topic in grant.topics.items():
             yield _line("set_topic_permissions", grant, exchange, topic.write, topic.read)
+
+
+def definitions(grants: Sequence[Grant]) -> dict[str, list[dict[str, str]]]:
+    """The grants as `rabbitmqctl import_definitions` takes them, all at once. The users are there already."""
+    return {
+        "permissions": [
+            {"user": one.user, "vhost": one.vhost, "configure": one.configure, "write": one.write, "read": one.read}
+            for one in grants
+        ],
+        "topic_permissions": [
+            {"user": one.user, "vhost": one.vhost, "exchange": exchange, "write": topic.write, "read": topic.read}
+            for one in grants
+            for exchange, topic in one.topics.items()
+        ],
+    }
 
 
 def as_plain(grants: Sequence[Grant]) -> list[dict[str, Any]]:
@@ -220,7 +238,7 @@ def as_plain(grants: Sequence[Grant]) -> list[dict[str, Any]]:
 
 def _line(command: str, grant: Grant, *patterns: str) -> str:
     quoted = " ".join("'" + pattern.replace("'", "'\\''") + "'" for pattern in patterns)
-    return f"rabbitmqctl {command} -p {shlex.quote(grant.vhost)} {shlex.quote(grant.user)} {quoted}"
+    return f"rabbitmqctl {command} -p {shlex.quote(grant.vhost)} {shlex.quote(grant.user)} {quoted} </dev/null"
 
 
 def _grants(

@@ -19,28 +19,28 @@ from placement_worker.domain.allocation_migration import between, migrated, migr
 from placement_worker.domain.allocations import (
     AllocationOutcome,
     AllocationWrite,
+    Reshape,
     classes_of_allocations,
     entries_of_allocations,
     expect,
     expected_rows,
     providers_held,
+    reshape,
     touched,
 )
-from placement_worker.domain.causes import caused
 from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
-from placement_worker.domain.refusal import WriteRefusal
-from placement_worker.domain.report_group import ReportGroup, names_of_reports, trees_of_reports
+from placement_worker.domain.refusal import WriteRefusal, caused
+from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
 from placement_worker.domain.reports import ReportRefusal, changes_of, plan
-from placement_worker.domain.reshape import Reshape, reshape
-from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.trees import (
     ProviderTrees,
     TreeOutcome,
     TreeWrite,
     WantedTrees,
+    adopted_providers,
     classes_of_trees,
     deleted_trees,
     traits_of_trees,
@@ -447,8 +447,12 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
 
 async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
+    reported: set[str] = set()
+    if adopted := adopted_providers(writes):
+        sources, _ = await transaction.lock_sources(adopted)
+        reported = {root for (root, _), last in sources.items() if root in last.providers}
     shape, before = await transaction.lock_trees(wanted_trees(writes))
-    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape)
+    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape, reported=reported)
     outcomes = [trees.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
     changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))

@@ -60,7 +60,8 @@ class RequestHandler:
         """
         await self._keep_up()
         is_warming_up = self._warmup.is_on()
-        deliveries = [delivery_of(received, is_warming_up=is_warming_up) for received in batch]
+        kept_since = self._clock.time() - self._max_age_s
+        deliveries = [delivery_of(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch]
         try:
             return await self._process(batch, deliveries)
         except (Transient, Forbidden, BusError):
@@ -83,7 +84,7 @@ class RequestHandler:
             if isinstance(received.message, DeleteRequest)
         ]
         moves = [
-            pending_move(received, delivery, position, now=now, max_age_s=self._max_age_s)
+            pending_move(received, delivery, position, now=now)
             for position, (received, delivery) in enumerate(taken)
             if isinstance(received.message, MoveRequest)
         ]
@@ -117,7 +118,7 @@ class RequestHandler:
 
     async def _builds(self, taken: Sequence[tuple[Received, RequestDelivery]], now: float) -> dict[int, PendingBuild]:
         return {
-            position: pending_build(received, delivery, now=now, flavors=self._flavors, max_age_s=self._max_age_s)
+            position: pending_build(received, delivery, now=now, flavors=self._flavors)
             async for part in InParts(enumerate(taken), BUILDS_AT_ONCE)
             for position, (received, delivery) in part
             if isinstance(received.message, BuildRequest)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from berth.commands.common import AsJson, Exit, Stop, out, print_json
-from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, of_project, of_role
+from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, definitions, of_project, of_role
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
@@ -20,12 +20,15 @@ async def permissions(
     project: Annotated[list[str] | None, typer.Option(help="A project's user; may be given several times.")] = None,
     cell: Annotated[str | None, typer.Option(help="Of conductor and compute: only this cell's.")] = None,
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
+    as_definitions: Annotated[
+        bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the RabbitMQ permissions that each user needs.
 
     As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
-    the users and runs the commands.
+    the users and runs the commands, or imports the definitions.
     """
     if cell is not None:
         Site(settings).check_cell(cell)
@@ -42,8 +45,10 @@ async def permissions(
             grants.append(of_project(name, settings, user=user))
         except ValueError as fault:
             raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
-    if as_json:
-        print_json(as_plain(grants))
+    if as_definitions and len({one.broker for one in grants}) > 1:
+        raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
+    if as_json or as_definitions:
+        print_json(definitions(grants) if as_definitions else as_plain(grants))
         return
     for line in commands(grants):
         out.print(line, markup=False, soft_wrap=True)

@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from bus.contracts.moves import MoveKind
 
-from .desires import DESIRES, EVACUATED, EVACUATED_IN_DOUBT
+from .desires import EVACUATED, EVACUATED_IN_DOUBT, desire_of
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
-from .leases import LeaseState
+from .leases import Lease, LeaseState
 from .move_events import move_of
 from .steps import StepContext
 
@@ -51,7 +51,12 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
         if lease.state is LeaseState.STOPPED:
             # A service that was stopped on purpose is no proof: its machines go on.
             return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
-    if not force and _still_runs(instance.uuid, attempt, context.still_running.get(where.host_uuid), fence, context):
+    found = context.still_running.get(where.host_uuid)
+    if (
+        not force
+        and found is not None
+        and _still_runs(found, fence, context.down.get(found.service), instance, attempt)
+    ):
         reason = (
             "its host has reported that it runs since the host was fenced: switch it off, and fence it once more when "
             "its compute service is down"
@@ -61,7 +66,7 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
 
 
 def _still_runs(
-    uuid: str, attempt: int, found: RunningAfterFence | None, fence: Fence | None, context: StepContext
+    found: RunningAfterFence, fence: Fence | None, lease: Lease | None, instance: Instance, attempt: int
 ) -> bool:
     """Whether a report shows that the host's fence did not hold for this machine.
 
@@ -69,12 +74,11 @@ def _still_runs(
     that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off). A
     report that is newer than the fence counts in any case: a lease is renewed by heartbeats alone.
     """
-    if found is None or found.attempts.get(uuid) != attempt:
+    if found.attempts.get(instance.uuid) != attempt:
         return False
-    lease = context.down.get(found.service)
     if fence is None or fence.lifting or lease is None:
         return True
-    return lease.since > fence.at or found.at > fence.at + context.report_grace_s
+    return lease.since > fence.at or found.version == fence.version
 
 
 def misses_proof(before: Instance, after: Instance) -> bool:
@@ -89,7 +93,7 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     A doubted record may have forgotten that it did.
     """
     move = instance.move
-    may_run = instance.state in EVACUATED or (instance.state in EVACUATED_IN_DOUBT and instance.doubted)
+    may_run = instance.phase in EVACUATED or (instance.phase in EVACUATED_IN_DOUBT and instance.doubted)
     is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
     return is_going and instance.source_host_uuid == host_uuid
 
@@ -98,7 +102,7 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
     host of a shelved instance up.
     """
-    relied, relies = DESIRES[before.state].relies_on_fence, DESIRES[after.state].relies_on_fence
+    relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     if relied or not relies or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
     host = after.source_host_uuid or after.host_uuid

@@ -222,10 +222,12 @@ def _measured(host: Host, now: float) -> HostReading:
 
 
 def _check(host: Host, build: Build) -> None:
-    """A build whose allocation names no provider of this host was sent to the wrong one: building would leak."""
+    """A build whose allocation names no provider of this host was sent to the wrong one: building would leak. The tree
+    of another host may be as it should be.
+    """
     plan, allocations = host.plan, build.allocations
     if plan.uuid not in allocations and not any(child in allocations for child in plan.children):
-        raise BuildAbort("allocation.elsewhere", "the allocation names no provider of this host")
+        raise Reschedule("allocation.elsewhere", "the allocation names no provider of this host")
 
 
 def _changed(guest: Guest, change: ChangeOrder) -> Guest:

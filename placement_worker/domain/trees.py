@@ -16,8 +16,7 @@ import os_resource_classes
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from placement_worker.domain.causes import Caused
-from placement_worker.domain.refusal import Why, WriteRefusal, generation_conflict, no_provider, no_such_class
+from placement_worker.domain.refusal import Caused, Why, WriteRefusal, generation_conflict, no_provider, no_such_class
 from placement_worker.domain.values import Provider, StoredInventory
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
@@ -192,6 +191,11 @@ def traits_of_trees(writes: Iterable[TreeWrite]) -> set[str]:
     return {trait for write in writes if isinstance(write, SetTraits) for trait in write.traits}
 
 
+def adopted_providers(writes: Iterable[TreeWrite]) -> list[str]:
+    """The providers that writes of a group put below another one."""
+    return [write.uuid for write in writes if isinstance(write, UpdateProvider) and isinstance(write.parent, str)]
+
+
 def deleted_trees(writes: Iterable[TreeWrite], outcomes: Iterable[TreeOutcome]) -> list[str]:
     """The providers that writes of a group have deleted with everything below them."""
     pairs = zip(writes, outcomes, strict=True)
@@ -201,7 +205,7 @@ def deleted_trees(writes: Iterable[TreeWrite], outcomes: Iterable[TreeOutcome]) 
 class ProviderTrees:
     """The providers of one group of writes: first as loaded, then as the writes so far have left them.
 
-    shape: the shape of every provider that the group creates or changes.
+    shape: the shape of every provider that the group creates or changes. reported: roots that a source reports.
     """
 
     def __init__(
@@ -211,9 +215,11 @@ class ProviderTrees:
         known_traits: Collection[str],
         *,
         shape: int,
+        reported: Collection[str] = (),
     ) -> None:
         self.providers = dict(providers)
         self._shape = shape
+        self._reported = reported
         self._names = {provider.name: provider.uuid for provider in providers.values()}
         self._known_classes = known_classes
         self._known_traits = known_traits
@@ -291,6 +297,9 @@ class ProviderTrees:
         parent = self.providers.get(write.parent)
         if parent is None:
             return _bad_parent("create", "parent provider UUID does not exist.")
+        if before.uuid in self._reported:
+            # Builds would be sent to the host by another root than its own, until its source reports it again.
+            return _bad_parent("update", "the provider is a host, which its source reports as a root.")
         if before.parent is not None and before.parent != parent.uuid and not write.may_move:
             return _bad_parent("update", "re-parenting a provider is not currently allowed.")
         return parent.root

@@ -27,8 +27,9 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     attempt: how often its queue has had it retried. is_letter: its queue has given it up. last: it is not retried any
     more; it ends now. why: it ends with this, unless it is on record and goes on (None: it does not end).
     has_requester: one waits for an answer, and knows that a request whose time is over may be carried out. is_late:
-    whether its time is over, whenever it is asked. awaits_hosts: this process has just started, so hosts that were not
-    announced yet may still be, and "no host" would be a guess.
+    whether its time is over, whenever it is asked. is_old: it was sent so long ago that its record may be purged.
+    awaits_hosts: this process has just started, so hosts that were not announced yet may still be, and "no host" would
+    be a guess.
     """
 
     attempt: int = 0
@@ -37,6 +38,7 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     why: Refusal | None = None
     has_requester: bool = False
     is_late: Callable[[], bool] = never
+    is_old: bool = False
     awaits_hosts: bool = False
 
     @property
@@ -70,8 +72,10 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
 LAST = RequestDelivery(attempt=RETRIES, last=True)
 
 
-def delivery_of(received: Received, *, is_warming_up: bool = False) -> RequestDelivery:
-    """The delivery of a request that has just been taken. is_warming_up: this process has started a moment ago."""
+def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: float = 0.0) -> RequestDelivery:
+    """The delivery of a request that has just been taken. is_warming_up: this process has started a moment ago.
+    kept_since: the records of requests that were sent before may have been purged (seconds since the epoch).
+    """
     is_letter = received.queue == LETTERS
     why = given_up_of(received)
     if is_letter and why is None:
@@ -84,6 +88,7 @@ def delivery_of(received: Received, *, is_warming_up: bool = False) -> RequestDe
         why=why,
         has_requester=received.meta.reply_to is not None,
         is_late=_always if why is EXPIRED_WAITING else received.is_late,
+        is_old=0 < received.meta.sent_at < kept_since,
         awaits_hosts=is_warming_up and not last,
     )
 

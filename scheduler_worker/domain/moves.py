@@ -51,11 +51,9 @@ _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 _encode = msgspec.json.Encoder(order="deterministic").encode
 
 
-def pending_move(
-    received: Received, delivery: RequestDelivery, position: int, *, now: float, max_age_s: float
-) -> PendingMove:
+def pending_move(received: Received, delivery: RequestDelivery, position: int, *, now: float) -> PendingMove:
     """A request that has just been taken."""
-    request, meta = received.message, received.meta
+    request = received.message
     assert isinstance(request, MoveRequest)
     return PendingMove(
         position=position,
@@ -63,7 +61,6 @@ def pending_move(
         digest=blake2b(_encode(request), digest_size=16).digest(),
         taken_at=now,
         delivery=delivery,
-        too_old=0 < meta.sent_at < now - max_age_s,
     )
 
 
@@ -99,7 +96,7 @@ def check_move(
         if build is None and delivery.may_be_early:
             return Retry(UNKNOWN, "not on record (yet)")
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
-    if pending.too_old:
+    if delivery.is_old:
         return Refusal(code=TOO_OLD, reason="it was sent so long ago that it may have been carried out already")
     return delivery.ends_with() or _misfit(request, known, flavors, same_host=same_host)
 

@@ -82,12 +82,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
         return self.request.instance_uuid
 
 
-def pending_build(
-    received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess, max_age_s: float
-) -> PendingBuild:
-    """A request that has just been received. max_age_s: the record of a request that was sent longer ago may have been
-    purged.
-    """
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
+    """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
     refusal: Refusal | None
@@ -97,7 +93,7 @@ def pending_build(
         known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
         reason = f"there is no flavor {missing} (there are: {known})"
         refusal = Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
-    elif 0 < meta.sent_at < now - max_age_s:
+    elif delivery.is_old:
         reason = "it was sent so long ago that it may have been carried out, and its record purged"
         refusal = Refusal(code=TOO_OLD, reason=reason)
     else:

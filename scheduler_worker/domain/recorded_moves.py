@@ -79,16 +79,13 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
-    """A request that has no outcome yet. position: in its batch. too_old: it was sent so long ago that its record may
-    have been purged.
-    """
+    """A request that has no outcome yet. position: in its batch."""
 
     position: int
     request: MoveRequest
     digest: bytes
     taken_at: float
     delivery: RequestDelivery = RequestDelivery()
-    too_old: bool = False
 
 
 class MoveContext(Struct, frozen=True, kw_only=True):

@@ -11,17 +11,25 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Message, Meta
 from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
-from bus.contracts.placement import InventoryReleased, InventoryResult, InventoryTaken, InventoryUpdate
+from bus.contracts.placement import (
+    Inventory,
+    InventoryReleased,
+    InventoryResult,
+    InventoryTaken,
+    InventoryUpdate,
+)
 from placement_worker.book import ResourceBook
+from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.domain.trees import DeleteTree
-from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.domain.trees import CreateProvider, DeleteTree, SetInventories, UpdateProvider
+from placement_worker.domain.values import ABOVE_CELLS, Provider, stored_inventory
 from placement_worker.handlers import PlacementHandlers
 from tests.contract.books import KINDS, books
 from tests.contract.test_cells import CHILD, MINE, host
 
 FIRST, SECOND, THIRD = "compute-s1", "compute-s2", "compute-s3"
 TAKEN = "host.other_service"
+NO_HOST = "b0000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture(params=KINDS)
@@ -163,6 +171,29 @@ async def test_a_service_whose_host_has_anothers_name_is_sent_that(store: Resour
     (taken,) = published
     assert isinstance(taken, InventoryTaken)
     assert (taken.root_uuid, taken.owner, taken.code) == (CHILD, None, "provider.name_taken")
+
+
+async def test_what_rest_has_changed_of_a_host_is_put_right_by_the_same_report(store: ResourceBook) -> None:
+    """A total of 1,000,000 stayed: a report of the content that its source had reported before was not looked at."""
+    assert [*await outcomes(store, first(1)), *await outcomes(store, first(2))] == ["applied", "unchanged"]
+    (changed,) = await store.write_trees([SetInventories(MINE, {"VCPU": stored_inventory(Inventory(total=1_000_000))})])
+    assert isinstance(changed, Provider) and await capacity(store) == 1_000_000
+    assert [*await outcomes(store, first(3)), *await outcomes(store, first(4))] == ["applied", "unchanged"]
+    assert await capacity(store) == 4
+
+
+async def test_rest_puts_no_host_that_a_source_reports_below_another(store: ResourceBook) -> None:
+    """Builds went to it by the other's root, and 18 of 24 failed."""
+    await outcomes(store, first(1))
+    created = await store.write_trees([CreateProvider(CHILD, "above"), CreateProvider(NO_HOST, "no-host")])
+    assert all(isinstance(one, Provider) for one in created)
+    put, other = (UpdateProvider(uuid, uuid, parent=CHILD, may_move=True) for uuid in (MINE, NO_HOST))
+    refused, moved = await store.write_trees([put, other])
+    assert isinstance(refused, WriteRefusal) and refused.why is Why.BAD_PARENT
+    assert isinstance(moved, Provider) and moved.parent == CHILD
+    await outcomes(store, replace(first(2), providers=()))
+    (gone,) = await store.write_trees([put])
+    assert isinstance(gone, WriteRefusal) and gone.why is Why.NO_PROVIDER
 
 
 async def test_the_hosts_of_a_service_are_those_that_it_owns(store: ResourceBook) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Mapping
 
 import pytest
@@ -217,6 +218,16 @@ async def test_an_expired_request_that_may_have_been_begun_goes_on(house: House,
     await house.consume(bus, REQUESTS, handler)
     await settled(bus, queue)
     assert len(await handler.wait(1)) == 1
+
+
+async def test_an_expiration_alone_is_the_patience_of_its_publisher(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    for expiration_s, headers in ((600.0, {}), (600.0, {"berth-patience-ms": 60_000}), (None, {})):
+        await bus.transport.publish(replace(delete(headers), expiration_s=expiration_s))
+    assert [received.meta.patience_s for received in await handler.wait(3)] == [600.0, 60.0, None]
+    assert all(received.left_s() <= (received.meta.patience_s or math.inf) for received in handler.got)
 
 
 async def test_an_expired_query_is_skipped(house: House) -> None:

@@ -22,7 +22,7 @@ import msgspec
 import pytest
 from aiormq.exceptions import ChannelAccessRefused, ChannelLockedResource
 
-from berth.permissions import Grant, PermissionRole, of_project, of_role
+from berth.permissions import Grant, PermissionRole, definitions, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings
 from berth.trial.servers import API_VHOST, RealServers, variables
 from berth.trial.worker_processes import WorkerProcesses
@@ -83,24 +83,8 @@ class Guarded:
 def define(servers: RealServers, grants: list[Grant]) -> None:
     """Make the users and give each exactly what is granted."""
     names = sorted({grant.user for grant in grants})
-    servers.broker.define(
-        users=[{"name": name, "password": PASSWORD, "tags": ""} for name in names],
-        permissions=[
-            {
-                "user": grant.user,
-                "vhost": grant.vhost,
-                "configure": grant.configure,
-                "write": grant.write,
-                "read": grant.read,
-            }
-            for grant in grants
-        ],
-        topic_permissions=[
-            {"user": grant.user, "vhost": grant.vhost, "exchange": exchange, "write": topic.write, "read": topic.read}
-            for grant in grants
-            for exchange, topic in grant.topics.items()
-        ],
-    )
+    servers.broker.define(users=[{"name": name, "password": PASSWORD, "tags": ""} for name in names])
+    servers.broker.define(**definitions(grants))
 
 
 @pytest.fixture(scope="module")

@@ -144,7 +144,8 @@ async def test_strange_commands_are_answered_or_refused(cell: Cell) -> None:
     assert (await cell.outcome(lost, 1)).code == "host.unknown"
     await cell.destroyed(foreign, lost)
     await cell.bus.publish(msgspec.structs.replace(spawn(host, elsewhere), allocations={foreign: {"VCPU": 1}}))
-    assert (await cell.outcome(elsewhere, 1)).code == "allocation.elsewhere"
+    ended = await cell.outcome(elsewhere, 1)
+    assert (ended.code, ended.final) == ("allocation.elsewhere", False), "an alternate may do"
     assert await cell.bus.transport.depth(DEAD_LETTERS) == 0
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
-import shlex
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.commands.as_toml import as_toml
-from berth.permissions import Grant, PermissionRole, commands, of_project, of_role
+from berth.permissions import Grant, PermissionRole, commands, definitions, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
 from bus.contracts.catalogue import MESSAGES, QUEUES, projects_key
@@ -293,9 +294,16 @@ def allows(pattern: str, name: str) -> bool:
     return re.search(pattern, name) is not None
 
 
-def test_the_commands_print_what_the_json_holds() -> None:
+def test_the_commands_that_are_piped_into_a_shell_all_run(tmp_path: Path) -> None:
+    """rabbitmqctl reads its standard input: of 98 commands the first ran."""
     grants = all_of(REAL)
-    lines = [shlex.split(line) for line in commands(grants) if not line.startswith("#")]
+    rabbitmqctl = tmp_path / "rabbitmqctl"
+    arguments = r"""printf '%s\n' rabbitmqctl "$@" END"""
+    rabbitmqctl.write_text(f"#!/bin/sh\ncat > /dev/null\n{arguments}\n")
+    rabbitmqctl.chmod(0o755)
+    piped, path = "\n".join(commands(grants)), f"{tmp_path}:{os.environ['PATH']}"
+    run = subprocess.run(["sh"], input=piped, text=True, check=True, capture_output=True, env={"PATH": path})
+    lines = [block.split("\n") for block in run.stdout.removesuffix("\nEND\n").split("\nEND\n")]
     printed = []
     for grant in grants:
         where = ["-p", grant.vhost, grant.user]
@@ -303,6 +311,20 @@ def test_the_commands_print_what_the_json_holds() -> None:
         for exchange, topic in grant.topics.items():
             printed.append(["rabbitmqctl", "set_topic_permissions", *where, exchange, topic.write, topic.read])
     assert lines == printed
+
+
+def test_one_file_of_definitions_grants_what_the_commands_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grants = all_of(Settings())
+    made = definitions(grants)
+    assert [tuple(one.values()) for one in made["permissions"]] == [
+        (g.user, g.vhost, g.configure, g.write, g.read) for g in grants
+    ]
+    assert [tuple(one.values()) for one in made["topic_permissions"]] == [
+        (g.user, g.vhost, exchange, topic.write, topic.read) for g in grants for exchange, topic in g.topics.items()
+    ]
+    monkeypatch.chdir(tmp_path)
+    shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--definitions"])
+    assert json.loads(shown.stdout) == definitions([of_project("p-0", Settings())])
 
 
 @pytest.mark.parametrize("settings", [Settings(), REAL], ids=["memory", "real"])

@@ -46,7 +46,7 @@ UNANSWERED = PlacementUnavailable("away")
 
 def taken(request: BuildRequest) -> PendingBuild:
     received = Received(request, Meta(id="m"), "api", "scheduler.requests")
-    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector)
 
 
 def test_members_are_requests_for_one_machine_each_under_uuids_that_follow_from_the_request() -> None:
@@ -197,7 +197,7 @@ def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_wit
 
 @pytest.mark.parametrize("claims", [0, 1])
 def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
-    """One that was refused for a quota came to placement once more, when there was room (requests-forgotten, seed 9)."""
+    """One that was refused for a quota came to placement once more, and there was room (requests-forgotten, 9)."""
     (pending,) = members_of(taken(REQUEST), start=0)
     request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
     over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)

@@ -33,7 +33,7 @@ REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
 
 def taken(request: BuildRequest = REQUEST, **meta: float) -> PendingBuild:
     received = Received(request, Meta(id="m", **meta), "api", "scheduler.requests")  # type: ignore[arg-type]
-    return pending_build(received, RequestDelivery(), now=1000.0, flavors=Hosts([]).selector, max_age_s=100.0)
+    return pending_build(received, delivery_of(received, kept_since=900.0), now=1000.0, flavors=Hosts([]).selector)
 
 
 def status(state: BuildState = BuildState.ACCEPTED, digest: bytes | None = None, **more: object) -> BuildStatus:
@@ -55,13 +55,11 @@ def test_a_request_goes_on_under_the_run_of_its_record() -> None:
     assert new_build(taken(), Author("s", 1.0)).build.run == taken().run != ""
     assert admit_known(taken(), status(run="r")) == Continue("r")
     later = pending_build(
-        Received(REQUEST, Meta(id="m"), "api", "q"), RequestDelivery(), now=1001.0, flavors=NO_FLAVORS, max_age_s=9.0
+        Received(REQUEST, Meta(id="m"), "api", "q"), RequestDelivery(), now=1001.0, flavors=NO_FLAVORS
     )
     assert later.run != taken().run, "a record that is lost may have been dispatched: it had another run"
     nameless = [
-        pending_build(
-            Received(one, Meta(id=""), "api", "q"), RequestDelivery(), now=1000.0, flavors=NO_FLAVORS, max_age_s=9.0
-        ).run
+        pending_build(Received(one, Meta(id=""), "api", "q"), RequestDelivery(), now=1000.0, flavors=NO_FLAVORS).run
         for one in (REQUEST, replace(REQUEST, name="other"))
     ]
     assert len({taken().run, *nameless}) == 3
