@@ -32,8 +32,14 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.service.environment import Environment
 from placement_worker.app import build
 from placement_worker.config import PlacementConfig
-from placement_worker.domain.parts import MAX_CLAIMED, MAX_REPORTED, entries_of_claim, entries_of_report, parts
-from placement_worker.handlers import PlacementHandlers
+from placement_worker.handlers import (
+    MAX_CLAIMED,
+    MAX_REPORTED,
+    PlacementHandlers,
+    entries_of_claim,
+    entries_of_report,
+    parts,
+)
 from tests.integration.placement_rest.conftest import Placement, serving
 from tests.integration.placement_rest.test_turn_cost import AMOUNTS, Turns, filled
 

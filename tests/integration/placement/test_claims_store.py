@@ -31,8 +31,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.book import claim as apply
 from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
 from placement_worker.domain.claims import ClaimItem
-from placement_worker.domain.units import is_in_units
-from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.domain.values import ABOVE_CELLS, is_in_units
 from placement_worker.store import claims
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.unit_rules import amounts_and_units

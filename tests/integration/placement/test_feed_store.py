@@ -20,7 +20,7 @@ from bus.persistence.database import Database
 from placement_worker import book as resource_book
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store import feed, publishing
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database

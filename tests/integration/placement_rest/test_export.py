@@ -36,7 +36,7 @@ from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
 from placement_worker.operations.repair import repair
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
 from tests.kit.forks import run_berth

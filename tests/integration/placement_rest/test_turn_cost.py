@@ -360,7 +360,7 @@ import json, sys
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import candidates
-from placement_worker.replica.time_budget import TimeBudget
+from placement_worker.replica.tree_solver import TimeBudget
 from placement_worker.rest import candidates as route
 from placement_worker.rest.candidates_query import parse_candidates
 from placement_worker.rest.http import QueryString
