@@ -27,7 +27,7 @@ from .config import ConductorConfig
 from .domain.adopt_rules import is_searched, is_unsearched
 from .domain.arrival_doubts import is_searched_for
 from .domain.delete_rules import is_of_another_project
-from .domain.desires import DESIRES
+from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
 from .domain.events import (
     BuildRequested,
@@ -318,7 +318,7 @@ class Engine:
             trace = traceparent_of(cause) or after.traceparent
             outgoing += [OutboxMessage(self._bus.name, command, cause, trace) for command in stepped.commands]
             steps[before.state, type(instance_event.event).__name__] += 1
-            if stepped.instance.state is not before.state and DESIRES[stepped.instance.state].ends:
+            if stepped.instance.state is not before.state and desire_of(stepped.instance).ends:
                 ended.append(stepped.instance)
         changed = [i for uuid, i in now.items() if uuid in known and i is not known[uuid]]
         created = [i for uuid, i in now.items() if uuid not in known and i.state is not State.ABSENT]

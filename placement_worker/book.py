@@ -19,23 +19,22 @@ from placement_worker.domain.allocation_migration import between, migrated, migr
 from placement_worker.domain.allocations import (
     AllocationOutcome,
     AllocationWrite,
+    Reshape,
     classes_of_allocations,
     entries_of_allocations,
     expect,
     expected_rows,
     providers_held,
+    reshape,
     touched,
 )
-from placement_worker.domain.causes import caused
 from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, decide
 from placement_worker.domain.claims import changes_of as changes_of_usage
-from placement_worker.domain.refusal import WriteRefusal
-from placement_worker.domain.report_group import ReportGroup, names_of_reports, trees_of_reports
+from placement_worker.domain.refusal import WriteRefusal, caused
+from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
 from placement_worker.domain.reports import ReportRefusal, changes_of, plan
-from placement_worker.domain.reshape import Reshape, reshape
-from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.trees import (
     ProviderTrees,
     TreeOutcome,

@@ -29,7 +29,7 @@ from bus.contracts.placement import LocatePage
 from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
-from placement_worker.replica.query import total_resources
+from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.delivery import LAST
 from scheduler_worker.domain.drains import (
     DRAIN_KINDS,

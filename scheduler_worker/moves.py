@@ -38,8 +38,7 @@ from bus.contracts.operations import AdminState
 from bus.contracts.placement import LocatePage, LocateRequest
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
-from placement_worker.replica.query import total_resources
-from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.builds import Author, BuildUpdate

@@ -23,7 +23,7 @@ from tests.kit.fixtures import (
     postgres_server,
     postgres_url,
 )
-from tests.kit.tasks import unfinished
+from tests.kit.turns import unfinished
 
 # A busy machine fails no property: neither an example nor the drawing of one has a limit by the clock.
 settings.register_profile("berth", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -17,18 +17,27 @@ from bus import contracts
 from bus.contracts import base, catalogue
 from bus.contracts.base import Message
 from bus.contracts.catalogue import BY_TYPE, COMMANDS, LANE, MESSAGES, QUEUES, REPLIES, QueueKind, Where
-from tests.kit.sources import OURS, ROOT, WORKERS, forget, imports, nodes, parsed, sources, where, within
-from tests.kit.syntax import (
+from tests.kit.sources import (
+    OURS,
+    ROOT,
+    WORKERS,
+    forget,
+    imports,
     is_broad,
     is_own,
     is_stored,
     members_listed,
     names_in,
+    nodes,
     numbers_without_unit,
+    parsed,
     public_definitions,
     silent_raises,
     slots_of,
+    sources,
     waits_longer,
+    where,
+    within,
 )
 
 MAX_FILE_LINES = 550
@@ -209,7 +218,7 @@ def test_only_one_module_defines_how_something_is_retried() -> None:
 
 # The states of an instance: one row each, and the table of what each event does in them.
 DESIRES = "cell_conductor/domain/desires.py"
-STATES_LISTED = {DESIRES, "cell_conductor/domain/table.py", "cell_conductor/domain/moves_table.py"}
+STATES_LISTED = {DESIRES, "cell_conductor/domain/table.py"}
 STATES_IN_SQL = re.compile(r"\bstate (?:NOT )?(?:IN \(|=) ?'")
 
 
@@ -225,6 +234,27 @@ def test_the_states_of_an_instance_are_listed_in_one_place() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and STATES_IN_SQL.search(node.value):
                 wrong.append(f"{where(path, node.lineno)} lists states in SQL: derive that from {DESIRES}")
     assert wrong == []
+
+
+# What comes `then`: the record has it, the store writes and reads it, the step passes it on, and the table takes it up.
+THEN_READ = {
+    "cell_conductor/domain/instance.py",
+    "cell_conductor/domain/steps.py",
+    "cell_conductor/domain/table.py",
+    "cell_conductor/store/memory.py",
+    "cell_conductor/store/port.py",
+}
+
+
+def test_what_follows_an_answer_is_read_only_where_it_is_taken_up() -> None:
+    """Elsewhere it would be a second name of the state: a rule reads the desire (`desires`)."""
+    reading = {
+        str(path.relative_to(ROOT))
+        for path in sources("cell_conductor")
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "then"
+    }
+    assert reading == THEN_READ
 
 
 @pytest.mark.parametrize(

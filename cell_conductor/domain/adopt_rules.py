@@ -16,7 +16,7 @@ from bus.contracts.build import BuildState
 from bus.contracts.cell import FoundMachine, Selection
 
 from . import rules, steps
-from .desires import DESIRES
+from .desires import Ask, Work, desire_of, in_text
 from .events import (
     BuildRequested,
     Claimed,
@@ -36,7 +36,8 @@ MAX_SELECTIONS = 10  # of one record, as of one request
 
 def is_searched(instance: Instance) -> bool:
     """Whether the cell's services are to be queried about it before another host is claimed for it."""
-    return instance.doubted and instance.state is State.RECLAIMING
+    desire = desire_of(instance)
+    return instance.doubted and desire.asks is Ask.CLAIM and desire.work is Work.BUILD
 
 
 def is_unsearched(instance: Instance, event: Event, set_back_at: float) -> bool:
@@ -88,8 +89,9 @@ def why_not_adoptable(instance: Instance | None) -> str:
         return "the cell has no record of it"
     if instance.machine_exists:
         return "its build was refused, because the machine may be another project's"
-    if not DESIRES[instance.state].takes_machine or instance.move is not None:
-        return f"it is {instance.state}: only what is active elsewhere by its record, or failed, takes a machine over"
+    if not desire_of(instance).takes_machine or instance.move is not None:
+        now = in_text(instance.phase)
+        return f"it is {now}: only what is active elsewhere by its record, or failed, takes a machine over"
     return ""
 
 
@@ -155,7 +157,15 @@ def end_adopted(instance: Instance, event: Claimed | ClaimRefused, context: Step
         up = Spawned(at=event.at, attempt=settled.attempt, host_uuid=here.host_uuid, service=here.service)
         return rules.come_up(settled, up, context)
     deadline = event.at + settled.build_timeout_s
-    building = replace(settled, state=State.BUILDING, deadline=deadline, since=event.at, doubted=True, queried=False)
+    building = replace(
+        settled,
+        state=State.BUILDING,
+        then=None,
+        deadline=deadline,
+        since=event.at,
+        doubted=True,
+        queried=False,
+    )
     return steps.announce(building, BuildState.BUILDING, event.at, context)
 
 
@@ -172,7 +182,7 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
     if best.project_id != instance.spec.project_id or allocations is None or best.attempt < 1:
         reason = f"host {best.host} has a machine of this instance, and its project or size is not proved"
         passed = replace(instance, code=MACHINE_EXISTS, reason=steps.cut(reason), doubted=True)
-        return Step(steps.ask(passed, State.GIVING_UP, at, context))
+        return Step(steps.releasing(passed, State.FAILED, at, context))
     here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
     others = tuple(one for one in instance.alternates_and_here if one.host_uuid != here.host_uuid)
     adopted = replace(
@@ -183,7 +193,7 @@ def _adopt(instance: Instance, found: Sequence[FoundMachine], at: float, context
         newest=max(best.attempt, instance.last_attempt),
         found_built=best.built,
     )
-    return Step(steps.ask(adopted, State.ADOPTING, at, context))
+    return Step(steps.claiming(adopted, State.ACTIVE, at, context))
 
 
 def taken_of(instance: Instance, found: FoundMachine) -> Allocations | None:

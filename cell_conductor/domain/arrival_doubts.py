@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.moves import MoveKind
 
-from . import rules
+from . import rules, steps
 from .adopt_rules import MAX_SELECTIONS, taken_of
-from .desires import DESIRES, Wish
+from .desires import Wish, desire_of
 from .events import MachineFound, MoveRequested, Reverted, TimedOut
 from .instance import Instance, State
 from .move_events import DONE, after, answer_other, move_of
@@ -46,7 +46,7 @@ def is_searched_for(instance: Instance) -> bool:
         return False
     is_back = instance.state is State.REVERTING and move.to_cell is not None
     # Nothing of it is here: it may be built, or given back, next.
-    return is_back or (move.kept is not None and DESIRES[instance.state].here is Wish.NONE)
+    return is_back or (move.kept is not None and desire_of(instance).here is Wish.NONE)
 
 
 def is_taken_back(instance: Instance) -> bool:
@@ -116,17 +116,14 @@ def follow_found(instance: Instance, event: MachineFound, context: StepContext) 
     others = tuple(one for one in instance.selections[1:] if one.host_uuid != here.host_uuid)
     leaving = replace(
         instance,
-        state=State.UNDOING,
         selections=(instance.selections[0], here, *others)[:MAX_SELECTIONS],
         position=1,
         attempt=best.attempt,
         newest=max(best.attempt, instance.last_attempt),
         reused_from=instance.reused_from or 1,
         move=replace(move, finishing=True),
-        deadline=event.at + context.destroy_retry_s,
-        since=event.at,
     )
-    return Step(leaving)
+    return Step(steps.destroying(leaving, State.REVERTING, event.at, context))
 
 
 def may_end(instance: Instance, event: MoveRequested) -> bool:

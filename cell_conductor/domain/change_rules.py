@@ -9,12 +9,9 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from . import steps
 from .departure_steps import give_back
 from .events import (
     ChangeEnded,
-    Destroyed,
-    HostMissing,
     Released,
 )
 from .instance import Instance, Power, State
@@ -54,13 +51,6 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
     return close(over(instance, event.at), DONE, event.at, context)
 
 
-def vacate(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The shelved machine is gone from its host: its allocation is released."""
-    if not steps.here_gone(instance, event):
-        return Step(instance)
-    return Step(steps.ask(instance, State.VACATING, event.at, context))
-
-
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing is allocated any more: the instance has no host, or goes back to the cell that keeps its machine.
 
@@ -72,6 +62,7 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
     gone = replace(
         instance,
         state=State.OFFLOADED,
+        then=None,
         power=Power.SHELVED,
         newest=instance.next_attempt,
         consumer_generation=None,

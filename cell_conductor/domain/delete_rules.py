@@ -8,12 +8,11 @@ from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import (
-    MoveState,
-)
+from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
-from .desires import DESIRES, OVER, Ask
+from .departure_rules import refer
+from .desires import DESTROYED, OVER, WANTED, Ask, desire_of
 from .events import (
     BuildRequested,
     DeleteRequested,
@@ -31,6 +30,7 @@ from .move_events import (
     move_of,
 )
 from .move_steps import leave
+from .repeat_rules import report_deleting
 from .steps import Step, StepContext
 
 
@@ -63,7 +63,7 @@ def delete_unknown(instance: Instance, event: DeleteRequested, context: StepCont
         cause=event.cause or instance.cause,
     )
     if not own:
-        queried = steps.ask(forgotten, State.RELEASING, event.at, context)
+        queried = steps.releasing(forgotten, State.DELETED, event.at, context)
         return steps.announce(queried, BuildState.DELETING, event.at, context)
     left = rules.destroy(forgotten, event, context)
     others = tuple(
@@ -82,7 +82,7 @@ def refuse_build(instance: Instance, event: BuildRequested, context: StepContext
         wanted = DeleteRequested(at=event.at, cause=instance.cause, project_id=event.spec.project_id, found=event.found)
         return delete_unknown(instance, wanted, context)
     adopted = replace(rules.with_request(instance, event), cause=instance.cause)
-    return Step(steps.ask(adopted, State.RELEASING, event.at, context))
+    return Step(steps.releasing(adopted, State.DELETED, event.at, context))
 
 
 def is_of_another_project(instance: Instance, event: DeleteRequested) -> bool:
@@ -103,7 +103,7 @@ def _remember(instance: Instance, event: DeleteRequested, context: StepContext) 
 
 def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepContext) -> Step:
     """The host cannot destroy it now: announce why, once for each reason. The delete goes on."""
-    if not event.code.startswith(rules.DESTROY_CODES):
+    if desire_of(instance).condition is not Condition.DELETED or not event.code.startswith(rules.DESTROY_CODES):
         return rules.destroy_leftover(instance, event, context)
     why = (event.code, steps.cut(event.reason))
     is_current = steps.is_current(instance, event.attempt, event.host_uuid)
@@ -115,6 +115,22 @@ def report_undestroyed(instance: Instance, event: SpawnFailed, context: StepCont
 
 
 def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
+    """A client's delete of an instance that is under way: what it waits for is awaited, and then it is deleted."""
+    desire = desire_of(instance)
+    if desire.condition is Condition.DELETED:
+        return report_deleting(instance, event, context)
+    if desire.elsewhere:
+        return refer(instance, event, context)
+    if instance.move is not None and desire.condition is not Condition.FAILED:
+        return delete_moving(instance, event, context)
+    if desire.here in WANTED:
+        return rules.destroy(instance, event, context)
+    # A claim or a release is under way: of the first what it has claimed is released, and nothing is built.
+    leaving = replace(instance, then=State.DELETED, cause=event.cause or instance.cause)
+    return steps.announce(leaving, BuildState.DELETING, event.at, context)
+
+
+def delete_moving(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Every machine of it is destroyed, and then both consumers are released.
 
     While a destination is requested of placement, the conductor awaits the answer: it shows whether the migration holds
@@ -127,7 +143,7 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
     earlier = answer(instance, deleted, event.at, context)
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
-    desire = DESIRES[named.state]
+    desire = desire_of(named)
     # The answer of placement shows which consumer holds what; of one from another cell the destination is given up.
     if desire.asks is Ask.CLAIM or (move.kept is not None and desire.here in OVER):
         waiting = replace(named, move=replace(move_of(named), delete=True))
@@ -145,18 +161,26 @@ def delete(instance: Instance, event: DeleteRequested, context: StepContext) -> 
 def delete_offloaded(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """No host has it: release its allocation, which fences claims that may be under way, and end as deleted."""
     leaving = replace(instance, cause=event.cause or instance.cause)
-    queried = steps.ask(leaving, State.RELEASING, event.at, context)
+    queried = steps.releasing(leaving, State.DELETED, event.at, context)
     return steps.announce(queried, BuildState.DELETING, event.at, context)
 
 
-def release_both(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """A host reports that no machine of it is left there; when both have, the allocations are released."""
-    move = instance.move
-    if move is None:
-        return rules.release_destroyed(instance, event, context)
-    here = move.here_gone or steps.here_gone(instance, event)
-    source = move.source_gone or steps.source_gone(instance, event)
-    if (here, source) == (move.here_gone, move.source_gone):
+def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
+    """A host has destroyed its machine, or reports that it has none: when nothing is left that was
+    to be destroyed, what it takes is released.
+    """
+    desire, move = desire_of(instance), instance.move
+    is_here_due = desire.here in DESTROYED and not (move is not None and move.here_gone)
+    is_source_due = (
+        desire.source in DESTROYED
+        and instance.source_host_uuid is not None
+        and not (move is not None and move.source_gone)
+    )
+    here = is_here_due and steps.here_gone(instance, event)
+    source = is_source_due and steps.source_gone(instance, event)
+    if not here and not source:
         return Step(instance)
-    updated = replace(instance, move=replace(move, here_gone=here, source_gone=source))
-    return Step(steps.ask(updated, State.RELEASING, event.at, context) if here and source else updated)
+    if here is is_here_due and source is is_source_due:
+        return Step(steps.released_after(instance, event.at, context))
+    gone = replace(move_of(instance), here_gone=here or not is_here_due, source_gone=source or not is_source_due)
+    return Step(replace(instance, move=gone))

@@ -14,7 +14,7 @@ from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, Departure, K
 
 from . import steps
 from .departure_steps import announce_departure, depart, give_back
-from .desires import DESIRES, ELSEWHERE
+from .desires import ELSEWHERE, desire_of
 from .events import DeleteRequested, MoveRequested
 from .instance import MAX_ENDED, SET_BACK_GAP, EndedMove, Instance, Power, State
 from .move_events import (
@@ -26,6 +26,7 @@ from .move_events import (
     has_ended,
     move_of,
     refuse,
+    refuse_busy,
     refuse_given_up,
     refuse_request,
 )
@@ -41,7 +42,7 @@ def numbered_above(instance: Instance, request: CellMove) -> Instance:
 
     They take no departure below: one by a record that was set back would leave the instance in no cell.
     """
-    if instance.state in ELSEWHERE or instance.spec is None or instance.sequence > request.sequence:
+    if instance.phase in ELSEWHERE or instance.spec is None or instance.sequence > request.sequence:
         return instance
     return replace(instance, sequence=request.sequence + 1)
 
@@ -52,7 +53,7 @@ def answer_unbegun(instance: Instance, event: MoveRequested, context: StepContex
     """
     if event.request.active_in is not None and instance.state is not State.KEPT:
         return Step(instance)  # nothing is kept here (any more); an answer would be answered by the same command
-    if instance.state in ELSEWHERE or is_arrival(instance, event):
+    if instance.phase in ELSEWHERE or is_arrival(instance, event):
         return None
     if event.is_query or event.request.arrival is not None:  # a late arrival begins nothing, and refuses nothing either
         return answer_query(_settled_before(instance, event.request.arrival), event, context)
@@ -93,7 +94,7 @@ def arrive(instance: Instance, event: MoveRequested, context: StepContext) -> St
     here = _with_arrival(instance, event)
     if is_deleted:
         # The delete was here first. Nothing is held for it; the release fences what is late, and its end is announced.
-        return refuse_request(steps.ask(here, State.RELEASING, event.at, context), event, context, DELETED)
+        return refuse_request(steps.releasing(here, State.DELETED, event.at, context), event, context, DELETED)
     if event.is_query:
         return answer_query(here, event, context)
     if event.given_up is not None:
@@ -164,11 +165,21 @@ def refer(instance: Instance, event: MoveRequested | DeleteRequested, context: S
     return Step(recorded, (left, answer))
 
 
+def refuse_other(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
+    """A request that cannot be begun now: another one is under way, the instance is not active, or is elsewhere."""
+    desire = desire_of(instance)
+    if desire.elsewhere:
+        return refer(instance, event, context)
+    is_over = desire.condition in {Condition.DELETED, Condition.FAILED}
+    refuses = refuse if is_over or instance.move is None else refuse_busy
+    return refuses(instance, event, context)
+
+
 def is_arrival(instance: Instance, event: MoveRequested) -> bool:
     """Whether it comes from another cell with what is newer than the record, which has it nowhere."""
     arrival = event.request.arrival
     is_newer = arrival is not None and (instance.spec is None or arrival.sequence >= instance.sequence)
-    return is_newer and DESIRES[instance.state].arrives
+    return is_newer and desire_of(instance).arrives
 
 
 def _depart(instance: Instance, event: MoveRequested, cell: str, context: StepContext) -> Step:

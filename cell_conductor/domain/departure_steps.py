@@ -75,6 +75,7 @@ def depart(  # noqa: PLR0917  (what a departure consists of)
     left = replace(
         instance,
         state=state,
+        then=None,
         departure=departure,
         departed_by=by,
         sequence=instance.sequence + 1,

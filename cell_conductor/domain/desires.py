@@ -1,20 +1,21 @@
 """The desire of each state: what every machine of the instance is to be, and what is asked of placement.
 
-One row a state, and nothing else in the cell lists states. What a record proves to be over (`proof`), what a report has
-to show (`report`), what is commanded (`orders`), what placement is asked (`table.question_of`), what a client sees, and
-the lists of states in SQL are read from here.
+One row a state, and one for each state that may follow where an answer is waited for; nothing else in the cell lists
+states. What a record proves to be over (`proof`), what a report has to show (`report`), what is commanded (`orders`),
+what placement is asked (`table.question_of`), what a client sees, and the lists of states in SQL are read from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from typing import Protocol
 
 from msgspec import Struct
 
 from bus.contracts.moves import ChangeKind, Condition, MoveState
 
-from .instance import State
+from .instance import Phase, State
 
 
 class Wish(StrEnum):
@@ -75,24 +76,41 @@ class Desire(Struct, frozen=True, kw_only=True):
 
 
 _DELETED, _FAILED = Condition.DELETED, Condition.FAILED
-DESIRES: Mapping[State, Desire] = {
-    State.ABSENT: Desire(here=Wish.UNKNOWN, arrives=True),
-    State.TOMBSTONE: Desire(here=Wish.NONE, condition=_DELETED, arrives=True),
-    State.BUILDING: Desire(here=Wish.BUILD, work=Work.BUILD, leaves_lost_service=True),
-    State.ADOPTING: Desire(here=Wish.STAY, asks=Ask.CLAIM),
-    State.RECLAIMING: Desire(here=Wish.GONE, asks=Ask.CLAIM, work=Work.BUILD),
-    State.ABANDONING: Desire(here=Wish.GONE, asks=Ask.CLAIM, condition=_DELETED),
-    State.ACTIVE: Desire(here=Wish.RUN, condition=None, ends=True, takes_machine=True),
-    State.GIVING_UP: Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_FAILED),
-    State.FAILED: Desire(here=Wish.NONE, condition=_FAILED, ends=True, takes_machine=True),
-    State.DELETING: Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),
-    State.RELEASING: Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_DELETED),
-    State.DELETED: Desire(here=Wish.NONE, condition=_DELETED, ends=True),
-    # A move. Before a destination is claimed `here` is the source.
-    State.CLAIMING: Desire(
+DESIRES: Mapping[Phase, Desire] = {
+    (State.ABSENT, None): Desire(here=Wish.UNKNOWN, arrives=True),
+    (State.TOMBSTONE, None): Desire(here=Wish.NONE, condition=_DELETED, arrives=True),
+    (State.BUILDING, None): Desire(here=Wish.BUILD, work=Work.BUILD, leaves_lost_service=True),
+    (State.ACTIVE, None): Desire(here=Wish.RUN, condition=None, ends=True, takes_machine=True),
+    (State.FAILED, None): Desire(here=Wish.NONE, condition=_FAILED, ends=True, takes_machine=True),
+    (State.DELETED, None): Desire(here=Wish.NONE, condition=_DELETED, ends=True),
+    # Of placement: an alternate, or one that is not wanted any more; a destination (before it is claimed `here` is the
+    # source); the claim of a machine that was found on another host; and that the migration has the instance's.
+    (State.CLAIMING, State.BUILDING): Desire(here=Wish.GONE, asks=Ask.CLAIM, work=Work.BUILD),
+    (State.CLAIMING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.CLAIM, condition=_DELETED),
+    (State.CLAIMING, State.PREPARING): Desire(
         here=Wish.NONE, source=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.CLAIMING, work=Work.MOVE
     ),
-    State.PREPARING: Desire(
+    (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM),
+    (State.CLAIMING, State.KEPT): Desire(here=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.MIGRATING, work=Work.MOVE),
+    # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, the
+    # machine of one that is shelved, and the one that was kept for another cell.
+    (State.DESTROYING, State.DELETED): Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),
+    (State.DESTROYING, State.ACTIVE): Desire(here=Wish.STAY, source=Wish.DESTROY, condition=None, work=Work.MOVE),
+    (State.DESTROYING, State.REVERTING): Desire(
+        here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
+    ),
+    (State.DESTROYING, State.OFFLOADED): Desire(here=Wish.DESTROY, relies_on_fence=True),
+    (State.DESTROYING, State.DEPARTED): Desire(here=Wish.CLEAR, elsewhere=True),
+    # Of placement, once that is gone: what the instance holds, or its migration.
+    (State.RELEASING, State.FAILED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_FAILED),
+    (State.RELEASING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_DELETED),
+    (State.RELEASING, State.OFFLOADED): Desire(here=Wish.NONE, asks=Ask.RELEASE, relies_on_fence=True),
+    (State.RELEASING, State.ACTIVE): Desire(
+        here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
+    ),
+    (State.RELEASING, State.DEPARTED): Desire(here=Wish.GONE, asks=Ask.RELEASE_MIGRATION, elsewhere=True),
+    # A move.
+    (State.PREPARING, None): Desire(
         here=Wish.UNCOMMANDED,
         source=Wish.STAY,
         progress=MoveState.PREPARING,
@@ -100,53 +118,62 @@ DESIRES: Mapping[State, Desire] = {
         work=Work.MOVE,
         leaves_lost_service=True,
     ),
-    State.HANDING_OVER: Desire(
+    (State.HANDING_OVER, None): Desire(
         here=Wish.UNCOMMANDED,
         source=Wish.STAY,
         progress=MoveState.MIGRATING,
         change=ChangeKind.HAND_OVER,
         work=Work.MOVE,
     ),
-    State.FINISHING: Desire(
+    (State.FINISHING, None): Desire(
         here=Wish.BUILD, source=Wish.STAY, progress=MoveState.FINISHING, work=Work.MOVE, relies_on_fence=True
     ),
-    State.RESIZING: Desire(here=Wish.STAY, change=ChangeKind.RESIZE),
-    State.RESIZED: Desire(here=Wish.RUN, source=Wish.STAY, condition=Condition.RESIZED, work=Work.MOVE),
-    State.CONFIRMING: Desire(here=Wish.STAY, source=Wish.DESTROY, condition=None, work=Work.MOVE),
-    State.RELEASING_SOURCE: Desire(
-        here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
-    ),
-    State.UNDOING: Desire(
-        here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
-    ),
-    State.REVERTING: Desire(
+    (State.RESIZING, None): Desire(here=Wish.STAY, change=ChangeKind.RESIZE),
+    (State.RESIZED, None): Desire(here=Wish.RUN, source=Wish.STAY, condition=Condition.RESIZED, work=Work.MOVE),
+    (State.REVERTING, None): Desire(
         here=Wish.GONE, source=Wish.STAY, asks=Ask.REVERT, progress=MoveState.UNDOING, work=Work.MOVE
     ),
-    State.RESTARTING: Desire(here=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.START, work=Work.MOVE),
-    State.CHANGING: Desire(here=Wish.STAY),
-    State.OFFLOADING: Desire(here=Wish.DESTROY, relies_on_fence=True),
-    State.VACATING: Desire(here=Wish.NONE, asks=Ask.RELEASE, relies_on_fence=True),
-    State.OFFLOADED: Desire(here=Wish.NONE, condition=Condition.OFFLOADED, arrives=True, ends=True),
+    (State.RESTARTING, None): Desire(
+        here=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.START, work=Work.MOVE
+    ),
+    (State.CHANGING, None): Desire(here=Wish.STAY),
+    (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, arrives=True, ends=True),
     # Of one that leaves for another cell, and of the machine that is kept for it.
-    State.DEPARTED: Desire(here=Wish.NONE, elsewhere=True, arrives=True),
-    State.LEAVING: Desire(here=Wish.STAY, progress=MoveState.MIGRATING, change=ChangeKind.SNAPSHOT, work=Work.MOVE),
-    State.REASSIGNING: Desire(here=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.MIGRATING, work=Work.MOVE),
-    State.KEPT: Desire(here=Wish.STAY, elsewhere=True),
-    State.CLEARING: Desire(here=Wish.CLEAR, elsewhere=True),
-    State.RELEASING_KEPT: Desire(here=Wish.GONE, asks=Ask.RELEASE_MIGRATION, elsewhere=True),
+    (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True, arrives=True),
+    (State.LEAVING, None): Desire(
+        here=Wish.STAY, progress=MoveState.MIGRATING, change=ChangeKind.SNAPSHOT, work=Work.MOVE
+    ),
+    (State.KEPT, None): Desire(here=Wish.STAY, elsewhere=True),
 }
 
+
+class Phased(Protocol):
+    """What a desire is read of."""
+
+    @property
+    def phase(self) -> Phase:
+        """The state, and what follows."""
+
+
+def desire_of(record: Phased) -> Desire:
+    """The row of a record."""
+    return DESIRES[record.phase]
+
+
 WANTED = frozenset({Wish.BUILD, Wish.RUN, Wish.STAY})
-OVER = frozenset({Wish.DESTROY, Wish.CLEAR, Wish.GONE, Wish.NONE})
+DESTROYED = frozenset({Wish.DESTROY, Wish.CLEAR})
+OVER = DESTROYED | {Wish.GONE, Wish.NONE}
+# It is there, or its host was commanded to destroy it: its orders follow it to another service.
+ORDERED = frozenset({Wish.STAY, Wish.RUN, Wish.BUILD}) | DESTROYED
 # Its host carries it, or may still: one that a report leaves out is a finding.
 EXPECTED = frozenset({Wish.RUN, Wish.DESTROY})
 # Its host was commanded to make it, and it may be there.
 MAY_BE_THERE = WANTED | EXPECTED
 
 
-def states_where(holds: Callable[[Desire], bool]) -> frozenset[State]:
+def states_where(holds: Callable[[Desire], bool]) -> frozenset[Phase]:
     """The states whose row is so."""
-    return frozenset(state for state, row in DESIRES.items() if holds(row))
+    return frozenset(phase for phase, row in DESIRES.items() if holds(row))
 
 
 # A client has requested the delete, and nothing revokes that: no attempt is wanted, whatever its number.
@@ -171,6 +198,17 @@ NOT_HERE = states_where(lambda row: row.here is Wish.NONE)
 LEFT_WITH_ITS_SERVICE = states_where(lambda row: row.leaves_lost_service)
 
 
-def in_sql(states: frozenset[State]) -> str:
-    """The states as the list of an SQL condition, in the order of the enumeration."""
-    return ", ".join(f"'{state}'" for state in State if state in states)
+def in_text(phase: Phase) -> str:
+    """As the column `state` has it: the state, and behind a slash what follows."""
+    return "/".join(state for state in phase if state is not None)
+
+
+def of_text(text: str) -> Phase:
+    """What `in_text` has written."""
+    state, _, then = text.partition("/")
+    return State(state), State(then) if then else None
+
+
+def in_sql(phases: frozenset[Phase]) -> str:
+    """The states as the list of an SQL condition, in the order of the table."""
+    return ", ".join(f"'{in_text(phase)}'" for phase in DESIRES if phase in phases)

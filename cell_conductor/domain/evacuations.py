@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from bus.contracts.moves import MoveKind
 
-from .desires import DESIRES, EVACUATED, EVACUATED_IN_DOUBT
+from .desires import EVACUATED, EVACUATED_IN_DOUBT, desire_of
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import LeaseState
@@ -89,7 +89,7 @@ def is_evacuated_from(instance: Instance, host_uuid: str) -> bool:
     A doubted record may have forgotten that it did.
     """
     move = instance.move
-    may_run = instance.state in EVACUATED or (instance.state in EVACUATED_IN_DOUBT and instance.doubted)
+    may_run = instance.phase in EVACUATED or (instance.phase in EVACUATED_IN_DOUBT and instance.doubted)
     is_going = move is not None and move.kind is MoveKind.EVACUATE and may_run
     return is_going and instance.source_host_uuid == host_uuid
 
@@ -98,7 +98,7 @@ def relied_on(before: Instance, after: Instance, fences: Mapping[str, Fence]) ->
     """The fenced hosts whose fence this step relies on: of an evacuation that commands a destination, or that gives the
     host of a shelved instance up.
     """
-    relied, relies = DESIRES[before.state].relies_on_fence, DESIRES[after.state].relies_on_fence
+    relied, relies = desire_of(before).relies_on_fence, desire_of(after).relies_on_fence
     if relied or not relies or move_of(after).kind is not MoveKind.EVACUATE:
         return ()
     host = after.source_host_uuid or after.host_uuid

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord
 from bus.contracts.fences import EvacuationPolicy
-from bus.contracts.moves import MoveState
+from bus.contracts.moves import Condition, MoveState
 
-from . import change_rules, delete_rules, leave_rules, move_rules, rules, steps, undo_rules, way_back
+from . import delete_rules, rules, steps, undo_rules, way_back
 from .arrival_doubts import is_unsure
+from .desires import desire_of
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
@@ -39,10 +40,10 @@ def fail_by_policy(instance: Instance, event: HostFenced, context: StepContext) 
     return rules.give_up_lost(instance, event.at, context, code=FENCED, reason=_reason(instance.here.host))
 
 
-def end_delete(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A delete: the conductor does not wait for the host's confirmation; the history records that."""
-    ended = delete_rules.release_both(instance, _destroyed(instance, event), context)
-    if ended.instance is instance:
+def end_destroyed(instance: Instance, event: HostFenced, context: StepContext) -> Step:
+    """The conductor does not wait for the host's confirmation; the history of one that is deleted records that."""
+    ended = delete_rules.release_destroyed(instance, _destroyed(instance, event), context)
+    if ended.instance is instance or desire_of(instance).condition is not Condition.DELETED:
         return ended
     host = instance.here.host
     if event.host_uuid == instance.source_host_uuid and instance.move is not None and instance.move.source is not None:
@@ -86,11 +87,6 @@ def give_up_destination(instance: Instance, event: HostFenced, context: StepCont
     return undo(instance, event.at, context, FENCED, _reason(instance.here.host))
 
 
-def release_source(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """The source of a move that has arrived: its allocation is released."""
-    return move_rules.release_source(instance, _destroyed(instance, event), context)
-
-
 def revert(instance: Instance, event: HostFenced, context: StepContext) -> Step:
     """The conductor does not wait for the remains of an undone move there."""
     if is_unsure(instance, context):
@@ -123,16 +119,6 @@ def end_change(instance: Instance, event: HostFenced, context: StepContext) -> S
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))
     return close(over(back, event.at), ending, event.at, context)
-
-
-def vacate(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A shelved machine: its allocation is released."""
-    return change_rules.vacate(instance, _destroyed(instance, event), context)
-
-
-def clear(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A machine that was kept for another cell: its allocation is released."""
-    return leave_rules.clear_destroyed(instance, _destroyed(instance, event), context)
 
 
 def _destroyed(instance: Instance, event: HostFenced) -> Destroyed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import TypeAlias
 
 from msgspec import Struct, field
 
@@ -14,44 +15,39 @@ from bus.contracts.stages import Stamps
 
 
 class State(StrEnum):
-    """The state of an instance. The state alone determines what is allocated for it (docs/reference/states.md)."""
+    """The state of an instance. With what comes `then` it determines what is allocated for it
+    (docs/reference/states.md).
+    """
 
     ABSENT = "absent"  # no record
     TOMBSTONE = "tombstone"  # deleted before its build arrived
     BUILDING = "building"  # a host was commanded to build the current attempt
-    ADOPTING = "adopting"  # its machine was found on another host, which is requested of placement
-    RECLAIMING = "reclaiming"  # the attempt is over; placement is to release it and claim an alternate
-    ABANDONING = "abandoning"  # as reclaiming, and a delete was requested meanwhile
+    # Three answers are waited for, and the record names the state that it comes to by them (`Instance.then`).
+    CLAIMING = "claiming"  # placement is requested to claim a host, or to change whose a claim is
+    RELEASING = "releasing"  # placement is requested to release what is held
+    DESTROYING = "destroying"  # a host was commanded to destroy a machine; what it takes is held until it has
     ACTIVE = "active"
-    GIVING_UP = "giving_up"  # over; the allocation is being released, then it is failed
     FAILED = "failed"
-    DELETING = "deleting"  # the host was commanded to destroy; the allocation is held until it has
-    RELEASING = "releasing"  # destroyed; the allocation is being released, then it is deleted
     DELETED = "deleted"
     # A move: two machines, of which at most one runs. `Move` names them.
-    CLAIMING = "claiming"  # a destination is requested of placement; the source is unchanged
     PREPARING = "preparing"  # the destination checks whether it can build the instance
     HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
-    CONFIRMING = "confirming"  # the destination runs; the source was commanded to destroy its machine
-    RELEASING_SOURCE = "releasing_source"  # the source is gone; the migration's allocation is being released
-    UNDOING = "undoing"  # the destination was commanded to destroy, or to restore the old size
     REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
     RESTARTING = "restarting"  # reverted; the source was commanded to start
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
-    OFFLOADING = "offloading"  # the host was commanded to destroy the shelved machine
-    VACATING = "vacating"  # nothing runs; the allocation is being released, then it is offloaded
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
     DEPARTED = "departed"  # another cell has it: this one knows where to, and does nothing about it
     # A move to another cell (decision 0021), in the cell that it leaves.
     LEAVING = "leaving"  # its host was commanded to stop it and to keep its image
-    REASSIGNING = "reassigning"  # stopped; placement is to give its allocation to the migration
     KEPT = "kept"  # another cell has it; its stopped machine is kept here, in case it comes back
-    CLEARING = "clearing"  # it is active in another cell; its host was commanded to destroy the machine that was kept
-    RELEASING_KEPT = "releasing_kept"  # that machine is gone; the migration's allocation is being released
+
+
+# A state, and the one that follows when the answer has come which it waits for (None: it waits for none of those).
+Phase: TypeAlias = tuple[State, State | None]
 
 
 class Power(StrEnum):
@@ -151,27 +147,29 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The record of one instance in its cell.
 
-    position: the selection of the current attempt. attempt: the fencing number last commanded (or claimed).
-    consumer_generation: the consumer's generation in placement as last received. sequence: the number of the next
-    announcement. build_sequence: that of the last announcement of its build (0: none, or an older version's record);
-    those of moves are numbered on from there. deadline: when the sweep looks at it again (None: never). since: when
-    the current state was entered. answered: the build request got its terminal event. cause: the last request about
-    it. queried: the attempt's deadline has passed, and its host was queried. doubted: the database was set back while
-    this was being built or moved, so only the hosts know its state. stamps: when each stage of the build ended, until
-    it is answered. server_group: the group whose rule its alternates obey; limits: its project's quota, which they
-    obey as well. newest: the highest attempt number that was ever given out, if that is not `attempt`: an undone move
-    has used numbers under which nothing runs. reused_from: of a record that is older than a set-back of the database,
-    the first number that it gave out since (0: none): the forgotten records may have given out the same. power:
-    whether it is meant to run. image: of a shelved one, its snapshot. order: the highest number given to a change of
-    its machine. move: the request under way. ended: requests that have ended, the newest last. traceparent: the trace
-    of the last request about it ("": not sampled), for the steps that a deadline leads to. found_built: the machine
-    that is being adopted is complete. settled: the migration by which it has come from another cell for good.
-    departure: the record with which it left for another cell; departed_by: the request by which it left.
-    ended_attempts: the attempts whose machines its moves have ended, the newest last.
+    then: of claiming, releasing and destroying, the state that it comes to. position: the selection of the current
+    attempt. attempt: the fencing number last commanded (or claimed). consumer_generation: the consumer's generation in
+    placement as last received. sequence: the number of the next announcement. build_sequence: that of the last
+    announcement of its build (0: none, or an older version's record); those of moves are numbered on from there.
+    deadline: when the sweep looks at it again (None: never). since: when the current state was entered. answered: the
+    build request got its terminal event. cause: the last request about it. queried: the attempt's deadline has passed,
+    and its host was queried. doubted: the database was set back while this was being built or moved, so only the hosts
+    know its state. stamps: when each stage of the build ended, until it is answered. server_group: the group whose rule
+    its alternates obey; limits: its project's quota, which they obey as well. newest: the highest attempt number that
+    was ever given out, if that is not `attempt`: an undone move has used numbers under which nothing runs. reused_from:
+    of a record that is older than a set-back of the database, the first number that it gave out since (0: none): the
+    forgotten records may have given out the same. power: whether it is meant to run. image: of a shelved one, its
+    snapshot. order: the highest number given to a change of its machine. move: the request under way. ended: requests
+    that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
+    steps that a deadline leads to. found_built: the machine that is being adopted is complete. settled: the migration
+    by which it has come from another cell for good. departure: the record with which it left for another cell;
+    departed_by: the request by which it left. ended_attempts: the attempts whose machines its moves have ended, the
+    newest last.
     """
 
     uuid: str
     state: State = State.ABSENT
+    then: State | None = None
     spec: InstanceSpec | None = None
     selections: tuple[Selection, ...] = ()
     position: int = 0
@@ -206,6 +204,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     departed_by: str = ""
     settled: str = ""
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
+
+    @property
+    def phase(self) -> Phase:
+        """Its state, and what follows."""
+        return self.state, self.then
 
     @property
     def last_attempt(self) -> int:

@@ -13,13 +13,12 @@ from bus.contracts.moves import Departure, GivenBack, KeptMachine, MoveKind, Mov
 
 from . import departure_rules, steps, way_back
 from .departure_steps import announce_departure, begin_order_epoch, depart
-from .desires import DELETE_REQUESTED, DESIRES
+from .desires import DELETE_REQUESTED, desire_of
 from .events import (
     ChangeEnded,
     Claimed,
     ClaimRefused,
     DeleteRequested,
-    Destroyed,
     MoveRequested,
     Released,
     TimedOut,
@@ -82,7 +81,7 @@ def reassign(instance: Instance, event: ChangeEnded, context: StepContext) -> St
             return Step(instance)  # the command is repeated at its deadline
         return _stay(instance, event.at, context, event.code or "snapshot.failed", event.reason)
     stopped = replace(instance, image=event.image)
-    return Step(steps.ask(stopped, State.REASSIGNING, event.at, context))
+    return Step(steps.claiming(stopped, State.KEPT, event.at, context))
 
 
 def keep(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
@@ -177,8 +176,7 @@ def follow_kept(instance: Instance, event: MoveRequested, context: StepContext) 
 
 
 def _clear(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    clearing = replace(instance, state=State.CLEARING, deadline=event.at + context.destroy_retry_s, since=event.at)
-    return Step(clearing)
+    return Step(steps.destroying(instance, State.DEPARTED, event.at, context))
 
 
 def _has_left_again(instance: Instance, arrival: Departure, context: StepContext) -> bool:
@@ -197,19 +195,13 @@ def note_delete(instance: Instance, event: DeleteRequested, context: StepContext
     return Step(recorded, (announce_departure(recorded, event.at, context),))
 
 
-def clear_destroyed(instance: Instance, event: Destroyed, context: StepContext) -> Step:
-    """The machine that was kept is gone: its allocation is released."""
-    if not steps.here_gone(instance, event):
-        return Step(instance)
-    return Step(steps.ask(instance, State.RELEASING_KEPT, event.at, context))
-
-
 def end_kept(instance: Instance, event: Released, context: StepContext) -> Step:
     """Nothing of it is left here: neither a machine nor an allocation."""
     if event.consumer != move_of(instance).request_id:
         return Step(instance)
     gone = report_progress(instance, MoveState.SOURCE_GONE, event.at, context)
-    return Step(replace(gone.instance, state=State.DEPARTED, move=None, deadline=None, since=event.at), gone.commands)
+    left = replace(gone.instance, state=State.DEPARTED, then=None, move=None, deadline=None, since=event.at)
+    return Step(left, gone.commands)
 
 
 def follow_outdated(instance: Instance, event: MoveRequested, context: StepContext) -> Step | None:
@@ -224,7 +216,7 @@ def follow_outdated(instance: Instance, event: MoveRequested, context: StepConte
     kept = back.kept if back is not None else arrival.kept if arrival is not None else None
     if arrival is None or kept is None or kept.cell != context.cell or (back is None and request.active_in is None):
         return None
-    if instance.state in DELETE_REQUESTED or not _is_outdated(instance, kept, context):
+    if instance.phase in DELETE_REQUESTED or not _is_outdated(instance, kept, context):
         return None
     keeper = _rebuilt(instance, arrival, kept)
     if keeper is None:
@@ -236,7 +228,7 @@ def _is_outdated(instance: Instance, kept: KeptMachine, context: StepContext) ->
     if instance.state is State.ABSENT:
         return context.set_back_at > 0
     move = instance.move
-    if move is not None and move.to_cell is not None and DESIRES[instance.state].progress is MoveState.MIGRATING:
+    if move is not None and move.to_cell is not None and desire_of(instance).progress is MoveState.MIGRATING:
         # In doubt it is numbered on: it was leaving by this very request.
         return move.request_id == kept.migration
     return instance.sequence <= kept.number
@@ -263,6 +255,7 @@ def _rebuilt(instance: Instance, arrival: Departure, kept: KeptMachine) -> Insta
     return replace(
         instance,
         state=State.KEPT,
+        then=None,
         spec=arrival.spec,
         selections=(kept.here,),
         position=0,

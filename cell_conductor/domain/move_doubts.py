@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
+from .desires import Wish, desire_of
 from .events import Destroyed, HostRuns, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
@@ -80,11 +81,12 @@ def note_gone(instance: Instance, event: Destroyed, context: StepContext) -> Ste
 
 
 def follow_undone(instance: Instance, event: Spawned | HostRuns, context: StepContext) -> Step:
-    """The destination of a move that is undone still has the machine.
+    """A host still has a machine that it was commanded to destroy.
 
-    In doubt: if it is complete there, the move had arrived.
+    In doubt the destination of a move that is undone had arrived, if it is complete there.
     """
-    is_wanted = not instance.is_in_place and not move_of(instance).delete
+    is_undone = desire_of(instance).source is Wish.STAY
+    is_wanted = is_undone and not instance.is_in_place and not move_of(instance).delete
     if is_doubted(instance, context) and is_wanted and steps.is_ours(instance, event):
         return adopt_arrived(instance, event, context)
     return rules.confirm_running(instance, event, context)

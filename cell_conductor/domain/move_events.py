@@ -10,7 +10,7 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import Selection
 from bus.contracts.moves import ENDS_OF_MOVES, CellMove, Condition, MoveEvent, MoveKind, MoveState
 
-from .desires import DESIRES
+from .desires import desire_of
 from .events import MoveRequested
 from .instance import MAX_ENDED, MAX_ENDED_ATTEMPTS, EndedMove, Instance, Move, Power, State
 from .steps import Step, StepContext, cut
@@ -43,7 +43,7 @@ DELETED = "instance.deleted"  # the code of a move that ended because its instan
 
 def condition_of(instance: Instance) -> Condition:
     """The state of the instance for its client."""
-    return DESIRES[instance.state].condition or _AT_REST[instance.power]
+    return desire_of(instance).condition or _AT_REST[instance.power]
 
 
 def move_of(instance: Instance) -> Move:
@@ -65,7 +65,7 @@ def report_waiting(instance: Instance, code: str, reason: str, at: float, contex
     move = move_of(instance)
     if not move.by or move.by_kind is None:
         return Step(instance)
-    waits = EndedMove(move.by, move.by_kind, DESIRES[instance.state].progress, code, cut(reason))
+    waits = EndedMove(move.by, move.by_kind, desire_of(instance).progress, code, cut(reason))
     return _event(instance, waits, at, context, condition=condition_of(instance))
 
 
@@ -171,7 +171,7 @@ def answer_query(instance: Instance, event: MoveRequested, context: StepContext)
     if again := repeat_end(instance, event, context):
         return again
     if move is not None and request.request_id in (move.request_id, move.by):
-        state = DESIRES[instance.state].progress
+        state = desire_of(instance).progress
         progress = EndedMove(request.request_id, request.kind, state)
         return _event(instance, progress, event.at, context, condition=Condition.MOVING)
     reason = "its cell has no record of it: it never came there, or the cell's database was set back"
@@ -200,7 +200,7 @@ def refuse_busy(instance: Instance, event: MoveRequested, context: StepContext) 
     if again is not None:
         return again
     if event.request.kind in ENDS_ANOTHER:
-        return refuse_request(instance, event, context, "move.too_late", f"the move is {instance.state.value} already")
+        return refuse_request(instance, event, context, "move.too_late", "the move has come too far for that")
     return refuse_request(instance, event, context, "instance.busy", "another request is under way")
 
 

@@ -160,7 +160,7 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         return way_back.revert(instance, event, context, REVERTED)
     named = replace(move_of(instance), by=request.request_id, by_kind=request.kind)
     confirmed = confirm(way_back.kept_here(replace(instance, move=named, cause=event.cause)), event.at, context)
-    source, waits = move.source, confirmed.instance.state is State.CONFIRMING
+    source, waits = move.source, confirmed.instance.state is State.DESTROYING
     if not waits or source is None or source.host_uuid in context.fences or source.service not in context.down:
         return confirmed
     return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
@@ -397,13 +397,6 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
         return repeated(instance, event.at, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)
     return after(earlier, confirm(earlier.instance, event.at, context))
-
-
-def release_source(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The machine is gone from the source: its allocation is released."""
-    if not steps.source_gone(instance, event):
-        return Step(instance)
-    return Step(steps.ask(instance, State.RELEASING_SOURCE, event.at, context))
 
 
 def end_source_released(instance: Instance, event: Released, context: StepContext) -> Step:

@@ -16,7 +16,7 @@ from bus.contracts.moves import (
 from bus.contracts.placement import ClaimOutcome
 
 from . import steps
-from .desires import DESIRES, MAY_BE_THERE, Ask, Wish
+from .desires import MAY_BE_THERE, Ask, Wish, desire_of
 from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
@@ -40,22 +40,14 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
     """
     if move_of(instance).kept is not None:
         return undo(instance, at, context, DELETED, "the instance was deleted")
-    desire = DESIRES[instance.state]
+    desire = desire_of(instance)
     here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance) or may_have_advanced(instance, context))
     source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
     # A revert that is under way has used the next number: the release comes after it.
     newest = instance.next_attempt if desire.asks is Ask.REVERT else instance.newest
-    left = replace(
-        instance,
-        state=State.DELETING,
-        newest=newest,
-        deadline=at + context.destroy_retry_s,
-        since=at,
-        move=replace(move_of(instance), here_gone=here_gone, source_gone=source_gone),
-    )
-    if here_gone and source_gone:
-        return Step(steps.ask(left, State.RELEASING, at, context))
-    return Step(left)
+    gone = replace(move_of(instance), here_gone=here_gone, source_gone=source_gone)
+    enters = steps.releasing if here_gone and source_gone else steps.destroying
+    return Step(enters(replace(instance, newest=newest, move=gone), State.DELETED, at, context))
 
 
 def may_have_advanced(instance: Instance, context: StepContext) -> bool:
@@ -185,7 +177,7 @@ def claim(instance: Instance, at: float, context: StepContext) -> Step:
     left = replace(instance, selections=(*tried, *kept), move=move)
     if not kept:
         return undo(left, at, context, NO_HOST, summary_of_hosts(left))
-    return report_progress(steps.ask(left, State.CLAIMING, at, context), MoveState.CLAIMING, at, context)
+    return report_progress(steps.claiming(left, State.PREPARING, at, context), MoveState.CLAIMING, at, context)
 
 
 def _marked_reused(instance: Instance, context: StepContext) -> Instance:
@@ -229,6 +221,7 @@ def finish(instance: Instance, at: float, context: StepContext) -> Step:
     earlier = replace(
         instance,
         state=State.FINISHING,
+        then=None,
         deadline=at + move.step_timeout_s,
         since=at,
         queried=False,
@@ -254,11 +247,11 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
     )
     if move.kind in AWAITS_CONFIRM and move.auto_confirm_s != 0:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
-        waiting = replace(up, state=State.RESIZED, deadline=deadline)
+        waiting = replace(up, state=State.RESIZED, then=None, deadline=deadline)
         return answer(waiting, DONE, at, context)
     if move.source is None:
         return close(over(stays(up), at), DONE, at, context)
-    earlier = answer(replace(up, state=State.CONFIRMING), DONE, at, context)
+    earlier = answer(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 
@@ -271,17 +264,10 @@ def confirm(instance: Instance, at: float, context: StepContext) -> Step:
         return close(over(stays(instance), at), DONE, at, context)
     here = instance.here
     if instance.is_in_place:
-        return Step(steps.ask(instance, State.RELEASING_SOURCE, at, context))
+        return Step(steps.releasing(instance, State.ACTIVE, at, context))
     # Alternates have no use any more; the move still names the source.
-    gone = replace(
-        instance,
-        state=State.CONFIRMING,
-        selections=(move_of(instance).source or here, here),
-        position=1,
-        deadline=at + context.destroy_retry_s,
-        since=at,
-    )
-    return Step(gone)
+    alone = replace(instance, selections=(move_of(instance).source or here, here), position=1)
+    return Step(steps.destroying(alone, State.ACTIVE, at, context))
 
 
 def stays(instance: Instance) -> Instance:
@@ -297,6 +283,7 @@ def over(instance: Instance, at: float) -> Instance:
     return replace(
         instance,
         state=State.ACTIVE,
+        then=None,
         selections=(instance.here,),
         position=0,
         deadline=None,
@@ -310,11 +297,11 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
     lost = replace(move_of(instance), lost_code=code, lost_reason=steps.cut(reason))
     undone = replace(instance, move=lost, queried=False)
     if undone.is_in_place:
-        earlier = resize_back(replace(undone, state=State.UNDOING, since=at), at, context)
+        earlier = resize_back(steps.destroying(undone, State.REVERTING, at, context), at, context)
         return after(earlier, report_progress(earlier.instance, MoveState.UNDOING, at, context))
     if not (lost.finishing or may_have_advanced(undone, context)):  # no destination has a machine
         return report_progress(revert_book(undone, at, context), MoveState.UNDOING, at, context)
-    leaving = replace(undone, state=State.UNDOING, deadline=at + context.destroy_retry_s, since=at)
+    leaving = steps.destroying(undone, State.REVERTING, at, context)
     return report_progress(leaving, MoveState.UNDOING, at, context)
 
 
@@ -323,7 +310,7 @@ def revert_book(instance: Instance, at: float, context: StepContext) -> Instance
     if move_of(instance).source is None:  # no source to go back to: the claim is released
         is_unsure = is_doubted(instance, context) and move_of(instance).kept is not None
         last = instance.last_attempt + FORGOTTEN_ATTEMPTS if is_unsure else instance.newest
-        return steps.ask(replace(instance, newest=last), State.VACATING, at, context)
+        return steps.releasing(replace(instance, newest=last), State.OFFLOADED, at, context)
     return steps.ask(instance, State.REVERTING, at, context)
 
 
@@ -344,17 +331,17 @@ def ending_of(move: Move) -> MoveEnd:
 
 def offload(instance: Instance, at: float, context: StepContext) -> Step:
     """Have the host destroy the shelved machine."""
-    leaving = replace(instance, state=State.OFFLOADING, deadline=at + context.destroy_retry_s, since=at)
+    leaving = steps.destroying(instance, State.OFFLOADED, at, context)
     return report_progress(leaving, MoveState.CHANGING, at, context)
 
 
 def change(instance: Instance, state: State, at: float, context: StepContext) -> Step:
     """Enter a state that waits for one change of one machine, under a new number."""
-    entered = numbered(replace(instance, state=state, since=at, queried=False), at)
+    entered = numbered(replace(instance, state=state, then=None, since=at, queried=False), at)
     kind = change_of(entered)
     assert kind is not None, state
     waiting = replace(entered, deadline=at + step_s(move_of(entered), kind, context))
-    return report_progress(waiting, DESIRES[state].progress, at, context)
+    return report_progress(waiting, desire_of(waiting).progress, at, context)
 
 
 def is_awaited(instance: Instance, event: ChangeEnded, where: Selection, attempt: int) -> bool:

@@ -15,7 +15,7 @@ from bus.contracts.cell import Destroy
 from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind
 
 from .departure_steps import order_epoch
-from .desires import DESIRES, Wish
+from .desires import DESTROYED, Wish, desire_of
 from .instance import Instance, Move, State
 from .steps import Step, StepContext, destroy_at, is_doubted
 
@@ -31,17 +31,16 @@ CHANGES = {
 MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 _OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
 _ASKED = frozenset({Wish.BUILD, Wish.RUN})
-_DESTROYED = frozenset({Wish.DESTROY, Wish.CLEAR})
 
 
 def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:
     """The orders, in which a host that was queried is to end its attempt unless it is complete."""
     if (kind := change_of(instance)) is not None:
         return (change_order(instance, kind, context),)
-    desire, move = DESIRES[instance.state], instance.move
+    desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []
-    if (is_queried or desire.here in _DESTROYED) and not (move is not None and move.here_gone):
+    if (is_queried or desire.here in DESTROYED) and not (move is not None and move.here_gone):
         # In doubt a complete machine at the destination of a move that is undone has arrived.
         is_spared = desire.source is Wish.STAY and is_doubted(instance, context) and not _is_deleted(move)
         orders.append(
@@ -62,7 +61,7 @@ def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
     """The step with the orders that follow from it, before its other messages."""
     after = stepped.instance
     orders = orders_of(after, context)
-    if orders and after.state is before.state and not stepped.again:
+    if orders and after.phase == before.phase and not stepped.again:
         known = orders_of(before, context)
         orders = tuple(one for one in orders if one not in known)
     return replace(stepped, commands=(*orders, *stepped.commands)) if orders else stepped
@@ -70,7 +69,7 @@ def with_orders(before: Instance, stepped: Step, context: StepContext) -> Step:
 
 def repeated(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer: every order is sent again, without a limit, a change under a new number."""
-    is_queried = instance.queried or DESIRES[instance.state].here in _ASKED
+    is_queried = instance.queried or desire_of(instance).here in _ASKED
     again = replace(instance, queried=is_queried, deadline=repeat_at(instance, at, context))
     return Step(again if change_of(again) is None else numbered(again, at), again=True)
 
@@ -85,7 +84,7 @@ def repeat_at(instance: Instance, at: float, context: StepContext) -> float:
 
 def change_of(instance: Instance) -> ChangeKind | None:
     """The change of one machine that is awaited in this state; None: none is."""
-    move, kind = instance.move, DESIRES[instance.state].change
+    move, kind = instance.move, desire_of(instance).change
     if move is None:
         return None
     if instance.state is State.CHANGING:
@@ -111,7 +110,7 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
     move = instance.move
     assert move is not None and instance.spec is not None
     where, attempt, spec = instance.here, instance.attempt, instance.spec
-    is_back = kind is ChangeKind.RESIZE and (move.resizing_back or DESIRES[instance.state].here in _DESTROYED)
+    is_back = kind is ChangeKind.RESIZE and (move.resizing_back or desire_of(instance).here in DESTROYED)
     if kind in _OF_SOURCE or is_back:
         assert move.source is not None
         # In place, as `here`: under the service that has the host now.

@@ -8,9 +8,9 @@ from uuid import UUID, uuid5
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.moves import Condition
 
-from .desires import DELETE_REQUESTED, DESIRES, OVER, WANTED, Wish, Work
+from .desires import DELETE_REQUESTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
-from .instance import Instance, State
+from .instance import Instance, Phase, State
 
 _RESCANS = UUID("6d1f7b0e-1c57-4f1b-9a57-3f6a1c6f2d11")
 
@@ -29,6 +29,10 @@ class InstanceFacts(Protocol):
     @property
     def state(self) -> State:
         """The state of the instance."""
+
+    @property
+    def phase(self) -> Phase:
+        """Its state, and what follows."""
 
     @property
     def host_uuid(self) -> str | None:
@@ -82,14 +86,14 @@ def is_over(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
         return False
     if record.machine_exists:
         return False
-    if record.state in DELETE_REQUESTED:
+    if record.phase in DELETE_REQUESTED:
         return True
     if is_untried(record, attempt) or is_unsure(record, attempt, host_uuid):
         return False
     if record.source_host_uuid is not None and attempt == record.source_attempt:
-        return host_uuid == record.source_host_uuid and DESIRES[record.state].source in OVER
+        return host_uuid == record.source_host_uuid and desire_of(record).source in OVER
     if attempt == record.attempt:
-        is_kept = is_wanted_here(record) or DESIRES[record.state].here is Wish.UNCOMMANDED
+        is_kept = is_wanted_here(record) or desire_of(record).here is Wish.UNCOMMANDED
         return host_uuid == record.host_uuid and not is_kept
     return attempt <= record.last_attempt and not is_renumbered(record, attempt)
 
@@ -99,19 +103,19 @@ def is_renumbered(record: InstanceFacts, attempt: int) -> bool:
     if 0 < record.reused_from <= attempt:
         return True
     # A build that was doubted goes on: it may end the attempts that it has commanded itself.
-    return record.doubted and DESIRES[record.state].work is not Work.BUILD
+    return record.doubted and desire_of(record).work is not Work.BUILD
 
 
 def is_wanted_here(record: InstanceFacts) -> bool:
     """Whether the current attempt is wanted on its host."""
-    desire = DESIRES[record.state]
+    desire = desire_of(record)
     is_source = bool(record.source_attempt) and record.source_host_uuid is None
     return desire.here in WANTED or (is_source and desire.source is Wish.STAY)
 
 
 def is_wanted_at_source(record: InstanceFacts) -> bool:
     """Whether the machine of the move's source is to be kept."""
-    return record.source_host_uuid is not None and DESIRES[record.state].source is Wish.STAY
+    return record.source_host_uuid is not None and desire_of(record).source is Wish.STAY
 
 
 def is_untried(record: InstanceFacts, attempt: int) -> bool:
@@ -123,13 +127,13 @@ def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
     """Whether the build was given up without its host's answer, in doubt: its machine may be the one that the client
     had.
     """
-    ended = DESIRES[record.state].condition is Condition.FAILED
+    ended = desire_of(record).condition is Condition.FAILED
     return ended and record.doubted and (attempt, host_uuid) == (record.attempt, record.host_uuid)
 
 
 def rescan_id(record: InstanceFacts) -> str:
     """The id of the rescan to request while the record is as it is now: a scan that names it began no earlier."""
-    return str(uuid5(_RESCANS, f"{record.uuid} {record.attempt} {record.state} {record.since!r}"))
+    return str(uuid5(_RESCANS, f"{record.uuid} {record.attempt} {in_text(record.phase)} {record.since!r}"))
 
 
 def is_later(event: HostMissing | HostRuns, record: InstanceFacts) -> bool:

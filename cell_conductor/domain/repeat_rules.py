@@ -5,8 +5,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
+from bus.contracts.moves import Condition
 
 from .adopt_rules import start_or_adopt
+from .desires import Ask, Work, desire_of
 from .events import BuildRequested, DeleteRequested
 from .instance import Instance
 from .rules import DESTROY_CODES
@@ -26,6 +28,17 @@ def restart_build(instance: Instance, event: BuildRequested, context: StepContex
     return start_or_adopt(Instance(uuid=instance.uuid, sequence=instance.sequence, newest=newest), event, context)
 
 
+def answer_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
+    """A second build, or a query of it, of an instance that is on record, by what the record has come to."""
+    desire = desire_of(instance)
+    if desire.condition is Condition.DELETED:
+        return report_deleting(instance, event, context)
+    is_adopted = desire.asks is Ask.CLAIM and instance.move is None
+    if desire.work is Work.BUILD or desire.condition is Condition.FAILED or is_adopted:
+        return report_building(instance, event, context)
+    return _announce_again(instance, event, BuildState.ACTIVE, context)
+
+
 def report_building(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """A query of a build that is under way is answered; a second command of it changes nothing."""
     if not event.is_query:
@@ -41,13 +54,10 @@ def report_deleting(instance: Instance, event: BuildRequested | DeleteRequested,
     return announce(_numbered_above(instance, event), BuildState.DELETING, event.at, context, why=why)
 
 
-def announce_active_again(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
-    """A second build of an active instance: its schedulers may have forgotten the first (a restore), and wait."""
-    return _announce_again(instance, event, BuildState.ACTIVE, context)
-
-
 def announce_deleted_again(instance: Instance, event: BuildRequested | DeleteRequested, context: StepContext) -> Step:
-    """A build or a delete of a deleted instance, as `announce_active_again`. Its claim is left to the audit."""
+    """A build or a delete of a deleted instance: its schedulers may have forgotten the first, and wait. Its claim is
+    left to the audit.
+    """
     if instance.spec is None:
         return Step(instance)
     return _announce_again(instance, event, BuildState.DELETED, context)

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from bus.contracts.cell import ComputeHosts, Running
 
-from .desires import DELETE_REQUESTED, DESIRES, EXPECTED, Wish
+from .desires import DELETE_REQUESTED, EXPECTED, Wish, desire_of
 from .events import Event, HostMissing, HostRuns
 from .instance import State
 from .proof import (
@@ -125,13 +125,13 @@ def differences(
                 and not _agrees(record, host_uuid, one, report.service, may_have)
             ):
                 event = (one.instance_uuid, _runs(report, one, host_uuid, now))
-                if record.state in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
+                if record.phase in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
                     events.append(event)
                 elif is_proof(record, host_uuid):
                     harmful.append(event)
     for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
         if is_proof(record, place):
-            into = harmful if DESIRES[record.state].here is Wish.RUN else events
+            into = harmful if desire_of(record).here is Wish.RUN else events
             into.append((record.uuid, _missing(report, place, now)))
     return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
 
@@ -145,7 +145,7 @@ def _not_listed(
     """(host, record) of what is expected there, is not listed, and is not another service's to list."""
     listed = {(host_uuid, one.instance_uuid) for host_uuid, running in running_on.items() for one in running}
     for record in records:
-        desire = DESIRES[record.state]
+        desire = desire_of(record)
         for place, owner, wish in (
             (record.host_uuid, record.service, desire.here),
             (record.source_host_uuid, record.source_service, desire.source),
@@ -163,10 +163,15 @@ def _is_known_at(record: RecordedInstance | None, host_uuid: str) -> bool:
     """
     if record is None:
         return False
-    is_built = DESIRES[record.state].here is not Wish.BUILD
-    if record.host_uuid == host_uuid and is_built and (record.state is State.DELETING or is_wanted_here(record)):
+    is_built = desire_of(record).here is not Wish.BUILD
+    if record.host_uuid == host_uuid and is_built and (_is_deleting(record) or is_wanted_here(record)):
         return True
     return record.source_host_uuid == host_uuid
+
+
+def _is_deleting(record: RecordedInstance) -> bool:
+    """Whether its host was commanded to destroy it by a client's word, and may list it until it has."""
+    return desire_of(record).here is Wish.DESTROY and record.phase in DELETE_REQUESTED
 
 
 def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) -> str:
@@ -178,7 +183,7 @@ def _unexplained(record: RecordedInstance | None, one: Running, host_uuid: str) 
     if is_unsure(record, one.attempt, host_uuid):
         return UNSURE
     is_here = (one.attempt, host_uuid) == (record.attempt, record.host_uuid)
-    is_commanded = is_here and DESIRES[record.state].here is not Wish.UNCOMMANDED
+    is_commanded = is_here and desire_of(record).here is not Wish.UNCOMMANDED
     is_source = (one.attempt, host_uuid) == (record.source_attempt, record.source_host_uuid)
     if is_commanded or is_source or is_wanted_at_home(record, one.attempt, host_uuid):
         return ""
@@ -211,9 +216,9 @@ def _agrees(
         return may_have(owner, host_uuid)
     if is_source:
         return is_wanted_at_source(record)
-    if DESIRES[record.state].here is Wish.BUILD:
+    if desire_of(record).here is Wish.BUILD:
         return not one.built  # its result has not arrived yet
-    return record.state is State.DELETING or is_wanted_here(record)
+    return _is_deleting(record) or is_wanted_here(record)
 
 
 def _runs(report: ComputeHosts, one: Running, host_uuid: str, now: float) -> HostRuns:

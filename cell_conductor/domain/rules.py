@@ -15,7 +15,7 @@ from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
 from . import steps
-from .desires import DELETE_REQUESTED, DESIRES, Wish
+from .desires import DELETE_REQUESTED, ORDERED, desire_of
 from .events import (
     BuildRequested,
     Claimed,
@@ -82,9 +82,9 @@ def start_build(instance: Instance, event: BuildRequested, context: StepContext)
     passed = _with_attempt(adopted, NOT_TRIED, at=event.at, code=closed.code, reason=closed.reason)
     left = _without_closed(passed, event.at, context)
     if left.alternates:
-        return Step(steps.ask(left, State.RECLAIMING, event.at, context))
+        return Step(steps.claiming(left, State.BUILDING, event.at, context))
     over = replace(left, code=NO_HOST, reason=steps.cut(summary_of(left)))
-    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
+    return Step(steps.releasing(over, State.FAILED, event.at, context))
 
 
 def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Instance:
@@ -111,10 +111,10 @@ def _end_unbuilt(
             numbered_on(instance, event), "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason
         )
         unsure = replace(unsure, doubted=True, reused_from=1, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
-        return Step(steps.ask(unsure, State.GIVING_UP, event.at, context))
+        return Step(steps.releasing(unsure, State.FAILED, event.at, context))
     passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
     over = replace(passed, code=why.code, reason=steps.cut(why.reason))
-    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
+    return Step(steps.releasing(over, State.FAILED, event.at, context))
 
 
 def tombstone(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
@@ -137,6 +137,7 @@ def come_up(instance: Instance, event: Spawned | HostRuns, context: StepContext)
         _with_attempt(instance, "active", at=event.at, reason=remark),
         stamps=_stamped(instance, event),
         state=State.ACTIVE,
+        then=None,
         selections=(here,),  # alternates have no use any more
         position=0,
         deadline=None,
@@ -165,7 +166,7 @@ def destroy_orphan(instance: Instance, event: Spawned | SpawnFailed | HostRuns, 
     """
     if not is_over(instance, event.attempt, event.host_uuid):
         return Step(instance)
-    if isinstance(event, HostRuns) and instance.state not in DELETE_REQUESTED and not is_later(event, instance):
+    if isinstance(event, HostRuns) and instance.phase not in DELETE_REQUESTED and not is_later(event, instance):
         return Step(instance)  # it may be gone by now
     order = Destroy(
         instance_uuid=instance.uuid,
@@ -181,8 +182,9 @@ def confirm_running(instance: Instance, event: Spawned | HostRuns, context: Step
     """A machine is where the record has it, perhaps under another service now, which gets its orders. One that is over,
     and that its host was not commanded to destroy, is destroyed.
     """
-    is_kept = steps.is_source(instance, event) and DESIRES[instance.state].source is not Wish.GONE
-    if is_kept or steps.is_ours(instance, event):
+    desire = desire_of(instance)
+    is_here = steps.is_ours(instance, event) and desire.here in ORDERED
+    if is_here or (steps.is_source(instance, event) and desire.source in ORDERED):
         return Step(steps.followed(instance, event))
     return destroy_orphan(instance, event, context)
 
@@ -212,7 +214,7 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
         unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
         unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), stamps=_stamped(unsure, event))
-        return Step(steps.ask(unsure, State.GIVING_UP, event.at, context))  # without an order to destroy
+        return Step(steps.releasing(unsure, State.FAILED, event.at, context))  # without an order to destroy
     if not instance.queried or instance.doubted:
         wait_s = context.answer_timeout_s
         if instance.queried:
@@ -271,7 +273,7 @@ def release_alternate(instance: Instance, event: Claimed, context: StepContext) 
     """An alternate was claimed for an instance that is to be deleted: release it, no machine was built there."""
     if event.attempt != instance.next_attempt:
         return Step(instance)
-    return Step(steps.ask(_taken(instance, event), State.RELEASING, event.at, context))
+    return Step(steps.releasing(_taken(instance, event), State.DELETED, event.at, context))
 
 
 def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
@@ -288,7 +290,7 @@ def run_out(instance: Instance, event: ClaimRefused, context: StepContext) -> St
         return _end_failed(changed, event.at, context)
     code, reason = why_not_claimed(event, summary_of(tried))
     over = replace(tried, code=code, reason=steps.cut(reason))
-    return Step(steps.ask(over, State.GIVING_UP, event.at, context))
+    return Step(steps.releasing(over, State.FAILED, event.at, context))
 
 
 def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
@@ -297,31 +299,14 @@ def drop(instance: Instance, event: ClaimRefused, context: StepContext) -> Step:
         return Step(instance)
     if event.consumer_changed:
         return _end_deleted(instance, event.at, context)
-    return Step(steps.ask(instance, State.RELEASING, event.at, context))
-
-
-def abandon(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """A claim may be under way: wait for its answer, then release instead of building."""
-    leaving = replace(instance, state=State.ABANDONING, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, context)
+    return Step(steps.releasing(instance, State.DELETED, event.at, context))
 
 
 def destroy(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
     """Command the host to destroy; the allocation is held until it confirms."""
-    leaving = replace(
-        instance,
-        state=State.DELETING,
-        deadline=event.at + context.destroy_retry_s,
-        since=event.at,
-        cause=event.cause or instance.cause,
-    )
+    leaving = steps.destroying(instance, State.DELETED, event.at, context)
+    leaving = replace(leaving, cause=event.cause or instance.cause)
     return steps.announce(leaving, BuildState.DELETING, event.at, context)
-
-
-def release_destroyed(instance: Instance, event: Destroyed | HostMissing, context: StepContext) -> Step:
-    """The host has destroyed it, or reports that it does not run it: release."""
-    gone = steps.here_gone(instance, event)
-    return Step(steps.ask(instance, State.RELEASING, event.at, context)) if gone else Step(instance)
 
 
 def lose(instance: Instance, event: HostMissing, context: StepContext) -> Step:
@@ -336,12 +321,6 @@ def give_up_lost(instance: Instance, at: float, context: StepContext, *, code: s
     """An active instance is lost: possible remains are destroyed, its allocation is released, and it ends as failed."""
     lost = _with_attempt(instance, "lost", at=at, code=code, reason=reason)
     return _give_up(lost, at, context, code=code, reason=reason)
-
-
-def delete_instead(instance: Instance, event: DeleteRequested, context: StepContext) -> Step:
-    """A release is already under way: it ends deleted instead of failed."""
-    leaving = replace(instance, state=State.RELEASING, cause=event.cause or instance.cause)
-    return steps.announce(leaving, BuildState.DELETING, event.at, context)
 
 
 def repeat_question(instance: Instance, event: TimedOut, context: StepContext) -> Step:
@@ -404,7 +383,7 @@ def _spawn(instance: Instance, at: float, context: StepContext) -> Step:
     assert instance.spec is not None
     here = instance.here
     deadline = at + instance.build_timeout_s
-    building = replace(instance, state=State.BUILDING, deadline=deadline, since=at, queried=False)
+    building = replace(instance, state=State.BUILDING, then=None, deadline=deadline, since=at, queried=False)
     order = Spawn(
         spec=instance.spec,
         attempt=instance.attempt,
@@ -427,7 +406,7 @@ def _next(instance: Instance, at: float, context: StepContext) -> Step:
     instance = _without_closed(instance, at, context)
     if not instance.alternates:
         return _give_up(instance, at, context, code=NO_HOST, reason=summary_of(instance))
-    return Step(steps.ask(instance, State.RECLAIMING, at, context), (steps.destroy_here(instance, context),))
+    return Step(steps.claiming(instance, State.BUILDING, at, context), (steps.destroy_here(instance, context),))
 
 
 def _has_somewhere_to_go(instance: Instance, context: StepContext) -> bool:
@@ -446,7 +425,7 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 
 def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     over = replace(instance, code=code, reason=steps.cut(reason))
-    return Step(steps.ask(over, State.GIVING_UP, at, context), (steps.destroy_here(instance, context),))
+    return Step(steps.releasing(over, State.FAILED, at, context), (steps.destroy_here(instance, context),))
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:
@@ -478,13 +457,21 @@ def _end_failed(instance: Instance, at: float, context: StepContext) -> Step:
     )
     unsure = instance.doubted and (instance.code in (OUTCOME_UNKNOWN, LOST) or ended)
     over = replace(
-        instance, state=State.FAILED, deadline=None, since=at, answered=True, queried=False, doubted=unsure, move=None
+        instance,
+        state=State.FAILED,
+        then=None,
+        deadline=None,
+        since=at,
+        answered=True,
+        queried=False,
+        doubted=unsure,
+        move=None,
     )
     return steps.announce(over, BuildState.FAILED, at, context, terminal=not instance.answered)
 
 
 def _end_deleted(instance: Instance, at: float, context: StepContext) -> Step:
-    gone = replace(instance, state=State.DELETED, deadline=None, since=at, answered=True, move=None)
+    gone = replace(instance, state=State.DELETED, then=None, deadline=None, since=at, answered=True, move=None)
     return steps.announce(gone, BuildState.DELETED, at, context, terminal=True)
 
 

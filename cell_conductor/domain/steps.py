@@ -77,9 +77,29 @@ class Step(Struct, frozen=True):
     again: bool = False
 
 
-def ask(instance: Instance, state: State, at: float, context: StepContext) -> Instance:
+def ask(instance: Instance, state: State, at: float, context: StepContext, *, then: State | None = None) -> Instance:
     """Enter a state that waits for placement; the sweep repeats the request when no answer is ever recorded."""
-    return replace(instance, state=state, deadline=at + context.claim_retry_s, since=at)
+    return replace(instance, state=state, then=then, deadline=at + context.claim_retry_s, since=at)
+
+
+def claiming(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Placement is to claim for it. then: what it comes to when placement has."""
+    return ask(instance, State.CLAIMING, at, context, then=then)
+
+
+def releasing(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Placement is to release what it, or its migration, holds."""
+    return ask(instance, State.RELEASING, at, context, then=then)
+
+
+def released_after(instance: Instance, at: float, context: StepContext) -> Instance:
+    """The machines that were to be destroyed are gone: what they take is released, and what follows stays."""
+    return ask(instance, State.RELEASING, at, context, then=instance.then)
+
+
+def destroying(instance: Instance, then: State, at: float, context: StepContext) -> Instance:
+    """Its hosts are to destroy what the desire of that row says (`orders`)."""
+    return replace(instance, state=State.DESTROYING, then=then, deadline=at + context.destroy_retry_s, since=at)
 
 
 def announce(

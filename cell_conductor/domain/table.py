@@ -1,17 +1,36 @@
-"""The instance state machine: one table, total over states and events. It also draws docs/reference/states.md."""
+"""The instance state machine: one table, total over states and events. It also draws docs/reference/states.md.
+
+Every row has the usual effects of `USUAL`, unless it says otherwise: most events are late, doubled or of no concern
+to a state, and its desire (`desires`) is what a machine that is found and a request of a client are judged by. Where an
+answer is waited for, what follows is taken up here and nowhere else (`ByThen`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
-from msgspec.structs import replace
+from msgspec import Struct
 
 from bus.contracts.placement import Claim, ClaimOption, Migration, Release, Revert
 from bus.faults import BrokenInvariant
 
-from . import adopt_rules, arrival_doubts, delete_rules, departure_rules, fence_rules, leave_rules, repeat_rules, rules
-from .desires import DESIRES, OVER, Ask
+from . import (
+    adopt_rules,
+    arrival_doubts,
+    change_rules,
+    delete_rules,
+    departure_rules,
+    fence_rules,
+    leave_rules,
+    move_doubts,
+    move_rules,
+    repeat_rules,
+    rules,
+    undo_rules,
+    way_back,
+)
+from .desires import DESIRES, OVER, Ask, Wish, desire_of
 from .events import (
     BuildRequested,
     ChangeEnded,
@@ -34,24 +53,9 @@ from .events import (
     TimedOut,
 )
 from .instance import Instance, Move, State
-from .moves_table import (
-    ACTIVE_AGAIN,
-    AGAIN,
-    ARRIVED_CELL,
-    COMMAND_AGAIN,
-    CONFIRM_RUNNING,
-    DESTROY_LEFTOVER,
-    DESTROY_ORPHAN,
-    IGNORE,
-    MOVES,
-    REFUSE,
-    Rule,
-)
 from .orders import with_orders
 from .steps import Step, StepContext
 from .way_back import SourceQuery, source_query_of
-
-__all__ = ["IGNORE", "TABLE", "IllegalStep", "Rule", "question_of", "step"]
 
 
 class IllegalStep(BrokenInvariant):
@@ -60,261 +64,300 @@ class IllegalStep(BrokenInvariant):
     code = "instance.illegal_step"
 
 
-REPORT_BUILDING = Rule(repeat_rules.report_building)
-REPORT_DELETING = Rule(repeat_rules.report_deleting)
+class Rule(Struct, frozen=True):
+    """The effect of an event in a state: the rule, and every state it may lead to besides staying."""
+
+    apply: Callable[[Instance, Any, StepContext], Step]
+    to: tuple[State, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name, as the table shows it."""
+        return self.apply.__name__
+
+
+class ByThen(Struct, frozen=True):
+    """The rule of each state that may follow. otherwise: of the others (None: there are none)."""
+
+    rules: Mapping[State, Rule]
+    otherwise: Rule | None = None
+
+    def of(self, then: State | None) -> Rule | None:
+        """The rule of what follows."""
+        return self.otherwise if then is None else self.rules.get(then, self.otherwise)
+
 
 # None: cannot happen. Events from outside (requests, hosts) are legal everywhere; TimedOut comes only from a row that
 # has a deadline, and Claimed, ClaimRefused and Released only after the state that requests them was once entered.
-TABLE: Mapping[State, Mapping[type[Event], Rule | None]] = {
+Cell: TypeAlias = Rule | ByThen | None
+
+
+def rules_of(cell: Cell) -> tuple[Rule, ...]:
+    """Every rule of one event in one state."""
+    if isinstance(cell, ByThen):
+        return (*cell.rules.values(), *(() if cell.otherwise is None else (cell.otherwise,)))
+    return () if cell is None else (cell,)
+
+
+IGNORE = Rule(rules.ignore)
+DESTROY_ORPHAN = Rule(rules.destroy_orphan)
+CONFIRM_RUNNING = Rule(rules.confirm_running)
+ASK_AGAIN = Rule(arrival_doubts.repeat_in_doubt)
+COMMAND_AGAIN = Rule(undo_rules.command_again)
+UNDONE = (State.DESTROYING, State.REVERTING, State.RELEASING)
+NEXT = (State.CLAIMING, *UNDONE)
+FAILS_OVER = (State.CLAIMING, State.RELEASING)
+ARRIVED_CELL = (State.OFFLOADED, State.CLAIMING, State.RELEASING, State.DEPARTED)
+TAKEN_BACK = (State.REVERTING, State.DESTROYING)
+STAYS = (State.RESTARTING, State.ACTIVE)
+ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
+ARRIVE_IN_CELL = Rule(departure_rules.arrive, ARRIVED_CELL)
+REFUSE = Rule(departure_rules.refuse_other)
+ABORT = Rule(move_rules.abort, UNDONE)
+ARRIVE = Rule(move_rules.arrive, ARRIVED)
+FOLLOW_FOUND = Rule(arrival_doubts.follow_found, (State.DESTROYING,))
+FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
+FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.DESTROYING, State.ACTIVE))
+SKIP = Rule(move_rules.skip_destination, NEXT)
+RELEASE_DESTROYED = Rule(delete_rules.release_destroyed, (State.RELEASING,))
+END_ADOPTED = Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING))
+ADOPT_DECIDED = Rule(adopt_rules.adopt_decided, (State.CLAIMING,))
+
+USUAL: Mapping[type[Event], Cell] = {
+    BuildRequested: Rule(repeat_rules.answer_build),
+    DeleteRequested: Rule(delete_rules.delete, (State.DESTROYING, State.RELEASING)),
+    Spawned: DESTROY_ORPHAN,
+    SpawnFailed: Rule(rules.destroy_leftover),
+    TimedOut: None,
+    Claimed: IGNORE,
+    ClaimRefused: IGNORE,
+    Destroyed: IGNORE,
+    Released: IGNORE,
+    HostRuns: DESTROY_ORPHAN,
+    HostMissing: IGNORE,
+    ServiceLost: IGNORE,
+    MoveRequested: REFUSE,
+    ChangeEnded: IGNORE,
+    Reverted: IGNORE,
+    HostFenced: IGNORE,
+    MachineFound: IGNORE,
+    SourceAnswered: IGNORE,
+}
+# Nothing was asked of placement yet.
+UNASKED: Mapping[type[Event], Cell] = {**USUAL, Claimed: None, ClaimRefused: None, Released: None}
+
+TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.ABSENT: {
-        BuildRequested: Rule(
-            adopt_rules.start_or_adopt,
-            (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP, State.FAILED),
-        ),
-        DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DELETING, State.RELEASING)),
+        **UNASKED,
+        BuildRequested: Rule(adopt_rules.start_or_adopt, (State.BUILDING, *FAILS_OVER, State.FAILED)),
+        DeleteRequested: Rule(delete_rules.delete_unknown, (State.TOMBSTONE, State.DESTROYING, State.RELEASING)),
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
-        TimedOut: None,
-        Claimed: None,
-        ClaimRefused: None,
-        Destroyed: IGNORE,
-        Released: None,
         HostRuns: IGNORE,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: Rule(departure_rules.arrive, ARRIVED_CELL),
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+        MoveRequested: ARRIVE_IN_CELL,
     },
     State.TOMBSTONE: {
-        BuildRequested: Rule(delete_rules.refuse_build, (State.DELETING, State.RELEASING)),
-        DeleteRequested: Rule(delete_rules.delete_unknown, (State.DELETING, State.RELEASING)),
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: None,
-        Claimed: None,
-        ClaimRefused: None,
-        Destroyed: IGNORE,
-        Released: None,
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: Rule(departure_rules.arrive, ARRIVED_CELL),
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+        **UNASKED,
+        BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
+        DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
+        MoveRequested: ARRIVE_IN_CELL,
     },
     State.BUILDING: {
-        BuildRequested: REPORT_BUILDING,
-        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
+        **USUAL,
         Spawned: Rule(rules.come_up, (State.ACTIVE,)),
-        SpawnFailed: Rule(rules.fail_over, (State.RECLAIMING, State.GIVING_UP)),
-        TimedOut: Rule(rules.time_out, (State.RECLAIMING, State.GIVING_UP)),
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: Rule(rules.fail_over_destroyed, (State.RECLAIMING, State.GIVING_UP)),
+        SpawnFailed: Rule(rules.fail_over, FAILS_OVER),
+        TimedOut: Rule(rules.time_out, FAILS_OVER),
+        Destroyed: Rule(rules.fail_over_destroyed, FAILS_OVER),
         Released: None,
         HostRuns: Rule(rules.come_up, (State.ACTIVE,)),
         HostMissing: IGNORE,  # it may not have started yet: the deadline decides
-        ServiceLost: Rule(rules.leave_service, (State.RECLAIMING,)),
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: Rule(fence_rules.leave_host, (State.RECLAIMING, State.GIVING_UP)),
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+        ServiceLost: Rule(rules.leave_service, (State.CLAIMING,)),
+        HostFenced: Rule(fence_rules.leave_host, FAILS_OVER),
     },
-    State.ADOPTING: {
-        BuildRequested: REPORT_BUILDING,
-        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
-        Spawned: Rule(adopt_rules.note_built),
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: AGAIN,
-        Claimed: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
-        ClaimRefused: Rule(adopt_rules.end_adopted, (State.ACTIVE, State.BUILDING)),
-        Destroyed: IGNORE,
-        Released: None,
-        HostRuns: Rule(adopt_rules.note_built),
-        HostMissing: IGNORE,  # if it is lost, it is lost as an active one
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,  # the next events are judged once it is active
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+    State.CLAIMING: {
+        **USUAL,
+        Spawned: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
+        TimedOut: ASK_AGAIN,
+        Claimed: ByThen(
+            {
+                State.BUILDING: Rule(rules.move_on, (State.BUILDING,)),
+                State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
+                State.PREPARING: Rule(move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE)),
+                State.ACTIVE: END_ADOPTED,
+                State.KEPT: Rule(leave_rules.hand_over, (State.KEPT, State.DESTROYING)),
+            }
+        ),
+        ClaimRefused: ByThen(
+            {
+                State.BUILDING: Rule(rules.run_out, (State.RELEASING, State.FAILED)),
+                State.DELETED: Rule(rules.drop, (State.RELEASING, State.DELETED)),
+                State.PREPARING: Rule(move_rules.run_out_of_hosts, UNDONE),
+                State.ACTIVE: END_ADOPTED,
+                State.KEPT: Rule(leave_rules.keep, (State.KEPT, *TAKEN_BACK)),
+            }
+        ),
+        HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
+        MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
+        HostFenced: IGNORE,  # what is adopted is judged once it is active
+        MachineFound: ByThen(
+            {State.BUILDING: Rule(adopt_rules.adopt_machine, FAILS_OVER), State.PREPARING: FOLLOW_FOUND}, IGNORE
+        ),
     },
-    State.RECLAIMING: {
-        BuildRequested: REPORT_BUILDING,
-        DeleteRequested: Rule(rules.abandon, (State.ABANDONING,)),
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: AGAIN,
-        Claimed: Rule(rules.move_on, (State.BUILDING,)),
-        ClaimRefused: Rule(rules.run_out, (State.GIVING_UP, State.FAILED)),
-        Destroyed: IGNORE,
-        Released: None,
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: Rule(adopt_rules.adopt_machine, (State.ADOPTING, State.GIVING_UP)),
-        SourceAnswered: IGNORE,
+    State.RELEASING: {
+        **USUAL,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: ASK_AGAIN,
+        Released: ByThen(
+            {
+                State.FAILED: Rule(rules.end_failed, (State.FAILED,)),
+                State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
+                State.OFFLOADED: Rule(change_rules.end_offloaded, (State.OFFLOADED, State.DEPARTED)),
+                State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
+                State.DEPARTED: Rule(leave_rules.end_kept, (State.DEPARTED,)),
+            }
+        ),
+        HostRuns: CONFIRM_RUNNING,
+        MachineFound: ByThen({State.OFFLOADED: FOLLOW_FOUND}, IGNORE),
     },
-    State.ABANDONING: {
-        BuildRequested: REPORT_DELETING,
-        DeleteRequested: REPORT_DELETING,
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: AGAIN,
-        Claimed: Rule(rules.release_alternate, (State.RELEASING,)),
-        ClaimRefused: Rule(rules.drop, (State.RELEASING, State.DELETED)),
-        Destroyed: IGNORE,
-        Released: None,
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+    State.DESTROYING: {
+        **USUAL,
+        Spawned: FOLLOW_UNDONE,
+        SpawnFailed: Rule(delete_rules.report_undestroyed),
+        TimedOut: COMMAND_AGAIN,
+        Destroyed: ByThen(
+            {State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
+        ),
+        HostRuns: FOLLOW_UNDONE,
+        HostMissing: ByThen(
+            {
+                State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING)),
+                State.DEPARTED: IGNORE,  # no report counts for a machine that was kept
+            },
+            RELEASE_DESTROYED,
+        ),
+        ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
+        ChangeEnded: Rule(undo_rules.undo_failed_in_place, (State.REVERTING,)),
+        HostFenced: ByThen(
+            {State.REVERTING: Rule(fence_rules.revert, (State.REVERTING, State.RELEASING))},
+            Rule(fence_rules.end_destroyed, (State.RELEASING,)),
+        ),
     },
     State.ACTIVE: {
-        BuildRequested: ACTIVE_AGAIN,
-        DeleteRequested: Rule(rules.destroy, (State.DELETING,)),
+        **USUAL,
         Spawned: CONFIRM_RUNNING,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: None,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
         Destroyed: IGNORE,  # we ordered nothing: it is lost when a report, which the breaker judges, leaves it out
         Released: IGNORE,  # of a migration, once more
         HostRuns: CONFIRM_RUNNING,
-        HostMissing: Rule(rules.lose, (State.GIVING_UP,)),
+        HostMissing: Rule(rules.lose, (State.RELEASING,)),
         ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
         MoveRequested: Rule(
             leave_rules.begin_or_leave,
-            (State.CLAIMING, State.REVERTING, State.CHANGING, State.OFFLOADING, State.LEAVING),
+            (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING, State.LEAVING),
         ),
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: Rule(fence_rules.fail_by_policy, (State.GIVING_UP,)),
-        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
-        SourceAnswered: IGNORE,
-    },
-    State.GIVING_UP: {
-        BuildRequested: REPORT_BUILDING,
-        DeleteRequested: Rule(rules.delete_instead, (State.RELEASING,)),
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: AGAIN,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: IGNORE,
-        Released: Rule(rules.end_failed, (State.FAILED,)),
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+        HostFenced: Rule(fence_rules.fail_by_policy, (State.RELEASING,)),
+        MachineFound: ADOPT_DECIDED,
     },
     State.FAILED: {
-        BuildRequested: Rule(
-            repeat_rules.restart_build, (State.BUILDING, State.ADOPTING, State.RECLAIMING, State.GIVING_UP)
-        ),
+        **USUAL,
+        BuildRequested: Rule(repeat_rules.restart_build, (State.BUILDING, *FAILS_OVER)),
         DeleteRequested: Rule(rules.end_deleted, (State.DELETED,)),
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: None,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: IGNORE,
-        Released: IGNORE,
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: Rule(adopt_rules.adopt_decided, (State.ADOPTING,)),
-        SourceAnswered: IGNORE,
-    },
-    State.DELETING: {
-        BuildRequested: REPORT_DELETING,
-        DeleteRequested: REPORT_DELETING,
-        Spawned: CONFIRM_RUNNING,
-        SpawnFailed: Rule(delete_rules.report_undestroyed),
-        TimedOut: COMMAND_AGAIN,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: Rule(delete_rules.release_both, (State.RELEASING,)),
-        Released: IGNORE,
-        HostRuns: CONFIRM_RUNNING,
-        HostMissing: Rule(delete_rules.release_both, (State.RELEASING,)),
-        ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: Rule(fence_rules.end_delete, (State.RELEASING,)),
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
-    },
-    State.RELEASING: {
-        BuildRequested: REPORT_DELETING,
-        DeleteRequested: REPORT_DELETING,
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: AGAIN,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: IGNORE,
-        Released: Rule(rules.end_deleted, (State.DELETED,)),
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
+        MachineFound: ADOPT_DECIDED,
     },
     State.DELETED: {
+        **USUAL,
         BuildRequested: Rule(repeat_rules.announce_deleted_again),
         DeleteRequested: Rule(repeat_rules.announce_deleted_again),
-        Spawned: DESTROY_ORPHAN,
-        SpawnFailed: DESTROY_LEFTOVER,
-        TimedOut: None,
-        Claimed: IGNORE,
-        ClaimRefused: IGNORE,
-        Destroyed: IGNORE,
-        Released: IGNORE,
-        HostRuns: DESTROY_ORPHAN,
-        HostMissing: IGNORE,
-        ServiceLost: IGNORE,
-        MoveRequested: REFUSE,
-        ChangeEnded: IGNORE,
-        Reverted: IGNORE,
-        HostFenced: IGNORE,
-        MachineFound: IGNORE,
-        SourceAnswered: IGNORE,
     },
-    **MOVES,
+    State.PREPARING: {
+        **USUAL,
+        TimedOut: SKIP,
+        ServiceLost: SKIP,
+        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
+        MoveRequested: ABORT,
+        HostFenced: Rule(fence_rules.leave_checked_destination, NEXT),
+    },
+    State.HANDING_OVER: {
+        **USUAL,
+        TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
+        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *NEXT)),
+        MoveRequested: ABORT,
+        HostFenced: Rule(fence_rules.stay_at_source, UNDONE),
+    },
+    State.FINISHING: {
+        **USUAL,
+        Spawned: ARRIVE,
+        SpawnFailed: Rule(move_rules.fail_destination, NEXT),
+        TimedOut: COMMAND_AGAIN,
+        Destroyed: Rule(move_rules.lose_destination, NEXT),
+        HostRuns: ARRIVE,
+        HostFenced: Rule(fence_rules.give_up_destination, NEXT),
+    },
+    State.RESIZING: {
+        **USUAL,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(move_rules.give_up_in_place, UNDONE),
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(move_rules.arrive_in_place, (State.RESIZED, State.ACTIVE, *NEXT)),
+        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
+    },
+    State.RESIZED: {
+        **USUAL,
+        Spawned: FOLLOW_RESIZED,
+        TimedOut: Rule(move_rules.confirm_in_time, (State.DESTROYING, State.RELEASING, State.ACTIVE)),
+        Destroyed: Rule(move_doubts.note_gone, UNDONE),
+        HostRuns: FOLLOW_RESIZED,
+        HostMissing: Rule(move_rules.revert_lost, UNDONE),
+        MoveRequested: Rule(move_rules.end_resized, (*UNDONE, State.ACTIVE)),
+        HostFenced: Rule(fence_rules.give_up_destination, UNDONE),
+        SourceAnswered: Rule(way_back.go_back, UNDONE),
+    },
+    State.REVERTING: {
+        **USUAL,
+        TimedOut: ASK_AGAIN,
+        Reverted: Rule(undo_rules.return_to_source, (State.RESTARTING, State.ACTIVE)),
+    },
+    State.RESTARTING: {
+        **USUAL,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: COMMAND_AGAIN,
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
+        HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
+    },
+    State.CHANGING: {
+        **USUAL,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: COMMAND_AGAIN,
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(change_rules.changed, (State.ACTIVE, State.DESTROYING)),
+        HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
+    },
+    State.OFFLOADED: {
+        **USUAL,
+        DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
+        MoveRequested: Rule(departure_rules.begin_or_depart, (State.CLAIMING, State.RELEASING, State.DEPARTED)),
+    },
+    State.DEPARTED: {
+        **USUAL,
+        MoveRequested: Rule(departure_rules.refer, ARRIVED_CELL),
+    },
+    State.LEAVING: {
+        **USUAL,
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(leave_rules.leave_again, STAYS),
+        HostRuns: CONFIRM_RUNNING,
+        ChangeEnded: Rule(leave_rules.reassign, (State.CLAIMING, *STAYS)),
+        HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
+    },
+    State.KEPT: {
+        **USUAL,
+        DeleteRequested: Rule(leave_rules.note_delete),
+        Spawned: CONFIRM_RUNNING,
+        TimedOut: Rule(leave_rules.announce_again),
+        HostRuns: CONFIRM_RUNNING,
+        MoveRequested: Rule(leave_rules.follow_kept, TAKEN_BACK),
+        SourceAnswered: Rule(way_back.answer_kept),
+    },
 }
 
 
@@ -324,10 +367,11 @@ def step(instance: Instance, event: Event, context: StepContext) -> Step:
 
 
 def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
-    rule = TABLE[instance.state][type(event)]
+    cell = TABLE[instance.state][type(event)]
+    rule = cell.of(instance.then) if isinstance(cell, ByThen) else cell
     if rule is None:
         raise IllegalStep(f"{type(event).__name__} while {instance.state}: {event!r} on {instance!r}")
-    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + _may_be_claimed(instance.state):
+    if isinstance(event, Claimed) and event.attempt > instance.last_attempt + _may_be_claimed(instance):
         # A claim that no record of ours has requested would leak: no worker would ever release it.
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
@@ -342,17 +386,19 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)
+    assert stepped.instance.phase in DESIRES, (rule.name, stepped.instance.phase)
     return stepped
 
 
-def _may_be_claimed(state: State) -> bool:
+def _may_be_claimed(instance: Instance) -> bool:
     """Whether an attempt may be claimed for an instance in this state.
 
     A claim may be sent twice at once (a redelivered message, the sweep), answered "full", and then "claimed" because
     there is room meanwhile. The step after the first answer requests the release, or the revert, of that very attempt:
     nothing leaks.
     """
-    return DESIRES[state].asks is Ask.CLAIM or DESIRES[state].here in OVER
+    desire = desire_of(instance)
+    return desire.asks is Ask.CLAIM or desire.here in OVER
 
 
 Question: TypeAlias = Claim | Release | Revert | SourceQuery
@@ -364,7 +410,7 @@ def question_of(instance: Instance) -> Question | None:
     """
     if (query := source_query_of(instance)) is not None:
         return query
-    asks, move = DESIRES[instance.state].asks, instance.move
+    asks, move = desire_of(instance).asks, instance.move
     if asks is Ask.CLAIM:
         return _claim(instance)
     if asks is Ask.REVERT:
@@ -389,15 +435,15 @@ def question_of(instance: Instance) -> Question | None:
 
 def _claim(instance: Instance) -> Claim:
     assert instance.spec is not None
-    move = instance.move
-    claim = Claim(
+    move, is_here = instance.move, desire_of(instance).here is Wish.STAY  # its machine is, and is not moved by this
+    return Claim(
         consumer=instance.uuid,
         attempt=instance.next_attempt,
         consumer_generation=instance.consumer_generation,
-        release_first=move is None or instance.position > 0,
+        release_first=move is None or instance.position > 0 or is_here,
         options=tuple(
             ClaimOption(allocations=s.allocations, shapes=s.shapes, host=s.host_uuid if instance.server_group else None)
-            for s in (instance.alternates if instance.state is not State.ADOPTING else (instance.here,))
+            for s in ((instance.here,) if is_here and move is None else instance.alternates)
         ),
         server_group=instance.server_group,
         limits=instance.limits,
@@ -405,7 +451,6 @@ def _claim(instance: Instance) -> Claim:
         user_id=instance.spec.user_id,
         migration=None if move is None or move.source is None else _migration(move),
     )
-    return replace(claim, release_first=True) if instance.state is State.REASSIGNING else claim
 
 
 def _migration(move: Move) -> Migration:

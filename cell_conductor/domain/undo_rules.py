@@ -13,7 +13,7 @@ from bus.contracts.moves import (
 )
 
 from . import steps, way_back
-from .desires import DESIRES, Wish
+from .desires import Wish, desire_of
 from .events import (
     ChangeEnded,
     Destroyed,
@@ -101,7 +101,7 @@ def command_again(instance: Instance, event: TimedOut, context: StepContext) -> 
     revert is informed of that; a request for a change, or a move that was undone, does not wait for it.
     """
     again = repeated(instance, event.at, context)
-    desire, move = DESIRES[instance.state], instance.move
+    desire, move = desire_of(instance), instance.move
     if move is None:
         return again
     if desire.source is Wish.DESTROY and move.source is not None:

@@ -25,7 +25,7 @@ from cell_conductor.domain.desires import (
     REFUSED,
 )
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.rules import numbered_on
 from cell_conductor.domain.service_places import is_at
@@ -94,7 +94,7 @@ class MemoryTransaction:
             return None
         self._seen.set_back_at = table.clock.time()
         self._transaction.will(partial(setattr, table, "set_back_at", self._seen.set_back_at))
-        under_way = sorted(uuid for uuid, one in table.instances.items() if one.state in IN_DOUBT_AFTER_SET_BACK)
+        under_way = sorted(uuid for uuid, one in table.instances.items() if one.phase in IN_DOUBT_AFTER_SET_BACK)
         await self._transaction.lock([_key(uuid) for uuid in under_way])
         doubted = [replace(numbered_on(table.instances[uuid]), doubted=True) for uuid in under_way]
         self._transaction.will(partial(setattr, table, "origin", table.place))
@@ -312,11 +312,12 @@ class MemoryInstances:
                     i.first_not_tried,
                     i.doubted,
                     i.reused_from,
-                    i.state in REFUSED and i.machine_exists,
+                    i.phase in REFUSED and i.machine_exists,
+                    i.then,
                 )
                 for i in self._table.instances.values()
                 if i.uuid in named
-                or (i.state in EXPECTED_HERE and i.host_uuid in hosts)
+                or (i.phase in EXPECTED_HERE and i.host_uuid in hosts)
                 or (i.source_host_uuid is not None and i.source_host_uuid in hosts)
             ]
 
@@ -328,7 +329,7 @@ class MemoryInstances:
             return [
                 (uuid, instance.here.service)
                 for uuid, instance in sorted(self._table.instances.items())
-                if instance.state in LEFT_WITH_ITS_SERVICE and instance.here.service in named
+                if instance.phase in LEFT_WITH_ITS_SERVICE and instance.here.service in named
             ]
 
     async def at_service(self, service: str, limit: int) -> list[str]:
@@ -347,11 +348,11 @@ class MemoryInstances:
         """Delete instances that failed before this time, up to a bound."""
         return await self._purge(PURGED_FAILED, before, limit)
 
-    async def _purge(self, states: Collection[State], before: float, limit: int) -> int:
+    async def _purge(self, states: Collection[Phase], before: float, limit: int) -> int:
         async with self._session.transaction() as transaction:
             await transaction.statement()
             instances = self._table.instances
-            over = [i for i in instances.values() if i.state in states and i.since < before]
+            over = [i for i in instances.values() if i.phase in states and i.since < before]
             gone = [i.uuid for i in over if transaction.is_free(("instance", i.uuid))][:limit]
             await transaction.lock([("instance", uuid) for uuid in sorted(gone)])
             transaction.will(partial(_drop, instances, gone))

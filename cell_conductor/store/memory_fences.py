@@ -100,7 +100,7 @@ class MemoryFences:
             return [
                 uuid
                 for uuid, one in sorted(self._table.instances.items())
-                if uuid > after and one.state not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
+                if uuid > after and one.phase not in AT_REST and host_uuid in (one.host_uuid, one.source_host_uuid)
             ][:limit]
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from bus.persistence.outbox import OutboxMessage, Rows
 from cell_conductor.domain.fences import Loss
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase, State
 
 from .fences import FenceStore
 from .leases import LeaseStore
@@ -24,7 +24,7 @@ class Brief(Struct, frozen=True):
     newest: its highest attempt number. source_host_uuid, source_service, source_attempt: of a move, as Instance has
     them.
     first_not_tried: attempt 1 was never commanded by this record, because its service was down. doubted: the database
-    was set back while it was being built or moved. reused_from, machine_exists: as Instance has them.
+    was set back while it was being built or moved. reused_from, machine_exists, then: as Instance has them.
     """
 
     uuid: str
@@ -41,6 +41,12 @@ class Brief(Struct, frozen=True):
     doubted: bool = False
     reused_from: int = 0
     machine_exists: bool = False
+    then: State | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Its state, and what follows."""
+        return self.state, self.then
 
     @property
     def last_attempt(self) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import asyncpg
+from msgspec.structs import replace
 
 from bus.persistence import outbox
 from bus.persistence.conflict import Conflict
@@ -30,6 +32,8 @@ from cell_conductor.domain.desires import (
     PURGED_FAILED,
     REFUSED,
     in_sql,
+    in_text,
+    of_text,
 )
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import (
@@ -38,7 +42,6 @@ from cell_conductor.domain.instance import (
     NOT_TRIED,
     SET_BACK_GAP,
     Instance,
-    State,
 )
 
 from . import rows
@@ -128,6 +131,11 @@ PURGE_DELETED = PURGE.format(states=in_sql(PURGED))
 PURGE_FAILED = PURGE.format(states=in_sql(PURGED_FAILED))
 
 
+def _brief(row: Sequence[Any]) -> Brief:
+    state, then = of_text(row[1])
+    return replace(Brief(row[0], state, *row[2:]), then=then)
+
+
 class PostgresInstanceRows:
     """The rows of one connection outside of any transaction; the version of a row is its xmin, the id of its writer."""
 
@@ -181,7 +189,7 @@ class PostgresTransaction:
         if not is_elsewhere:
             return None
         seen.set_back_at = await self._connection.fetchval(NOTE_SET_BACK)
-        status: str = await self._connection.execute(DOUBT, [state.value for state in IN_DOUBT_AFTER_SET_BACK])
+        status: str = await self._connection.execute(DOUBT, [in_text(phase) for phase in IN_DOUBT_AFTER_SET_BACK])
         return DatabaseChange(seen.deployment, int(status.rpartition(" ")[2]))
 
     async def first_time(self, message_ids: Sequence[str]) -> set[str]:
@@ -318,7 +326,7 @@ class PostgresInstances:
             others = set(instance_uuids).difference(row[0] for row in found)
             if others:
                 found += await connection.fetch(BRIEFS_BY_UUID, list(others))
-        return [Brief(row[0], State(row[1]), *row[2:]) for row in found]
+        return [_brief(row) for row in found]
 
     async def building_at(self, services: Sequence[str]) -> list[tuple[str, str]]:
         """The instances that these compute services were commanded to build."""

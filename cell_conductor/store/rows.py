@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from cell_conductor.domain.desires import in_text
 from cell_conductor.domain.instance import Instance
 
 HANDLER = "conductor"
@@ -54,7 +55,7 @@ def columns(instances: Sequence[Instance]) -> tuple[list[object], ...]:
     ordered = sorted(instances, key=lambda instance: instance.uuid)
     return (
         [instance.uuid for instance in ordered],
-        [instance.state.value for instance in ordered],
+        [in_text(instance.phase) for instance in ordered],
         [instance.host_uuid for instance in ordered],
         [instance.attempt for instance in ordered],
         [instance.newest for instance in ordered],

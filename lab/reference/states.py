@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from inspect import cleandoc
 
-from cell_conductor.domain.desires import DESIRES, Ask
+from cell_conductor.domain.desires import DESIRES, in_text
 from cell_conductor.domain.events import EVENTS
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.table import IGNORE, TABLE, Rule
+from cell_conductor.domain.table import IGNORE, TABLE, ByThen, Cell, Rule, rules_of
 
 
 def content() -> dict[str, object]:
@@ -18,13 +18,26 @@ def content() -> dict[str, object]:
         "EVENTS": EVENTS,
         "cell": _cell,
         "cleandoc": cleandoc,
-        "rules": sorted({r.name: r for row in TABLE.values() for r in row.values() if r is not None}.items()),
-        "claims": ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.CLAIM),
-        "releases": ", ".join(f"`{state}`" for state in State if DESIRES[state].asks is Ask.RELEASE),
+        "rules": sorted({r.name: r for row in TABLE.values() for cell in row.values() for r in rules_of(cell)}.items()),
+        "targets": _targets,
+        "desires": [(in_text(phase), row) for phase, row in DESIRES.items()],
     }
 
 
-def _cell(rule: Rule | None) -> str:
+def _targets(cell: Cell) -> list[State]:
+    return list(dict.fromkeys(target for rule in rules_of(cell) for target in rule.to))
+
+
+def _cell(cell: Cell) -> str:
+    if not isinstance(cell, ByThen):
+        return _rule(cell)
+    parts = [f"then {then}: {_rule(rule)}" for then, rule in cell.rules.items()]
+    if cell.otherwise is not None:
+        parts.append(f"otherwise: {_rule(cell.otherwise)}")
+    return "; ".join(parts)
+
+
+def _rule(rule: Rule | None) -> str:
     if rule is None:
         return "x"
     if rule == IGNORE:

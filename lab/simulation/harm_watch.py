@@ -27,9 +27,10 @@ LATE_REPORT_S = MAX_FAULT_S + 5.0
 # The codes of attempts that ended although their machines had been built: nothing of them is wanted any more.
 LOST = frozenset({"instance.lost", "host.fenced"})
 # A move that had arrived goes back: its destination is given up for its source.
-GOES_BACK = frozenset({State.UNDOING, State.REVERTING})
+GOES_BACK = frozenset({(State.DESTROYING, State.REVERTING), (State.REVERTING, None)})
 # While a record stands so, its attempt is wanted.
-WANTED = frozenset({State.BUILDING, State.ADOPTING, State.ACTIVE})
+WANTED = frozenset({(State.BUILDING, None), (State.CLAIMING, State.ACTIVE), (State.ACTIVE, None)})
+FAILS_OVER = (State.CLAIMING, State.BUILDING)
 
 
 class Seen(Struct, frozen=True):
@@ -93,10 +94,10 @@ class HarmWatch:
             self._has_a_way_back(self._records.get(uuid), instance)
             self._records[uuid] = instance
             # Of one that is out of time its host was commanded to end what is not complete.
-            over = instance.attempt - (instance.state in WANTED and not instance.queried)
+            over = instance.attempt - (instance.phase in WANTED and not instance.queried)
             self._given_up[uuid] = max(over, self._given_up.get(uuid, 0))
-            if instance.move is None and instance.state in (*WANTED, State.RECLAIMING):
-                left = instance.attempt - (instance.state in WANTED)
+            if instance.move is None and instance.phase in (*WANTED, FAILS_OVER):
+                left = instance.attempt - (instance.phase in WANTED)
                 tried = {one.attempt for one in instance.history if one.attempt <= left}
                 self._left.setdefault(uuid, set()).update(tried)
             elif instance.state is State.FAILED and instance.move is None:
@@ -114,7 +115,7 @@ class HarmWatch:
 
         The answer of a service that has died since may be this old: its conductor waited for its database.
         """
-        goes_back = before is not None and before.state is State.RESIZED and after.state in GOES_BACK
+        goes_back = before is not None and before.state is State.RESIZED and after.phase in GOES_BACK
         source = after.move.source if goes_back and after.move is not None else None
         if before is None or source is None or after.uuid in self.taken_back or self.is_deleted(after.uuid):
             return

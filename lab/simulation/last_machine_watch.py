@@ -14,7 +14,7 @@ from compute_sim.fleet import Fleet, Guest
 from lab.simulation.watch import Breach
 
 # Their image is what is kept of these, at the client's request.
-_OFFLOADED = frozenset({State.OFFLOADING, State.VACATING, State.OFFLOADED})
+_OFFLOADED = frozenset({(State.OFFLOADED, None), *((one, State.OFFLOADED) for one in State)})
 _OF_IMAGE = frozenset({MoveKind.UNSHELVE, MoveKind.SHELVE, MoveKind.OFFLOAD})
 
 
@@ -33,7 +33,7 @@ class LastMachineWatch:
         """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
         for uuid, instance in instances.items():
             kind = None if instance.move is None else instance.move.kind
-            if uuid not in self._shelved and (instance.state in _OFFLOADED or kind in _OF_IMAGE):
+            if uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
                 is_moved = instance.move is not None and instance.move.kept is not None
                 if not is_moved:
                     self._shelved[uuid] = None

@@ -22,14 +22,22 @@ from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.store.memory_table import MemoryBookTable
 
 # In these the source of a move is given up: the destination is on record as active.
-GIVES_UP_SOURCE = frozenset({State.CONFIRMING, State.RELEASING_SOURCE})
-GIVES_UP_HERE = frozenset({State.OFFLOADING, State.UNDOING, State.VACATING, State.CLEARING})
+GIVES_UP_SOURCE = frozenset({(State.DESTROYING, State.ACTIVE), (State.RELEASING, State.ACTIVE)})
+CLEARS_KEPT = (State.DESTROYING, State.DEPARTED)
+GIVES_UP_HERE = frozenset(
+    {
+        CLEARS_KEPT,
+        (State.DESTROYING, State.OFFLOADED),
+        (State.RELEASING, State.OFFLOADED),
+        (State.DESTROYING, State.REVERTING),
+    }
+)
 # An evacuation has no destination, or its destination has ended what it built: the source may run again.
 NOT_ELSEWHERE = frozenset({State.CLAIMING, State.PREPARING, State.REVERTING, State.RESTARTING})
 # An evacuated instance is being built elsewhere, or is there.
-EVACUATED = frozenset({State.FINISHING, State.RESIZED, State.CONFIRMING, State.RELEASING_SOURCE})
+EVACUATED = GIVES_UP_SOURCE | {(State.FINISHING, None), (State.RESIZED, None)}
 AT_REST = frozenset({State.ACTIVE, State.OFFLOADED})
-HAS_NOTHING = ELSEWHERE | {State.ABSENT, State.TOMBSTONE, State.DELETED, State.FAILED}
+HAS_NOTHING = ELSEWHERE | {(one, None) for one in (State.ABSENT, State.TOMBSTONE, State.DELETED, State.FAILED)}
 
 
 class MoveWatch:
@@ -71,7 +79,7 @@ class MoveWatch:
             if before is instance or instance.state is State.DEPARTED:
                 continue
             self._owned_once(instances, instance)
-            if instance.state is State.CLEARING and (before is None or before.state is not State.CLEARING):
+            if instance.phase == CLEARS_KEPT and (before is None or before.phase != CLEARS_KEPT):
                 self._is_elsewhere(instance)
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
@@ -87,18 +95,18 @@ class MoveWatch:
             source = move.source
             if source is None or not instance.is_in_place:
                 self._given_up(instance)
-            if move.kind is MoveKind.EVACUATE and source is not None and instance.state in EVACUATED:
+            if move.kind is MoveKind.EVACUATE and source is not None and instance.phase in EVACUATED:
                 self.evacuated.add((source.host_uuid, uuid, move.source_attempt))
             elif move.kind is MoveKind.EVACUATE and source is not None and instance.state in NOT_ELSEWHERE:
                 self.evacuated.discard((source.host_uuid, uuid, move.source_attempt))  # seed 1795482690127
 
     def _owned_once(self, instances: Mapping[str, Instance], instance: Instance) -> None:
         """At most one cell has an instance. Raises Breach."""
-        if instance.state in HAS_NOTHING or instance.uuid in self.exempt:
+        if instance.phase in HAS_NOTHING or instance.uuid in self.exempt:
             return
         for cell, table in self._cells.items():
             other = table.instances.get(instance.uuid) if table.instances is not instances else None
-            if other is not None and other.state not in HAS_NOTHING:
+            if other is not None and other.phase not in HAS_NOTHING:
                 raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
 
     def _is_elsewhere(self, instance: Instance) -> None:
@@ -106,7 +114,7 @@ class MoveWatch:
         if instance.uuid in self.exempt:
             return
         records = [table.instances.get(instance.uuid) for table in self._cells.values()]
-        others = [one for one in records if one is not None and one.state not in ELSEWHERE]
+        others = [one for one in records if one is not None and one.phase not in ELSEWHERE]
         # Or it has left that one since.
         left = any(one is not None and one.state is State.KEPT and one.sequence > instance.sequence for one in records)
         if left or any(one.move is None or one.move.kept is None for one in others):
@@ -116,11 +124,11 @@ class MoveWatch:
     def _given_up(self, instance: Instance) -> None:
         move = instance.move
         assert move is not None
-        if instance.state in GIVES_UP_SOURCE and move.source is not None:
+        if instance.phase in GIVES_UP_SOURCE and move.source is not None:
             self.given_up.add((move.source.host_uuid, instance.uuid, move.source_attempt))
-        # A fence of the destination leads past `undoing` in one commit; without a source, here is the source.
+        # A fence of the destination leads past that in one commit; without a source, here is the source.
         is_undone = instance.state is State.REVERTING and instance.source_host_uuid is not None
-        if (is_undone or instance.state in GIVES_UP_HERE) and instance.host_uuid:
+        if (is_undone or instance.phase in GIVES_UP_HERE) and instance.host_uuid:
             self.given_up.add((instance.host_uuid, instance.uuid, instance.attempt))
 
     def _refusals(self, before: Instance | None, instance: Instance) -> None:

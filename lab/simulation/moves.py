@@ -99,7 +99,7 @@ class Mover:
             for cell, table in sorted(self._world.cells.items())
             for uuid, one in sorted(table.instances.items())
             if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED)
-            or (one.move is not None and one.state not in ELSEWHERE)
+            or (one.move is not None and one.phase not in ELSEWHERE)
         ]
         there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
         there = [(cell, uuid) for cell, uuid in there if order.instance in ("", uuid)]

@@ -165,7 +165,7 @@ class Operator:
             uuid
             for table in self._world.cells.values()
             for uuid, one in table.instances.items()
-            if one.move is not None and one.state is not State.DELETING and not one.doubted
+            if one.move is not None and one.phase != (State.DESTROYING, State.DELETED) and not one.doubted
         } - set(self._world.taken_back)
 
     def _tenants(self, service: str, host: str) -> list[str]:

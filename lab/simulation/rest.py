@@ -216,7 +216,7 @@ def _stranded(world: World) -> set[str]:
         uuid
         for table in world.cells.values()
         for uuid, instance in table.instances.items()
-        if (instance.state is State.DELETING or instance.doubted or instance.move is not None)
+        if (instance.phase == (State.DESTROYING, State.DELETED) or instance.doubted or instance.move is not None)
         and (
             "dead" in (world.left.get(instance.host_uuid or ""), world.left.get(instance.source_host_uuid or ""))
             or (instance.move is not None and _is_removed(world, instance.host_uuid or ""))

@@ -18,8 +18,7 @@ from placement_worker.domain.server_groups import (
     held_by_class,
     hosts_that_matter,
 )
-from placement_worker.domain.units import Fit, fit
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members, fit
 
 NO_GROUPS: Mapping[GroupKey, Members] = {}
 

@@ -35,8 +35,7 @@ from placement_worker.domain.server_groups import (
     permitted,
     visible_members,
 )
-from placement_worker.domain.units import Fit
-from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, GroupKey, Holding, Members
+from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members
 
 ClaimItem = Claim | ClaimAll | Release | Revert | Swap
 

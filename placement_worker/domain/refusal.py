@@ -1,10 +1,14 @@
-"""The refusal of a write of the REST API: a code that callers act on, and a sentence for the client."""
+"""What the writes of the REST API have in common: which request each comes from, and how a refusal is answered."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from bus.contracts.feed import MAX_CAUSES, Change
 
 
 class Why(StrEnum):
@@ -50,3 +54,30 @@ def no_provider(uuid: str) -> WriteRefusal:
 def no_such_class(name: str) -> WriteRefusal:
     """The book does not know the class."""
     return WriteRefusal(Why.NO_SUCH, f"No such resource class {name}.", name)
+
+
+class Caused(Struct, frozen=True, kw_only=True):
+    """A write and its cause: the id of the request that caused it, empty when there is none."""
+
+    cause: str = ""
+
+
+def caused(changes: Sequence[Change], touched: Iterable[tuple[str, Iterable[str]]]) -> list[Change]:
+    """Return the changes with their causes. touched: each write's cause, and the providers that the write named.
+
+    A provider that no write named (a child whose root has moved) gets the causes of all writes.
+    """
+    by_provider: dict[str, dict[str, None]] = {}
+    everything: dict[str, None] = {}
+    for cause, providers in touched:
+        if cause:
+            everything[cause] = None
+            for provider in providers:
+                by_provider.setdefault(provider, {})[cause] = None
+    if not everything:
+        return list(changes)
+    return [replace(change, causes=_of(by_provider.get(change.provider, everything))) for change in changes]
+
+
+def _of(causes: Mapping[str, None]) -> tuple[str, ...]:
+    return tuple(causes)[:MAX_CAUSES]

@@ -15,7 +15,7 @@ from bus.contracts.placement import COMPUTE_SOURCE, OTHER_SERVICE, InventoryResu
 from placement_worker.domain.names import is_class, is_custom
 from placement_worker.domain.reports import Applied, ReportRefusal, flaw, foreign
 from placement_worker.domain.trees import WantedTrees
-from placement_worker.domain.values import ABOVE_CELLS, is_foreign
+from placement_worker.domain.values import ABOVE_CELLS, Provider, is_foreign
 
 Key = tuple[str, str]  # (root, source)
 
@@ -249,3 +249,14 @@ def _owners(sources: Sources) -> dict[str, list[str]]:
         if source.startswith(COMPUTE_SOURCE) and root in last.providers:
             owners.setdefault(root, []).append(source)
     return owners
+
+
+def is_retired(tree: Iterable[Provider]) -> bool:
+    """Whether all inventory of a tree is stranded and unused, so that the tree can be removed.
+
+    A tree without inventory is not retired: a client may be about to add some.
+    """
+    providers = list(tree)
+    inventories = [inventory for provider in providers for inventory in provider.inventories.values()]
+    unused = not any(any(provider.used.values()) for provider in providers)
+    return bool(inventories) and unused and all(inventory.stranded for inventory in inventories)

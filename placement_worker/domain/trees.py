@@ -16,8 +16,7 @@ import os_resource_classes
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from placement_worker.domain.causes import Caused
-from placement_worker.domain.refusal import Why, WriteRefusal, generation_conflict, no_provider, no_such_class
+from placement_worker.domain.refusal import Caused, Why, WriteRefusal, generation_conflict, no_provider, no_such_class
 from placement_worker.domain.values import Provider, StoredInventory
 
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}

@@ -21,8 +21,8 @@ from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.rest.allocations import UNKNOWN
 from placement_worker.rest.bodies import InventoryBody
-from placement_worker.rest.usages import UNKNOWN
 from placement_worker.rest.versions import NEWEST, SERVICE
 
 SINCE_CONSUMER_GENERATIONS = 28  # the oldest version that returns everything that a copy needs

@@ -37,7 +37,7 @@ from placement_worker.operations.repair import COUNT_USED, LOCK_ALL
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
-from placement_worker.store.postgres_transaction import PostgresBookTransaction
+from placement_worker.store.postgres_rows import PostgresBookTransaction
 from placement_worker.store.rows import CLASSES, HELD, columns_of, read_providers, uuids
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 

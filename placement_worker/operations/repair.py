@@ -16,7 +16,7 @@ from placement_worker.domain.reports import changes_of
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
-from placement_worker.store.postgres_transaction import PostgresBookTransaction
+from placement_worker.store.postgres_rows import PostgresBookTransaction
 from placement_worker.store.rows import ROOT, ids, read_providers, uuids
 from placement_worker.store.tables import allocations, consumers, inventories, providers, sources
 from placement_worker.store.trees import ONE_WRITER_OF_TREES

@@ -26,8 +26,7 @@ from placement_worker.replica.columns import (
     Moves,
     Rows,
 )
-from placement_worker.replica.rows import NO_ROW
-from placement_worker.replica.trees import Trees
+from placement_worker.replica.trees import NO_ROW, Trees
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

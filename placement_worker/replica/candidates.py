@@ -23,8 +23,7 @@ from placement_worker.replica.columns import Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
-from placement_worker.replica.time_budget import TimeBudget, TooLong
-from placement_worker.replica.tree_solver import ENDLESS
+from placement_worker.replica.tree_solver import ENDLESS, TimeBudget, TooLong
 
 __all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 

@@ -20,11 +20,10 @@ from placement_worker.replica.columns import Flags, LookupTable, Rows, lookup_ta
 from placement_worker.replica.predicates import ContendedClass, MemberRows, ResourceFit, rules_of
 from placement_worker.replica.reasons import Reasons
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
-from placement_worker.replica.rows import NO_ROW
 from placement_worker.replica.sharing import sharing_of
-from placement_worker.replica.time_budget import TimeBudget
 from placement_worker.replica.tree_members import OrderedMembers, TreeMembers, kinds_of
-from placement_worker.replica.tree_solver import TreeProblem, TreeSolver
+from placement_worker.replica.tree_solver import TimeBudget, TreeProblem, TreeSolver
+from placement_worker.replica.trees import NO_ROW
 
 # Requests with more slots or any-of groups are refused; the largest real requests have a dozen.
 MAX_SLOTS = 128

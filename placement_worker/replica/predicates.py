@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct, structs
 
-from placement_worker.domain.units import is_in_units
+from placement_worker.domain.values import is_in_units
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import (
     CAPACITY,
@@ -29,7 +29,7 @@ from placement_worker.replica.columns import (
     lookup_table,
 )
 from placement_worker.replica.request import UNNUMBERED, Group
-from placement_worker.replica.rows import NO_ROW
+from placement_worker.replica.trees import NO_ROW
 
 # The bound of distinct sums of the amounts that several slots require of one class. Above it, amounts are not rounded
 # to these sums.

@@ -6,6 +6,9 @@ from typing import Literal
 
 from msgspec import Struct
 
+from bus.contracts.build import FunnelStep
+from placement_worker.replica.columns import Rows
+
 UNNUMBERED = ""
 
 
@@ -71,3 +74,78 @@ def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
         each = [{name: amount} for name, amount in requested.items()] if group.suffix == UNNUMBERED else [requested]
         slots += [Slot(group.suffix, resources) for resources in each]
     return tuple(slots)
+
+
+class Query(Struct, frozen=True, kw_only=True):
+    """The requirements on one host: amounts of classes, each from one provider of its tree or one that shares with it,
+    and groups.
+
+    resources: requested amounts; a class with an amount of zero or less is not requested (a bare-metal flavor's
+    VCPU=0). required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.
+    member_of: AND of any-of groups of aggregates, met by one provider itself or by its root; forbidden_aggregates:
+    neither the provider nor its root is in any of them. in_tree: the host must be in the tree of this provider.
+    root_required, root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions
+    on the root's own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an
+    empty only_roots means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in
+    CandidatesRequest.
+    """
+
+    resources: dict[str, int] = {}
+    required: tuple[tuple[str, ...], ...] = ()
+    forbidden: tuple[str, ...] = ()
+    member_of: tuple[tuple[str, ...], ...] = ()
+    forbidden_aggregates: tuple[str, ...] = ()
+    in_tree: str | None = None
+    root_required: tuple[tuple[str, ...], ...] = ()
+    root_forbidden: tuple[str, ...] = ()
+    root_member_of: tuple[tuple[str, ...], ...] = ()
+    root_forbidden_aggregates: tuple[str, ...] = ()
+    only_roots: tuple[str, ...] = ()
+    ignore_roots: tuple[str, ...] = ()
+    groups: tuple[Group, ...] = ()
+    group_policy: Literal["none", "isolate"] | None = None
+    same_subtree: tuple[tuple[str, ...], ...] = ()
+
+
+def request_of(query: Query) -> CandidatesRequest:
+    """Return the query as a candidates request without its pins (only_roots, ignore_roots), which the caller
+    applies.
+    """
+    own = Group(
+        suffix=UNNUMBERED,
+        resources=query.resources,
+        required=query.required,
+        forbidden=query.forbidden,
+        member_of=query.member_of,
+        forbidden_aggregates=query.forbidden_aggregates,
+        in_tree=query.in_tree,
+    )
+    requested = any(amount > 0 for amount in query.resources.values())
+    return CandidatesRequest(
+        groups=(*((own,) if requested else ()), *query.groups),
+        group_policy=query.group_policy,
+        root_required=query.root_required,
+        root_forbidden=query.root_forbidden,
+        root_member_of=query.root_member_of,
+        root_forbidden_aggregates=query.root_forbidden_aggregates,
+        same_subtree=query.same_subtree,
+    )
+
+
+def total_resources(query: Query) -> dict[str, int]:
+    """Return the sums over all groups, by class."""
+    sums: dict[str, int] = {}
+    for resources in (query.resources, *(group.resources for group in query.groups)):
+        for name, amount in resources.items():
+            sums[name] = sums.get(name, 0) + amount
+    return dict(sorted(sums.items()))
+
+
+class Found(Struct, frozen=True):
+    """The roots that can take the request, ascending by row (do not write to it), and why the others were rejected.
+
+    The funnel is empty unless requested (`explain=True`).
+    """
+
+    roots: Rows
+    funnel: tuple[FunnelStep, ...] = ()

@@ -15,8 +15,7 @@ from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimOption
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.query import Found, Query
-from placement_worker.replica.request import Slot
+from placement_worker.replica.request import Found, Query, Slot
 from placement_worker.replica.verdicts import RootVerdicts, cached_verdicts, verdicts_of
 
 __all__ = ["Found", "Query", "options", "search"]

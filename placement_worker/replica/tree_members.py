@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Rows
-from placement_worker.replica.rows import NO_ROW
+from placement_worker.replica.trees import NO_ROW
 
 # The bits of a word that signatures use.
 WORD_BITS = 62

@@ -7,14 +7,107 @@ which members of a kind were taken. So eight equal devices for eight groups take
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct, structs
 
-from placement_worker.replica.matching import can_match
-from placement_worker.replica.round_robin import round_robin
-from placement_worker.replica.time_budget import TimeBudget
+T = TypeVar("T")
+
+
+def round_robin(iterators: Iterable[Iterator[T]]) -> Iterator[T]:
+    """Yield one item of each iterator in turn, until all have ended."""
+    open_ones = list(iterators)
+    while open_ones:  # ends: every round takes an item or drops an iterator
+        still_open = []
+        for iterator in open_ones:
+            for item in iterator:
+                yield item
+                still_open.append(iterator)
+                break
+        open_ones = still_open
+
+
+def can_match(choices: Sequence[int]) -> bool:
+    """Whether each slot can be given one of its choices (members as bits) and no member is used twice."""
+    holders: dict[int, int] = {}  # member's bit -> the slot that has it
+    taken = 0
+    for slot, members in enumerate(choices):
+        free = members & ~taken
+        if free:
+            bit = free & -free
+            holders[bit] = slot
+            taken |= bit
+        elif not _augment(slot, choices, holders):
+            return False
+        else:
+            taken = sum(holders)
+    return True
+
+
+def _augment(slot: int, choices: Sequence[int], holders: dict[int, int]) -> bool:
+    """Find an augmenting path, breadth first: slots that each change to another member, so that the first slot gets
+    one.
+    """
+    came_from: dict[int, int] = {}  # member's bit -> the slot that would take the member
+    frontier = [slot]
+    seen = 0
+    while frontier:  # ends: each member is visited once
+        onward = []
+        for taker in frontier:
+            fresh = choices[taker] & ~seen
+            seen |= fresh
+            while fresh:
+                bit = fresh & -fresh
+                fresh ^= bit
+                came_from[bit] = taker
+                if bit not in holders:
+                    _flip_path(bit, slot, came_from, holders)
+                    return True
+                onward.append(holders[bit])
+        frontier = onward
+    return False
+
+
+def _flip_path(bit: int, first: int, came_from: dict[int, int], holders: dict[int, int]) -> None:
+    """Assign the members along the path: each slot takes its new member and leaves its former one to the slot before
+    it.
+    """
+    while True:  # ends: a path visits a member once
+        taker = came_from[bit]
+        had = next((held for held, holder in holders.items() if holder == taker), None)
+        holders[bit] = taker
+        if taker == first or had is None:
+            return
+        del holders[had]
+        bit = had
+
+
+class TooLong(Exception):
+    """The time budget is used up."""
+
+    code = "search.too_long"
+
+
+class TimeBudget:
+    """The time until which a search may run. clock: monotonic seconds.
+
+    keeps_partial: when the budget is used up, the search returns its results so far, as with a budget of steps.
+    Otherwise it raises TooLong and returns nothing, so that the caller can start it again elsewhere.
+    """
+
+    __slots__ = ("_clock", "_until", "keeps_partial")
+
+    def __init__(self, clock: Callable[[], float], seconds: float, *, keeps_partial: bool) -> None:
+        self._clock = clock
+        self._until = clock() + seconds
+        self.keeps_partial = keeps_partial
+
+    def check(self) -> None:
+        """Raise TooLong when the budget is used up."""
+        if self._clock() >= self._until:
+            raise TooLong
+
 
 Assignment = tuple[int, ...]  # per slot, the member that gives it
 

@@ -18,8 +18,8 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Flags, Rows
 from placement_worker.replica.compiled import CompiledRequest
 from placement_worker.replica.explanation import explain
-from placement_worker.replica.query import Query, request_of
 from placement_worker.replica.reasons import NOT_A_ROOT
+from placement_worker.replica.request import Query, request_of
 from placement_worker.replica.sharing import Sharing, sharing_of
 
 Codes = NDArray[np.uint16]

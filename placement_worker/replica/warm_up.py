@@ -6,7 +6,7 @@ from functools import cache
 
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from placement_worker.replica.query import Query
+from placement_worker.replica.request import Query
 from placement_worker.replica.search import options, search
 
 HOST = "00000000-0000-0000-0000-000000000001"

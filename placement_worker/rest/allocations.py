@@ -1,4 +1,4 @@
-"""The routes /allocations, /resource_providers/{uuid}/allocations and /reshaper."""
+"""The routes of allocations (/allocations, /reshaper, those of a provider) and of usages."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import Any
 
 import msgspec
 
-from placement_worker.domain.allocations import Remove, Replace
+from placement_worker.domain.allocations import Remove, Replace, Reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, WriteRefusal
-from placement_worker.domain.reshape import Reshape
-from placement_worker.rest import bodies
+from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api, no_provider
-from placement_worker.rest.bodies import AllocationBody, ReshapeBody, at, consumer_write
+from placement_worker.rest.bodies import AllocationBody, ReshapeBody, consumer_write
+from placement_worker.rest.candidates_query import Checked, canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.rest.query import canonical, is_canonical, is_uuid
-from placement_worker.rest.usages import UNKNOWN
-from placement_worker.store.port import AllocationRow
+from placement_worker.rest.versions import at
+from placement_worker.store.port import AllocationRow, UsageRow
 
 SINCE_OWNERS = 12
 SINCE_CONSUMER_GENERATIONS = 28
@@ -150,3 +149,46 @@ def _refused(refusal: WriteRefusal, unknown: str) -> HttpFault:
     if refusal.why is Why.DOES_NOT_FIT:
         return refused(refusal, words="Unable to allocate inventory: {}")
     return refused(refusal)
+
+
+ALL, UNKNOWN = "all", "unknown"
+
+_USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
+
+
+async def usage_of_provider(api: Api, request: HttpRequest) -> Response:
+    """GET the usage of one provider by class."""
+    generation, used = await api.of_provider(request.parts[1], api.store.reads.usages, words="{0}: {0}")
+    data = {"resource_provider_generation": generation, "usages": used}
+    return json_response(data).set_modified(request, api.clock.time())
+
+
+async def of_project(api: Api, request: HttpRequest) -> Response:
+    """GET the usage of a project by class, optionally of one user and of one consumer type."""
+    query = request.query
+    typed = request.version >= SINCE_CONSUMER_TYPES
+    (_USAGES_38 if typed else _USAGES_9).check(query)
+    requested = query.get("consumer_type") if typed else None
+    kind = "" if requested == UNKNOWN else None if requested == ALL else requested
+    rows = await api.store.reads.totals(query.get("project_id") or "", query.get("user_id") or None, kind)
+    data: dict[str, Any]
+    if not typed:
+        data = _summed(rows)
+    elif requested == ALL:
+        counts = {row.consumer_type: row.count for row in rows}
+        data = {ALL: {**_summed(rows), "consumer_count": sum(counts.values())}} if rows else {}
+    else:
+        data = {}
+        for row in rows:
+            group = data.setdefault(row.consumer_type or UNKNOWN, {})
+            group[row.resource_class] = row.amount
+            group["consumer_count"] = row.count
+    return json_response({"usages": data}).set_modified(request, api.clock.time())
+
+
+def _summed(rows: Any) -> dict[str, int]:
+    found: dict[str, int] = {}
+    row: UsageRow
+    for row in rows:
+        found[row.resource_class] = found.get(row.resource_class, 0) + row.amount
+    return found

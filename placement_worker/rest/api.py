@@ -14,18 +14,17 @@ from msgspec.structs import replace
 from bus.clock import Clock
 from bus.turns import InParts
 from placement_worker.book import ResourceBook
-from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, entries_of_allocations
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, entries_of_allocations
 from placement_worker.domain.refusal import WriteRefusal
-from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.trees import TreeOutcome, TreeWrite, entries_of_tree
 from placement_worker.domain.values import Provider
 from placement_worker.offload import OffloadThread
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.bodies import Body
+from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
-from placement_worker.rest.query import is_canonical
 from placement_worker.store.port import Listing, ProviderRow
 
 T = TypeVar("T")

@@ -20,9 +20,9 @@ from bus.json_values import has_more_values
 from placement_worker.domain.claim_ledger import ANY, ConsumerWrite, Expected
 from placement_worker.domain.values import StoredInventory, capacity
 from placement_worker.rest import schemas
+from placement_worker.rest.candidates_query import canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.groups import MAX_ENTRIES
-from placement_worker.rest.query import canonical, is_canonical, is_uuid
 from placement_worker.rest.schemas import Schema
 
 T = TypeVar("T")
@@ -468,11 +468,6 @@ RESHAPE: tuple[tuple[int, Body[ReshapeBody]], ...] = (
     (34, _of_reshape(ReshapeBody34, schemas.ALLOCATIONS_34)),
     (30, _of_reshape(ReshapeBody, schemas.ALLOCATIONS_28)),
 )
-
-
-def at(table: tuple[tuple[int, T], ...], version: int) -> T:
-    """Return the row for a microversion: the newest row that is not newer than the version."""
-    return next(row for since, row in table if version >= since)
 
 
 def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]) -> ConsumerWrite:

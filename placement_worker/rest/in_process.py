@@ -12,7 +12,7 @@ from collections.abc import Callable
 from bus.clock import Clock
 from bus.faults import BrokenInvariant
 from placement_worker.book import ResourceBook
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import Auth, NoAuth2

@@ -10,9 +10,9 @@ import msgspec
 from placement_worker.domain.names import MAX_NAME, STANDARD_CLASSES, is_custom
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
+from placement_worker.rest.candidates_query import Checked
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.rest.query import Checked
 from placement_worker.store.port import NameInUse, NameKind, NameRow
 
 _NAME = re.compile(schemas.NAME)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
-from placement_worker.rest import allocations, candidates, inventories, members, names, providers, root, usages
+from placement_worker.rest import allocations, candidates, inventories, names, providers, root
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response
@@ -59,13 +59,13 @@ ROUTES = (
     Route("GET", _INV + "/{class}", inventories.show, _P + "inventories:show", gives=True),
     Route("PUT", _INV + "/{class}", inventories.update, _P + "inventories:update", takes=True),
     Route("DELETE", _INV + "/{class}", inventories.delete, _P + "inventories:delete"),
-    Route("GET", _ONE + "/usages", usages.of_provider, _P + "usages", gives=True),
-    Route("GET", _ONE + "/aggregates", members.show_aggregates, _P + "aggregates:list", 1, gives=True),
-    Route("PUT", _ONE + "/aggregates", members.set_aggregates, _P + "aggregates:update", 1, takes=True),
+    Route("GET", _ONE + "/usages", allocations.usage_of_provider, _P + "usages", gives=True),
+    Route("GET", _ONE + "/aggregates", providers.show_aggregates, _P + "aggregates:list", 1, gives=True),
+    Route("PUT", _ONE + "/aggregates", providers.set_aggregates, _P + "aggregates:update", 1, takes=True),
     Route("GET", _ONE + "/allocations", allocations.of_provider, _P + "allocations:list", gives=True),
-    Route("GET", _ONE + "/traits", members.show_traits, _P + "traits:list", 6, gives=True),
-    Route("PUT", _ONE + "/traits", members.set_traits, _P + "traits:update", 6, takes=True),
-    Route("DELETE", _ONE + "/traits", members.delete_traits, _P + "traits:delete", 6),
+    Route("GET", _ONE + "/traits", providers.show_traits, _P + "traits:list", 6, gives=True),
+    Route("PUT", _ONE + "/traits", providers.set_traits, _P + "traits:update", 6, takes=True),
+    Route("DELETE", _ONE + "/traits", providers.delete_traits, _P + "traits:delete", 6),
     Route("POST", "/allocations", allocations.post, "placement:allocations:manage", 13, takes=True),
     Route("GET", "/allocations/{consumer}", allocations.show, "placement:allocations:list", gives=True),
     Route("PUT", "/allocations/{consumer}", allocations.put, "placement:allocations:update", takes=True),
@@ -75,7 +75,7 @@ ROUTES = (
     Route("GET", "/traits/{name}", names.show_trait, "placement:traits:show", 6),
     Route("PUT", "/traits/{name}", names.put_trait, "placement:traits:update", 6),
     Route("DELETE", "/traits/{name}", names.delete_trait, "placement:traits:delete", 6),
-    Route("GET", "/usages", usages.of_project, USAGES, 9, gives=True),
+    Route("GET", "/usages", allocations.of_project, USAGES, 9, gives=True),
     Route("POST", "/reshaper", allocations.reshape, RESHAPE, 30, takes=True),
 )
 # fmt: on

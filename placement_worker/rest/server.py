@@ -10,23 +10,71 @@ from collections.abc import Callable, Generator
 
 import structlog
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 
 from bus.clock import Clock
 from bus.faults import BrokenInvariant, Forbidden
-from bus.service.health import Health
+from bus.service.health import PATHS, Health
 from bus.service.http_protocol import protocol
 from bus.service.settings import SettingsError
 from placement_worker.book import ResourceBook
 from placement_worker.rest import metrics
-from placement_worker.rest.application import App
+from placement_worker.rest.application import App, Receive, Scope, Send
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.candidates import warm_up
-from placement_worker.rest.config import RestConfig
-from placement_worker.rest.cors import with_cors
-from placement_worker.rest.health import with_health
+from placement_worker.rest.config import CorsConfig, RestConfig
 from placement_worker.rest.in_process import application_over
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
+
+# Request headers that oslo.middleware allows besides those that every browser may send.
+_SIMPLE = ("Cache-Control", "Expires", "Last-Modified", "Pragma")
+
+
+class _Cors(CORSMiddleware):
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a preflight request. As in oslo.middleware it names the requested headers only, and its
+        status is 200 also when it is refused: the headers alone tell the browser.
+        """
+        response = super().preflight_response(request_headers)
+        requested = request_headers.get("access-control-request-headers")
+        if requested and response.status_code == 200:
+            response.headers["access-control-allow-headers"] = requested
+        response.status_code = 200
+        return response
+
+
+def with_cors(application: App, config: CorsConfig) -> App:
+    """Return the application for pages of the allowed origins, too; unchanged when there is none."""
+    if not config.allowed_origin:
+        return application
+    return _Cors(
+        application,
+        allow_origins=config.allowed_origin,
+        allow_methods=config.allow_methods,
+        allow_headers=(*config.allow_headers, *_SIMPLE),
+        allow_credentials=config.allow_credentials,
+        expose_headers=config.expose_headers,
+        max_age=config.max_age,
+    )
+
+
+def with_health(application: App, health: Health) -> App:
+    """Return the application with /healthz, /readyz and /metrics, which need neither a token nor the book."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in PATHS:
+            await application(scope, receive, send)
+            return
+        status, kind, body = health.answer(scope["method"], scope["path"])
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+
+    return served
+
 
 log = structlog.get_logger("placement.rest")
 

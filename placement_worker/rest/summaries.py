@@ -15,7 +15,7 @@ from placement_worker.domain.names import is_custom
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet
 from placement_worker.replica.columns import CAPACITY, Amounts, ClassColumns, Rows
-from placement_worker.replica.rows import NO_ROW
+from placement_worker.replica.trees import NO_ROW
 
 SINCE_TRAITS = 17
 SINCE_ALL_CLASSES = 27

@@ -4,7 +4,11 @@ number.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from placement_worker.rest.faults import HttpFault
+
+T = TypeVar("T")
 
 OLDEST, NEWEST = 0, 39
 SERVICE = "placement"
@@ -37,3 +41,8 @@ def _minor(text: str) -> int:
     if requested[0] != 1 or not OLDEST <= requested[1] <= NEWEST:
         raise HttpFault(406, f"Invalid microversion: Unacceptable version header: {text}")
     return requested[1]
+
+
+def at(table: tuple[tuple[int, T], ...], version: int) -> T:
+    """Return the row for a microversion: the newest row that is not newer than the version."""
+    return next(row for since, row in table if version >= since)

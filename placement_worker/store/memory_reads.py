@@ -23,8 +23,7 @@ from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePag
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.units import Fit, fit
-from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, state_of
+from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
 from placement_worker.store.port import (
     AllocationRow,

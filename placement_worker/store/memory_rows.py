@@ -20,8 +20,7 @@ from bus.faults import BrokenInvariant
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.claim_ledger import Decision, Lacking
-from placement_worker.domain.report_group import Key, ReportSource, Sources
-from placement_worker.domain.retired_trees import is_retired
+from placement_worker.domain.report_group import Key, ReportSource, Sources, is_retired
 from placement_worker.domain.server_groups import usage_changes
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import (

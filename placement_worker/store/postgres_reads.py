@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import asyncpg
 from sqlalchemy import (
@@ -46,10 +46,9 @@ from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.units import is_in_units
-from placement_worker.domain.values import ABOVE_CELLS, state_of
+from placement_worker.domain.values import ABOVE_CELLS, is_in_units, state_of
 from placement_worker.store import limits, members
-from placement_worker.store.names import NameTable
+from placement_worker.store.names import NameRows, NameTable
 from placement_worker.store.port import (
     AllocationRow,
     InventoryRecord,
@@ -58,7 +57,6 @@ from placement_worker.store.port import (
     NameRow,
     UsageRow,
 )
-from placement_worker.store.postgres_transaction import PostgresBookTransaction
 from placement_worker.store.rows import (
     CLASSES,
     HELD,
@@ -85,7 +83,14 @@ from placement_worker.store.tables import (
     traits,
 )
 
-Opens = Callable[[], AbstractAsyncContextManager[PostgresBookTransaction]]
+
+class Reading(NameRows, Protocol):
+    """The part of a transaction that reads need: see `postgres_rows.PostgresBookTransaction`."""
+
+    connection: asyncpg.Connection
+
+
+Opens = Callable[[], AbstractAsyncContextManager[Reading]]
 
 NO_NUMBER = 0  # no class or trait has this id
 

@@ -12,8 +12,7 @@ from typing import Literal, cast
 from msgspec import Struct
 
 from bus.contracts.fences import EvacuationPolicy
-from placement_worker.replica.query import Query
-from placement_worker.replica.request import UNNUMBERED, Group
+from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Flavor
 from scheduler_worker.domain.evacuation_policy import SPEC as POLICY_SPEC
 

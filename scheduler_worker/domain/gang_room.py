@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from placement_worker.replica.query import Query, total_resources
+from placement_worker.replica.request import Query, total_resources
 from placement_worker.replica.sharing import sharing_of
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.view import HostsView

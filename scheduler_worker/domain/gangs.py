@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from bus.contracts.groups import GroupPolicy
 from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
-from placement_worker.replica.query import total_resources
+from placement_worker.replica.request import total_resources
 from scheduler_worker.domain.admission import Admission, Answered
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild

@@ -91,10 +91,11 @@ async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere
         await transaction.insert([evacuated, *others])
     await instances.fences.put(replace(FENCE, lifting=True))
     assert not await instances.fences.lift(HOST, 3)
-    for state, doubted in ((State.UNDOING, False), (State.PREPARING, True), (State.REVERTING, False)):
+    undone = (State.DESTROYING, State.REVERTING)
+    for (state, then), doubted in ((undone, False), ((State.PREPARING, None), True), ((State.REVERTING, None), False)):
         async with instances.transaction() as transaction:
             await transaction.lock([A])
-            await transaction.update([replace(evacuated, state=state, doubted=doubted)])
+            await transaction.update([replace(evacuated, state=state, then=then, doubted=doubted)])
         assert await instances.fences.lift(HOST, 3) is (state is State.REVERTING), state
 
 
@@ -109,16 +110,16 @@ async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instanc
 
 
 async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:
-    def instance(uuid: str, state: State, host: str = HOST) -> Instance:
+    def instance(uuid: str, state: State, host: str = HOST, then: State | None = None) -> Instance:
         here = Selection(host_uuid=host, host="h", service="s", allocations={host: {"VCPU": 1}})
         spec = InstanceSpec(instance_uuid=uuid, project_id="p")
-        return Instance(uuid=uuid, state=state, spec=spec, selections=(here,), attempt=1)
+        return Instance(uuid=uuid, state=state, then=then, spec=spec, selections=(here,), attempt=1)
 
     async with instances.transaction() as transaction:
         await transaction.insert(
             [
                 instance(A, State.ACTIVE),
-                instance(B, State.DELETING),
+                instance(B, State.DESTROYING, then=State.DELETED),
                 instance(C, State.ACTIVE, OTHER),
                 instance(C.replace("c", "d"), State.FAILED),
             ]

@@ -65,12 +65,19 @@ async def test_only_services_that_are_down_for_long_are_purged(instances: Instan
     assert await instances.leases.leases() == [UP]
 
 
-def instance(number: int, service: str, state: State, *, position: int = 0) -> Instance:
+def instance(number: int, service: str, state: State, then: State | None = None, *, position: int = 0) -> Instance:
     uuid = f"00000000-0000-4000-8000-{number:012d}"
     selections = tuple(replace(selection(n), service=service if n - 1 == position else "other") for n in (1, 2, 3))
     deadline = 9.0 if state is State.BUILDING else None
     return Instance(
-        uuid=uuid, state=state, spec=SPEC, selections=selections, position=position, attempt=1, deadline=deadline
+        uuid=uuid,
+        state=state,
+        then=then,
+        spec=SPEC,
+        selections=selections,
+        position=position,
+        attempt=1,
+        deadline=deadline,
     )
 
 
@@ -80,7 +87,7 @@ async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_hos
         instance(2, "a", State.BUILDING, position=2),
         instance(3, "b", State.BUILDING),
         instance(4, "a", State.ACTIVE),
-        instance(5, "a", State.DELETING),
+        instance(5, "a", State.DESTROYING, State.DELETED),
         instance(6, "c", State.BUILDING),
     ]
     async with instances.transaction() as transaction:
@@ -109,8 +116,8 @@ async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fe
         instance(3, "b", State.ACTIVE),
         instance(4, "a", State.BUILDING),
         instance(5, "a", State.DELETED),
-        instance(6, "a", State.VACATING),
-        instance(7, "a", State.CLAIMING),
+        instance(6, "a", State.RELEASING, State.OFFLOADED),
+        instance(7, "a", State.CLAIMING, State.PREPARING),
         instance(8, "b", State.RESIZED),
         instance(9, "b", State.DEPARTED),
     ]

@@ -11,7 +11,7 @@ from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from placement_worker.book import ResourceBook
 from placement_worker.replica.book import Book
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from tests.contract.books import HOSTS
 from tests.contract.conftest import make, store
 

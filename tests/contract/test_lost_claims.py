@@ -16,7 +16,7 @@ from bus.contracts.placement import (
     Release,
 )
 from placement_worker.book import ResourceBook
-from placement_worker.store import holders
+from placement_worker.store import claims
 from tests.contract.books import HOSTS, VMS, Books
 
 HOST, OTHER = HOSTS[:2]
@@ -114,5 +114,5 @@ async def test_a_pool_that_many_share_has_no_newest_holder(
 ) -> None:
     await apply(store, wants(0, {HOST: {"VCPU": 50}}), wants(1, {HOST: {"VCPU": 50}}))
     for most, found in ((2, 2), (1, 0)):
-        monkeypatch.setattr(holders, "MAX_ALLOCATIONS", most)
+        monkeypatch.setattr(claims, "MAX_ALLOCATIONS", most)
         assert len(await lost_to(store, wants(2, {HOST: {"VCPU": 1}}))) == found

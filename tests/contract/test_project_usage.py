@@ -26,11 +26,10 @@ from bus.contracts.placement import (
     Swap,
 )
 from placement_worker.book import ResourceBook
-from placement_worker.domain.allocations import AllocationWrite, Remove, Replace
+from placement_worker.domain.allocations import AllocationWrite, Remove, Replace, Reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.reshape import Reshape
 from placement_worker.domain.values import StoredInventory
 from placement_worker.operations import audit
 from placement_worker.store.memory_rows import MemoryBookRows

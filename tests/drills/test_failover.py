@@ -28,8 +28,8 @@ from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
 from tests.contract.rig import until
 from tests.drills.test_servers_unavailable import hosts_known
-from tests.kit.clusters import BrokerCluster, broker_cluster, database_pair
 from tests.kit.forks import ForkedProcess
+from tests.kit.lent import BrokerCluster, broker_cluster, database_pair
 from tests.system.small import PLAN
 
 PATIENCE_S = 90.0

@@ -12,7 +12,7 @@ from bus.faults import DatabaseUnavailable
 from bus.persistence import database as database_module
 from bus.persistence.database import Database
 from tests.contract.rig import Proxy
-from tests.kit.clusters import database_pair
+from tests.kit.lent import database_pair
 
 pytestmark = pytest.mark.postgres
 SOON_S = 10.0

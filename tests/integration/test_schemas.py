@@ -29,8 +29,8 @@ from bus.persistence.migrations import config
 from bus.persistence.revision import APPLIED, is_migrated, known_revisions, tables_of
 from bus.persistence.tables import create_tables
 from tests.kit.catalog import described
-from tests.kit.clusters import database_pair
 from tests.kit.documents import blocks_of_all_pages
+from tests.kit.lent import database_pair
 
 pytestmark = pytest.mark.postgres
 

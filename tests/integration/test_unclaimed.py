@@ -62,6 +62,7 @@ class Restored:
         host: int = 0,
         age_s: float = HOUR_S,
         state: State = State.ACTIVE,
+        then: State | None = None,
         newest: int = 1,
         amounts: Mapping[str, int] = VCPUS,
     ) -> str:
@@ -71,6 +72,7 @@ class Restored:
         record = Instance(
             uuid=uuid,
             state=state,
+            then=then,
             spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
             selections=(selection,),
             attempt=1,
@@ -297,7 +299,7 @@ async def test_a_host_that_the_book_has_it_on_and_that_is_silent_proves_nothing(
 async def test_a_record_that_has_changed_since_it_was_read_takes_no_later_attempt(restored: Restored) -> None:
     uuid = await restored.ahead()
     found = await find_unclaimed(restored.site, restored.book.database, GRACE_S)
-    deleting = replace(await restored.recorded(uuid), state=State.DELETING)
+    deleting = replace(await restored.recorded(uuid), state=State.DESTROYING, then=State.DELETED)
     async with PostgresInstances(restored.cell).transaction() as transaction:
         await transaction.lock([uuid])
         await transaction.update([deleting])
@@ -317,8 +319,9 @@ async def test_what_changed_its_holding_while_the_audit_read_is_left_alone(resto
 
 async def test_what_is_young_or_not_active_is_not_judged(restored: Restored) -> None:
     await restored.instance(age_s=60.0)
-    for state in (State.BUILDING, State.DELETED, State.FAILED, State.RECLAIMING):
+    for state in (State.BUILDING, State.DELETED, State.FAILED):
         await restored.instance(state=state)
+    await restored.instance(state=State.CLAIMING, then=State.BUILDING)
     assert await restored.found() == set()
 
 

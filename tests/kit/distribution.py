@@ -3,20 +3,26 @@
 A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with some
 of them each would do all of it twice. One process begins with the files that never wait, so that the processor has work
 while the others' tests wait, and two with the files that borrow a broker, so that the others start none (`lent`). A
-process takes what is left when its own kind is done.
-"""
+process takes what is left when its own kind is done."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
+
+# --- how tests are handed to pytest's processes: what is long first, and a file's tests to one process
+# A file's tests share what its fixtures start, or the runs of the simulation that they look at; two processes with
+# some of them each would do all of it twice. One process begins with the files that never wait, so that the processor
+# has work while the others' tests wait, and two with the files that borrow a broker, so that the others start none
+# (`lent`). A process takes what is left when its own kind is done.
 
 # The files that take longest. One that begins last would have the machine to itself, most of it idle.
 LONGEST = (
@@ -89,3 +95,12 @@ class ByFile(LoadScopeScheduling):
         chosen = next_of([*self.workqueue], processes.index(node), len(processes), self._borrows)
         self.workqueue.move_to_end(chosen, last=False)
         super()._assign_work_unit(node)
+
+
+# --- a share of some tests, drawn by a text: the same text draws the same ones, whatever order they come in
+
+
+def drawn(names: Collection[str], share: int, by: str) -> frozenset[str]:
+    """One in `share` of the names, rounded up."""
+    ordered = sorted(names, key=lambda name: (sha256(f"{by} {name}".encode()).digest(), name))
+    return frozenset(ordered[: -(-len(ordered) // share)])

@@ -7,7 +7,7 @@ import pytest
 import structlog
 
 from lab.simulation.__main__ import redirect_logs
-from tests.kit.share import drawn
+from tests.kit.distribution import drawn
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

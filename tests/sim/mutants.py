@@ -254,7 +254,7 @@ def old_attempt_not_destroyed() -> AbstractContextManager[Any]:
 
     def step(instance: Any, event: Any, context: Any) -> Any:
         done = stepped(instance, event, context)
-        if done.instance.state is State.DELETING:
+        if done.instance.phase == (State.DESTROYING, State.DELETED):
             return done
         return steps.Step(done.instance, tuple(c for c in done.commands if not isinstance(c, Destroy)))
 
@@ -328,12 +328,15 @@ def _also(*patches: AbstractContextManager[Any]) -> Iterator[None]:
 
 def _widened(state: State) -> AbstractContextManager[Any]:
     """The table's rules may lead to this state too, so that only the simulation can notice."""
-    wide = {
-        before: {
-            event: rule if rule is None else table.Rule(rule.apply, (*rule.to, state)) for event, rule in row.items()
-        }
-        for before, row in table.TABLE.items()
-    }
+
+    def widened(cell: table.Cell) -> table.Cell:
+        if isinstance(cell, table.ByThen):
+            rules_of = {then: table.Rule(rule.apply, (*rule.to, state)) for then, rule in cell.rules.items()}
+            otherwise = cell.otherwise and table.Rule(cell.otherwise.apply, (*cell.otherwise.to, state))
+            return table.ByThen(rules_of, otherwise)
+        return cell and table.Rule(cell.apply, (*cell.to, state))
+
+    wide = {before: {event: widened(cell) for event, cell in row.items()} for before, row in table.TABLE.items()}
     return patch.object(table, "TABLE", wide)
 
 

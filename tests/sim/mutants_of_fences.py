@@ -54,13 +54,14 @@ def delete_on_a_fenced_host_keeps_its_claim() -> AbstractContextManager[Any]:
     """A delete that a fence ends is over at once, and nothing is released."""
 
     def end(instance: Any, event: Any, context: Any) -> Step:
-        ended = fence_rules.end_delete(instance, event, context)
-        if ended.instance.state is not State.RELEASING:
+        ended = fence_rules.end_destroyed(instance, event, context)
+        if ended.instance.phase != (State.RELEASING, State.DELETED):
             return ended
         return rules.end_deleted(ended.instance, e.Released(at=event.at, consumer=instance.uuid), context)
 
-    row: Any = table.TABLE[State.DELETING]
-    return patch.dict(row, {e.HostFenced: Rule(end, tuple(State))})
+    row: Any = table.TABLE[State.DESTROYING]
+    cell = row[e.HostFenced]
+    return patch.dict(row, {e.HostFenced: replace(cell, otherwise=Rule(end, tuple(State)))})
 
 
 def choice_never_released() -> AbstractContextManager[Any]:

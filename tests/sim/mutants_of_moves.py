@@ -37,10 +37,16 @@ Mutant = Callable[[], AbstractContextManager[Any]]
 ANYWHERE = tuple(State)
 
 
-def _rule(state: State, event: type[e.Event], apply: Callable[..., Step]) -> AbstractContextManager[Any]:
-    """Another rule for one event in one state."""
+def _rule(
+    state: State, event: type[e.Event], apply: Callable[..., Step], *, then: State | None = None
+) -> AbstractContextManager[Any]:
+    """Another rule for one event in one state. then: only if this follows."""
     row: Any = table.TABLE[state]
-    return patch.dict(row, {event: Rule(apply, ANYWHERE)})
+    other = Rule(apply, ANYWHERE)
+    if then is None:
+        return patch.dict(row, {event: other})
+    cell = row[event]
+    return patch.dict(row, {event: replace(cell, rules={**cell.rules, then: other})})
 
 
 def _shared(name: str, apply: Callable[..., Any]) -> AbstractContextManager[Any]:
@@ -61,7 +67,7 @@ def _requested(change: Callable[[Any, Any], Any]) -> AbstractContextManager[Any]
 def _desired(changed: dict[str, Any], *states: State) -> AbstractContextManager[Any]:
     """Other desires in these states."""
     rows: Any = DESIRES
-    return patch.dict(rows, {state: replace(rows[state], **changed) for state in states})
+    return patch.dict(rows, {(state, None): replace(rows[state, None], **changed) for state in states})
 
 
 def source_never_commanded_to_stop() -> AbstractContextManager[Any]:
@@ -105,7 +111,7 @@ def undone_before_the_destination_is_gone() -> AbstractContextManager[Any]:
 
     def go_back(instance: Any, event: Any, context: Any) -> Step:
         stepped = way_back.go_back(instance, event, context)
-        if stepped.instance.state is not State.UNDOING:
+        if stepped.instance.phase != (State.DESTROYING, State.REVERTING):
             return stepped
         return undo(stepped.instance, event, context)
 
@@ -160,26 +166,26 @@ def instance_released_for_its_migration() -> AbstractContextManager[Any]:
     """A confirmed move releases what the instance holds, and not what its migration does."""
 
     def wanted(instance: Any, question: Any) -> Any:
-        return replace(question, consumer=instance.uuid) if instance.state is State.RELEASING_SOURCE else question
+        is_confirmed = instance.phase == (State.RELEASING, State.ACTIVE)
+        return replace(question, consumer=instance.uuid) if is_confirmed else question
 
     def settled(instance: Any, event: Any, context: Any) -> Step:
         return move_rules.end_source_released(instance, replace(event, consumer=instance.move.request_id), context)
 
-    row: Any = table.TABLE[State.RELEASING_SOURCE]
-    return _Both(_requested(wanted), patch.dict(row, {e.Released: Rule(settled, ANYWHERE)}))
+    return _Both(_requested(wanted), _rule(State.RELEASING, e.Released, settled, then=State.ACTIVE))
 
 
 def migration_never_released() -> AbstractContextManager[Any]:
     """A confirmed move ends when its source is gone: the migration holds the source for ever."""
 
     def settle(instance: Any, event: Any, context: Any) -> Step:
-        stepped = move_rules.release_source(instance, event, context)
-        if stepped.instance.state is not State.RELEASING_SOURCE:
+        stepped = delete_rules.release_destroyed(instance, event, context)
+        if stepped.instance.phase != (State.RELEASING, State.ACTIVE):
             return stepped
         released = e.Released(at=event.at, consumer=instance.move.request_id)
         return move_rules.end_source_released(stepped.instance, released, context)
 
-    return _rule(State.CONFIRMING, e.Destroyed, settle)
+    return _rule(State.DESTROYING, e.Destroyed, settle, then=State.ACTIVE)
 
 
 def migration_of_a_deleted_instance_forgotten() -> AbstractContextManager[Any]:
@@ -205,7 +211,7 @@ def delete_does_not_await_the_destination() -> AbstractContextManager[Any]:
     def left(instance: Any, at: float, context: Any) -> Step:
         stepped = leave(instance, at, context)
         move = stepped.instance.move
-        if stepped.instance.state is not State.DELETING or move.source_gone:
+        if stepped.instance.phase != (State.DESTROYING, State.DELETED) or move.source_gone:
             return stepped
         return Step(replace(stepped.instance, move=replace(move, here_gone=True)), stepped.commands)
 
@@ -275,12 +281,12 @@ def offloaded_keeps_its_claim() -> AbstractContextManager[Any]:
     """An instance is offloaded when its machine is gone: what it held is never released."""
 
     def vacate(instance: Any, event: Any, context: Any) -> Step:
-        stepped = change_rules.vacate(instance, event, context)
-        if stepped.instance.state is not State.VACATING:
+        stepped = delete_rules.release_destroyed(instance, event, context)
+        if stepped.instance.phase != (State.RELEASING, State.OFFLOADED):
             return stepped
         return change_rules.end_offloaded(stepped.instance, e.Released(at=event.at), context)
 
-    return _rule(State.OFFLOADING, e.Destroyed, vacate)
+    return _rule(State.DESTROYING, e.Destroyed, vacate, then=State.OFFLOADED)
 
 
 def confirmed_in_place_destroys_the_machine() -> AbstractContextManager[Any]:

@@ -66,9 +66,9 @@ def leaves_while_it_runs() -> AbstractContextManager[Any]:
         if begun.instance.state is not State.LEAVING:
             return begun
         others = tuple(one for one in begun.commands if not isinstance(one, ChangeMachine))
-        return Step(steps.ask(begun.instance, State.REASSIGNING, event.at, context), others)
+        return Step(steps.claiming(begun.instance, State.KEPT, event.at, context), others)
 
-    return in_table(State.ACTIVE, MoveRequested, begin, State.REASSIGNING)
+    return in_table(State.ACTIVE, MoveRequested, begin, State.CLAIMING)
 
 
 def kept_one_starts_when_time_is_over() -> AbstractContextManager[Any]:
@@ -95,11 +95,11 @@ def allocation_is_released_before_the_machine_is_gone() -> AbstractContextManage
 
     def follow(instance: Any, event: Any, context: Any) -> Step:
         stepped = original(instance, event, context)
-        if stepped.instance.state is not State.CLEARING:
+        if stepped.instance.phase != (State.DESTROYING, State.DEPARTED):
             return stepped
-        return Step(steps.ask(stepped.instance, State.RELEASING_KEPT, event.at, context))
+        return Step(steps.released_after(stepped.instance, event.at, context))
 
-    return in_table(State.KEPT, MoveRequested, follow, State.RELEASING_KEPT)
+    return in_table(State.KEPT, MoveRequested, follow, State.RELEASING)
 
 
 def given_back_with_its_machine() -> AbstractContextManager[Any]:

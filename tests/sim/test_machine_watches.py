@@ -132,7 +132,7 @@ def went_on(code: str) -> tuple[Instance, Instance]:
     chosen = Selection(host_uuid=HERE, host="h", service="s", allocations={})
     active = Instance(uuid=INSTANCE, state=State.ACTIVE, attempt=1, selections=(chosen,))
     ended = AttemptRecord(attempt=1, host="h", outcome="failed", code=code, at=1.0)
-    return active, replace(active, state=State.RECLAIMING, history=(ended,))
+    return active, replace(active, state=State.CLAIMING, then=State.BUILDING, history=(ended,))
 
 
 @pytest.mark.parametrize(

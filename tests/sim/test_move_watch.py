@@ -71,10 +71,10 @@ class Deployment:
         """A driver starts it. Raises Breach."""
         self.watch.put(self.places[at][1], Guest(UUID, attempt, {}, True))
 
-    def moving(self, state: State, kind: MoveKind = MoveKind.MIGRATE) -> Instance:
+    def moving(self, state: State, kind: MoveKind = MoveKind.MIGRATE, then: State | None = None) -> Instance:
         move = Move(request_id=REQUEST, kind=kind, source=self.selection(0), source_attempt=1, spec=SPEC)
         chosen = (self.selection(0), self.selection(1))
-        return replace(self.active, state=state, selections=chosen, position=1, attempt=2, move=move)
+        return replace(self.active, state=state, then=then, selections=chosen, position=1, attempt=2, move=move)
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ async def test_what_is_refused_is_unchanged(deployment: Deployment) -> None:
     refused = replace(deployment.active, ended=(ended,))
     deployment.watch.instances({UUID: refused})
     with pytest.raises(Breach, match="refused_is_unchanged"):  # it is begun after all
-        deployment.watch.instances({UUID: deployment.moving(State.CLAIMING)})
+        deployment.watch.instances({UUID: deployment.moving(State.CLAIMING, then=State.PREPARING)})
     deployment.hold(REQUEST, 1, MIGRATION_TYPE)
     with pytest.raises(Breach, match="refused_is_unchanged"):
         deployment.watch.book()
@@ -168,7 +168,7 @@ def test_a_host_that_is_drained_hands_over_what_it_runs() -> None:
 
 
 async def test_a_migration_whose_move_is_over_owns_nothing(deployment: Deployment) -> None:
-    deployment.watch.instances({UUID: deployment.moving(State.RELEASING_SOURCE)})
+    deployment.watch.instances({UUID: deployment.moving(State.RELEASING, then=State.ACTIVE)})
     deployment.hold(REQUEST, 0, MIGRATION_TYPE)
     assert any("claims_have_owners" in words for words in deployment.watch.unsettled(set()))
 
@@ -189,4 +189,4 @@ async def test_what_runs_is_not_given_up_for_a_source_whose_service_is_down(depl
         deployment.world.taken_back[UUID] = None
     harm.record({UUID: resized})
     with pytest.raises(Breach, match="destroyed_with_reason") if case == "down" else nullcontext():
-        harm.record({UUID: replace(resized, state=State.UNDOING)})
+        harm.record({UUID: replace(resized, state=State.DESTROYING, then=State.REVERTING)})

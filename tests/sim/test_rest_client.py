@@ -15,7 +15,7 @@ from lab.simulation.plan import Action, Order, Plan
 from lab.simulation.run import run
 from lab.simulation.widening import Widening
 from placement_worker.domain import allocations
-from placement_worker.rest import groups, members
+from placement_worker.rest import groups, providers
 from placement_worker.store.memory_reads import MemoryReads
 from tests.sim.mutants import Mutant
 
@@ -75,12 +75,12 @@ def release_answered_unwritten() -> AbstractContextManager[Any]:
 
 def aggregates_never_written() -> AbstractContextManager[Any]:
     """PUT of aggregates moves the generation alone."""
-    kind = members.SetAggregates
+    kind = providers.SetAggregates
 
     def without(uuid: str, aggregates: Any, generation: Any) -> Any:
         return kind(uuid, (), generation)
 
-    return patch.object(members, "SetAggregates", without)
+    return patch.object(providers, "SetAggregates", without)
 
 
 def read_fails() -> AbstractContextManager[Any]:

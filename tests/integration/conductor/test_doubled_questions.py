@@ -53,7 +53,7 @@ async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(
     await second_held.requested()
     first_held.go.release()  # full: the claim of the first host is released, none is taken
     await first_held.requested()  # it requests a release, of the attempt that may have been claimed too
-    assert await cell.state(uuid) is State.GIVING_UP
+    assert await cell.state(uuid) is State.RELEASING
     cell.around.full = set()
     second_held.go.release()
     await second

@@ -122,7 +122,7 @@ async def test_a_crash_between_claim_and_record_leaks_nothing(cell: Cell) -> Non
     await cell.around.until(lambda: len(cell.around.destroys) == 1)
     await cell.around.until(lambda: bool(cell.around.claims))
     assert cell.around.held[uuid][:2] == (2, cell.host(2))
-    assert await cell.state(uuid) is State.RECLAIMING
+    assert await cell.state(uuid) is State.CLAIMING
     cell.clock.offset += 60.0
     await cell.new_engine().sweep()  # another process, which knows only the record
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])

@@ -92,8 +92,8 @@ async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(post
     async with second.transaction() as transaction:
         await transaction.insert([replace(record, state=State.BUILDING)])
     async with first.transaction() as transaction:
-        await transaction.insert([replace(record, state=State.DELETING)])
-    assert "it is deleting" in (await adopt())[1]
+        await transaction.insert([replace(record, state=State.DESTROYING, then=State.DELETED)])
+    assert "it is destroying/deleted" in (await adopt())[1]
     async with first.transaction() as transaction:
         await transaction.lock([A])
         await transaction.update([record])

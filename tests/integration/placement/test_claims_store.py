@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import asyncpg
 import pytest
+from sqlalchemy import ARRAY, BigInteger, Integer, bindparam, column, func, select
 
 from bus.clock import new_uuid
+from bus.contracts.feed import Change
 from bus.contracts.placement import (
     Claim,
     ClaimOption,
@@ -24,14 +26,22 @@ from bus.contracts.placement import (
 )
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
+from bus.persistence.tables import fetch
 from placement_worker.book import ResourceBook
+from placement_worker.book import claim as apply
+from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
 from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.values import ABOVE_CELLS, is_in_units
 from placement_worker.store import claims
 from placement_worker.store.postgres_rows import PostgresBookRows
+from tests.kit.unit_rules import amounts_and_units
 
 from .conftest import Book
 
 pytestmark = pytest.mark.postgres
+
+
+# --- claims on a real PostgreSQL: races, deadlocks, crashes, repetition. Several stores stand for several processes
 
 MakeClaim = Callable[..., Claim]
 PATIENCE_S = 60.0
@@ -322,3 +332,147 @@ async def test_small_groups_of_two_stores_at_once_lose_nothing(
     assert len(set(numbers)) == 60
     assert await book.over_capacity() == [] and await book.findings() == []
     await second.close()
+
+
+# --- claims that wait for each other see what the other has left
+
+HOLD = "UPDATE placement.inventories SET used = used + 3"
+MOVE = "UPDATE placement.providers SET generation = generation + 7"
+
+
+async def published(store: ResourceBook) -> tuple[Change, ...]:
+    return (await store.changes(0, 100_000)).changes
+
+
+@pytest.fixture
+async def second(book: Book) -> AsyncIterator[ResourceBook]:
+    """Another process on the same book."""
+    store = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
+    await store.open()
+    yield store
+    await store.close()
+
+
+async def test_what_another_takes_while_a_claim_waits_for_it_is_not_given_twice(
+    book: Book, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    """It waits for the host's lock, and then sees what the lock's last holder left."""
+    (host,) = await book.hosts(1, rng, VCPU=6)
+    holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
+    wanted = [make_claim(new_uuid(rng), {host: {"VCPU": amount}}) for amount in (4, 2)]
+    replies: list[ClaimReply] = []
+    for claim in wanted:
+        holding = holder.transaction()
+        await holding.start()
+        await holder.execute(MOVE)
+        if not replies:
+            await holder.execute(HOLD)
+        claiming = asyncio.create_task(book.store.apply([claim]))
+        async with asyncio.timeout(PATIENCE_S):
+            while not await watcher.fetchval(WAITING):
+                assert not claiming.done()
+        await holding.commit()
+        replies += await claiming
+    full, claimed = replies
+    assert isinstance(full, ClaimResult) and full.outcome is ClaimOutcome.FULL
+    assert isinstance(claimed, ClaimResult) and claimed.outcome is ClaimOutcome.CLAIMED
+    assert claimed.generations == {host: 1 + 7 + 7 + 1}
+    newest = (await published(book.store))[-1]
+    assert (newest.sequence, newest.generation, newest.used) == (claimed.sequence, 16, {"VCPU": 5})
+    for connection in (holder, watcher):
+        await connection.close()
+
+
+async def test_small_groups_that_name_hosts_in_opposite_orders_do_not_deadlock(
+    book: Book, second: ResourceBook, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    """A third transaction holds the middle host until both wait; in the order of naming they would each hold one end
+    by then, and deadlock when it lets go."""
+    hosts = await book.hosts(3, rng, VCPU=10)
+    holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
+    async with holder.transaction():
+        await holder.execute(MOVE + " WHERE uuid = $1::text::uuid", hosts[1])
+        groups = [[make_claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in way] for way in (hosts, hosts[::-1])]
+        both = asyncio.gather(book.store.apply(groups[0]), second.apply(groups[1]))
+        async with asyncio.timeout(PATIENCE_S):
+            while await watcher.fetchval(WAITING) < 2:
+                assert not both.done()
+    for replies in await both:
+        assert [getattr(reply, "outcome", None) for reply in replies] == [ClaimOutcome.CLAIMED] * 3
+    for connection in (holder, watcher):
+        await connection.close()
+
+
+async def test_two_processes_give_the_last_room_of_a_host_to_one(
+    book: Book, second: ResourceBook, rng: random.Random, make_claim: MakeClaim
+) -> None:
+    """Again and again, both at once, each the whole host: one has it, the other is answered full."""
+    hosts = await book.hosts(30, rng, VCPU=2)
+    for host in hosts:
+        wanted = [make_claim(new_uuid(rng), {host: {"VCPU": 2}}) for _ in range(2)]
+        mine, theirs = await asyncio.gather(book.store.apply(wanted[:1]), second.apply(wanted[1:]))
+        assert Counter(getattr(reply, "outcome", None) for reply in [*mine, *theirs]) == {
+            ClaimOutcome.CLAIMED: 1,
+            ClaimOutcome.FULL: 1,
+        }
+    assert await book.over_capacity() == [] and await book.findings() == []
+
+
+# --- the rule of units on PostgreSQL
+
+NAMES = ("amount", "min_unit", "max_unit", "step_size")
+
+
+async def test_postgresql_answers_as_python_does(postgres_url: str) -> None:
+    rows = amounts_and_units(2_000, seed=2)
+    kinds = (BigInteger, Integer, Integer, Integer)
+    arrays = [bindparam(name, type_=ARRAY(kind)) for name, kind in zip(NAMES, kinds, strict=True)]
+    columns = [column(name, kind) for name, kind in zip(NAMES, kinds, strict=True)]
+    table = func.unnest(*arrays).table_valued(*columns, with_ordinality="place", name="i").render_derived()
+    statement = select(is_in_units(*(table.c[name] for name in NAMES))).order_by(table.c.place)
+    connection = await asyncpg.connect(postgres_url)
+    try:
+        found = await fetch(connection, statement, **dict(zip(NAMES, map(list, zip(*rows, strict=True)), strict=True)))
+    finally:
+        await connection.close()
+    assert [row[0] for row in found] == [is_in_units(*row) for row in rows]
+
+
+# --- claims that were decided before another one of their project committed do not pass its limit
+
+MANY = 3
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside a release"])
+async def test_claims_that_wait_for_another_of_their_project_do_not_pass_its_limit(
+    book: Book, rng: random.Random, *, alone: bool
+) -> None:
+    """Each on a host of its own, each decided while the project held nothing: what is added is compared once more."""
+    hosts = await book.hosts(1 + MANY, rng, VCPU=4)
+    stores = [ResourceBook(PostgresBookRows(Database(book.url, "placement", pool_size=1))) for _ in range(MANY)]
+
+    def claim(host: str) -> Claim:
+        option = ClaimOption(allocations={host: {"VCPU": 1}})
+        return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", limits={"VCPU": 1})
+
+    async def work(store: ResourceBook, host: str) -> str:
+        beside = [] if alone else [Release(consumer=new_uuid(rng))]
+        *_, reply = await store.apply([*beside, claim(host)])
+        return str(reply.outcome)
+
+    watcher = await asyncpg.connect(book.url)
+    try:
+        for store in stores:
+            await store.open()
+        async with book.database.raw() as first:
+            (reply,) = await apply(book.rows.on(first), ClaimGroup([claim(hosts[0])]), ABOVE_CELLS)
+            assert reply.outcome == "claimed"
+            others = [asyncio.create_task(work(store, host)) for store, host in zip(stores, hosts[1:], strict=True)]
+            async with asyncio.timeout(PATIENCE_S):
+                while await watcher.fetchval(WAITING) < MANY:
+                    assert not any(one.done() for one in others)
+        assert await asyncio.gather(*others) == ["over_limit"] * MANY
+    finally:
+        await watcher.close()
+        for store in stores:
+            await store.close()

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import asyncpg
 import pytest
+from msgspec.structs import replace
 
 from bus.clock import new_uuid
-from bus.contracts.placement import Claim, Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release
+from bus.contracts.placement import (
+    Claim,
+    ClaimOutcome,
+    ClaimResult,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+)
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
 from placement_worker.domain.reports import ReportRefusal
+from placement_worker.domain.trees import SetTraits
+from placement_worker.domain.values import Provider
+from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookRows
 
 from .conftest import Book
 
 pytestmark = pytest.mark.postgres
+
+
+# --- inventory updates on a real PostgreSQL: versions, trees, names, what is in use
 
 MakeClaim = Callable[..., Claim]
 
@@ -226,3 +244,180 @@ async def test_two_sources_own_parts_of_one_tree(book: Book, rng: random.Random)
     assert states[cell].name == f"c-{cell}"
     assert await reported(book, agent(3)) == ["applied"]
     assert sorted(await names_in_book(book)) == sorted([f"r-{root}", f"c-{cell}"])
+
+
+# --- how many statements a group of writes costs, whatever its size
+
+MOST = 6  # BEGIN and COMMIT included
+HOSTS = 20
+
+
+@pytest.fixture
+async def sent(book: Book) -> AsyncIterator[list[str]]:
+    """The statements of the book's one connection."""
+    database: Database = book.database
+    statements: list[str] = []
+
+    def note(record: Any) -> None:
+        statements.append(record.query)
+
+    async with database.raw() as connection:
+        connection.add_query_logger(note)
+    yield statements
+
+
+def with_child(update: InventoryUpdate, child: str) -> InventoryUpdate:
+    (root,) = update.providers
+    below = ProviderReport(
+        uuid=child,
+        name=f"child-{child}",
+        parent_uuid=root.uuid,
+        inventories=root.inventories,
+        traits=("CUSTOM_BLUE",),
+        aggregates=(root.uuid,),
+    )
+    return replace(update, providers=(root, below))
+
+
+async def test_a_group_of_reports_that_change_everything_takes_six_round_trips(
+    book: Book, rng: random.Random, sent: list[str]
+) -> None:
+    """It took a statement of its own for each kind of row, 18 in all."""
+    hosts = await book.hosts(HOSTS, rng, VCPU=4)
+    groups = [
+        [with_child(book.host(host, VCPU=5, DISK_GB=9), new_uuid(rng)) for host in hosts],  # new names, new children
+        [with_child(book.host(host, VCPU=6), new_uuid(rng)) for host in hosts],  # children change, classes go
+        [book.host(host, VCPU=7) for host in hosts],  # children go
+    ]
+    await book.store.report(groups[0])
+    counted = []
+    for group in groups[1:]:
+        sent.clear()
+        results = await book.store.report(group)
+        assert {getattr(one, "outcome", None) for one in results} == {"applied"}
+        counted.append(list(sent))
+    assert all(0 < len(statements) <= MOST for statements in counted), counted
+    assert await book.findings() == []
+
+
+# --- a provider whose row had to be waited for is found as its last holder left it, and not left out of the group
+
+PATIENCE_S = 60.0
+MOVE = "UPDATE placement.providers SET generation = generation + 7"
+WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
+@asynccontextmanager
+async def moved_by_another(book: Book) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Another transaction has moved every provider; what is yielded waits until it is waited for, and commits."""
+    holder, watcher = await asyncpg.connect(book.url), await asyncpg.connect(book.url)
+    holding = holder.transaction()
+    await holding.start()
+    await holder.execute(MOVE)
+
+    async def let_go() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not await watcher.fetchval(WAITING):
+                pass
+        await holding.commit()
+
+    yield let_go
+    for connection in (holder, watcher):
+        await connection.close()
+
+
+async def test_a_group_of_rest_writes_finds_a_provider_that_it_had_to_wait_for(book: Book, rng: random.Random) -> None:
+    """It answered 404: the locking statement's UNION ALL was false for a row that had changed while it waited."""
+    hosts = await book.hosts(4, rng, VCPU=8)
+    rest = book.store
+    async with moved_by_another(book) as let_go:
+        writing = asyncio.create_task(rest.write_trees([SetTraits(host, ("COMPUTE_NODE",)) for host in hosts]))
+        await let_go()
+        outcomes = await writing
+    assert [outcome.generation for outcome in outcomes if isinstance(outcome, Provider)] == [9] * 4
+
+
+async def test_a_claim_finds_a_provider_that_it_had_to_wait_for(
+    book: Book, rng: random.Random, make_claim: Callable[..., Claim]
+) -> None:
+    hosts = await book.hosts(4, rng, VCPU=8)
+    claims = [make_claim(new_uuid(rng), {host: {"VCPU": 1}}) for host in hosts]
+    async with moved_by_another(book) as let_go:
+        claiming = asyncio.create_task(book.store.apply(claims))
+        await let_go()
+        replies = await claiming
+    outcomes = [(reply.outcome, reply.generations) for reply in replies if isinstance(reply, ClaimResult)]
+    assert outcomes == [(ClaimOutcome.CLAIMED, {host: 9}) for host in hosts]
+
+
+async def test_a_report_finds_the_trees_that_it_had_to_wait_for(book: Book, rng: random.Random) -> None:
+    hosts = await book.hosts(4, rng, VCPU=8)
+    updates = [book.host(host, VCPU=9) for host in hosts]
+    async with moved_by_another(book) as let_go:
+        reporting = asyncio.create_task(book.store.report(updates))
+        await let_go()
+        results = await reporting
+    assert [getattr(result, "outcome", result) for result in results] == ["applied"] * 4
+    assert await book.findings() == []
+
+
+# --- names of classes and traits on a real PostgreSQL: what one reader has seen another does not make forgotten
+
+
+class Slow:
+    """A connection whose rows arrive late."""
+
+    def __init__(self, connection: asyncpg.Connection, arrive: asyncio.Event) -> None:
+        self._connection = connection
+        self._arrive = arrive
+        self.requested = asyncio.Event()
+
+    async def fetch(self, statement: str) -> Sequence[asyncpg.Record]:
+        rows: Sequence[asyncpg.Record] = await self._connection.fetch(statement)
+        self.requested.set()
+        await self._arrive.wait()
+        return rows
+
+
+@pytest.fixture
+async def names(book: Book) -> NameTable:
+    made = NameTable(book.rows.transaction, book.rows.clock)
+    await made.open()
+    return made
+
+
+async def test_a_read_that_began_before_a_name_was_made_and_ends_after_does_not_forget_it(
+    book: Book, names: NameTable
+) -> None:
+    """Four cells' first reports make names at once; whose had gone again when it was written ended as dead letters."""
+    arrive = asyncio.Event()
+    async with book.database.raw() as connection, asyncio.timeout(PATIENCE_S):
+        slow = Slow(connection, arrive)
+        late = asyncio.create_task(names._read(book.rows.on(slow)))  # type: ignore[arg-type]
+        await slow.requested.wait()
+        await names.ensure(["CUSTOM_GOLD"], ["CUSTOM_BLUE"])
+        arrive.set()
+        await late
+    assert names.class_ids["CUSTOM_GOLD"] and names.trait_ids["CUSTOM_BLUE"]
+
+
+async def test_a_snapshot_that_is_older_than_a_name_does_not_forget_it(book: Book, names: NameTable) -> None:
+    """A scheduler reads the book in one transaction while hosts report classes that no host had before."""
+    async with book.database.raw() as connection:
+        await connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        await connection.fetch("SELECT 1 FROM resource_classes LIMIT 1")
+        await names.ensure(["CUSTOM_GOLD"], [])
+        number = names.class_ids["CUSTOM_GOLD"]
+        unknown = max(names.class_names) + 1
+        assert unknown not in await names.names_of(book.rows.on(connection), {unknown})
+    assert (names.class_ids["CUSTOM_GOLD"], names.class_names[number]) == (number, "CUSTOM_GOLD")
+
+
+async def test_what_another_process_made_is_learnt_by_its_number(book: Book, names: NameTable) -> None:
+    other = NameTable(book.rows.transaction, book.rows.clock)
+    await other.open()
+    await other.ensure(["CUSTOM_GOLD"], [])
+    number = other.class_ids["CUSTOM_GOLD"]
+    async with book.database.raw() as connection:
+        assert (await names.names_of(book.rows.on(connection), {number}))[number] == "CUSTOM_GOLD"
+    assert names.class_ids["CUSTOM_GOLD"] == number

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import asyncpg
 import pytest
@@ -19,21 +20,31 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
     ConsumerAllocations,
+    LocateRequest,
     Migration,
     Release,
     Revert,
     Swap,
 )
-from placement_worker.book import write_allocations
+from placement_worker.book import claim, write_allocations
 from placement_worker.domain import claim_group
 from placement_worker.domain.allocations import Replace
 from placement_worker.domain.claim_group import ClaimGroup
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.store import members
+from placement_worker.domain.claims import ClaimItem
+from placement_worker.domain.server_groups import GroupMember
+from placement_worker.domain.values import ABOVE_CELLS
+from placement_worker.operations import export, export_store
+from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.store import claims, members
+from tests.kit.servers import fresh_database
 
 from .conftest import Book
 
 pytestmark = pytest.mark.postgres
+
+
+# --- a claim's reads of its server group: no more than decides, and nothing that has just been moved
 
 PATIENCE_S = 60.0
 WAITING = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
@@ -176,3 +187,226 @@ async def test_a_member_that_put_moves_to_a_host_while_a_claim_waits_for_it_is_s
     assert isinstance(reply, ClaimResult)
     assert (reply.outcome, reply.members) == (ClaimOutcome.RULED_OUT, {there: 1})
     await watcher.close()
+
+
+# --- a book that goes out and in again goes on to enforce what it did: server groups' rules, and projects' limits
+
+APART = ServerGroup(uuid="e0000000-0000-4000-8000-000000000000", policy=GroupPolicy.ANTI_AFFINITY)
+TOGETHER = ServerGroup(uuid="e1000000-0000-4000-8000-000000000000", policy=GroupPolicy.AFFINITY)
+NOT_GRANTED = """
+SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database AND d.datname = current_database()
+WHERE NOT l.granted
+"""
+TWO = {"INSTANCES": 2, "VCPU": 6}
+
+
+@pytest.fixture
+async def other(postgres_server: str) -> AsyncIterator[Book]:
+    """Another book, empty."""
+    with fresh_database(postgres_server) as url:
+        made = Book(url)
+        await made.open()
+        yield made
+        await made.store.close()
+
+
+@pytest.fixture
+async def hosts(book: Book, rng: random.Random) -> list[str]:
+    return await book.hosts(3, rng, VCPU=16)
+
+
+def exported_member(
+    rng: random.Random, host: str, group: ServerGroup | None = APART, most: dict[str, int] | None = None
+) -> Claim:
+    option = ClaimOption(allocations={host: {"VCPU": 3}}, host=host)
+    return Claim(consumer=new_uuid(rng), options=(option,), project_id="p", server_group=group, limits=most or {})
+
+
+async def outcomes(book: Book, *claims: Claim) -> list[str]:
+    return [str(reply.outcome) for reply in await book.store.apply(claims)]
+
+
+async def exported(book: Book) -> BookExport:
+    await book.store.names.refresh()
+    async with book.database.raw() as connection:
+        return export.parse(list(export.lines(await export_store.read(connection, book.store.names))))
+
+
+async def imported(book: Book, what: BookExport) -> int:
+    async with book.rows.transaction() as transaction:
+        return await export_store.assign(transaction, what, book.store.names)
+
+
+async def test_an_imported_book_holds_claims_to_groups_and_limits_as_the_first_did(
+    book: Book, other: Book, hosts: list[str], rng: random.Random
+) -> None:
+    near = exported_member(rng, hosts[2], TOGETHER)
+    assert await outcomes(book, exported_member(rng, hosts[0]), exported_member(rng, hosts[1]), near) == ["claimed"] * 3
+    before = await exported(book)
+    assert before.members is not None
+    assert len(before.members) == 3
+    assert await imported(other, before) == 6
+    assert await exported(other) == before
+    assert await imported(other, before) == 0, "what is equal is not written"
+    for one in (book, other):
+        claims = (
+            exported_member(rng, hosts[0]),
+            exported_member(rng, hosts[1], TOGETHER),
+            exported_member(rng, hosts[2], None, TWO),
+        )
+        assert await outcomes(one, *claims) == ["ruled_out", "ruled_out", "over_limit"]
+        assert await outcomes(one, Release(consumer=near.consumer), exported_member(rng, hosts[1], TOGETHER)) == [  # type: ignore[arg-type]
+            "released",
+            "claimed",
+        ]
+
+
+async def test_members_alone_are_set_to_what_the_file_holds(book: Book, hosts: list[str], rng: random.Random) -> None:
+    first, second = exported_member(rng, hosts[0]), exported_member(rng, hosts[1])
+    assert await outcomes(book, first, second) == ["claimed"] * 2
+    before = await exported(book)
+    assert before.members is not None
+    left = replace(before, members=frozenset(one for one in before.members if one.consumer == first.consumer))
+    assert await imported(book, left) == 1
+    assert await outcomes(book, exported_member(rng, hosts[0]), exported_member(rng, hosts[1])) == [
+        "ruled_out",
+        "claimed",
+    ]
+
+
+async def test_who_is_gone_is_no_member_and_who_comes_back_is_in_its_own_group(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    """A row of one who holds nothing counts no more, and does not count again when an import has it hold something."""
+    alone = exported_member(rng, hosts[0], None)
+    assert await outcomes(book, alone) == ["claimed"]
+    before = await exported(book)
+    joined = replace(alone, server_group=APART)
+    for file in (before, replace(before, members=None)):
+        await book.store.apply([Release(consumer=alone.consumer)])
+        assert await outcomes(book, joined) == ["claimed"]
+        await book.store.apply([Release(consumer=alone.consumer)])
+        assert await imported(book, file) > 0
+        assert (await exported(book)).members == frozenset()
+
+
+async def test_a_file_without_groups_leaves_groups_as_they_are_and_members_follow_what_they_hold(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    mover, stays = exported_member(rng, hosts[0]), exported_member(rng, hosts[1])
+    assert await outcomes(book, mover, stays) == ["claimed"] * 2
+    before = await exported(book)
+    old = export.parse(list(export.lines(replace(before, members=None))))
+    assert (old.members, old.consumers) == (None, before.consumers)
+    assert await imported(book, old) == 0
+    assert (await exported(book)).members == before.members
+    moved = replace(old.consumers[mover.consumer], generation=2, holding={hosts[2]: {"VCPU": 3}})
+    assert await imported(book, replace(old, consumers={**old.consumers, mover.consumer: moved})) > 0
+    claims = [exported_member(rng, host) for host in hosts]
+    assert await outcomes(book, *claims) == ["claimed", "ruled_out", "ruled_out"]
+
+
+@pytest.mark.parametrize("other", ["berth.placement.v2", "berth.placement.v4"])
+def test_a_file_names_its_version_and_another_version_is_refused_in_words(other: str) -> None:
+    empty = BookExport(frozenset(), frozenset(), {}, {}, frozenset())
+    assert next(export.lines(empty)) == b'{"format":"berth.placement.v3"}\n'
+    without = next(export.lines(replace(empty, members=None)))
+    assert without == b'{"format":"berth.placement.v3","without_members":true}\n'
+    rows = [f'{{"format": "{other}", "secrets": 1}}\n'.encode(), *list(export.lines(empty))[1:]]
+    with pytest.raises(InvalidExport, match=rf"another version of berth: it is {re.escape(other)}, and"):
+        export.parse(rows)
+    group = GroupMember("p", APART.uuid, new_uuid(random.Random(1)))
+    lines = list(export.lines(replace(empty, members=frozenset({group}))))
+    with pytest.raises(InvalidExport, match="line 2 is not part"):
+        export.parse([without, *lines[1:]])
+
+
+async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_project(
+    book: Book, hosts: list[str], rng: random.Random
+) -> None:
+    """Decided by the members and the sums of the book before, they would break the rule in the book after."""
+    assert await outcomes(book, exported_member(rng, hosts[0])) == ["claimed"]
+    file = await exported(book)
+    for requested in (exported_member(rng, hosts[1]), exported_member(rng, hosts[1], None, TWO)):
+        async with book.database.raw() as reading:
+            await members.lock(reading, ClaimGroup([requested]).keys)
+            await members.read(reading, ClaimGroup([requested]).members())
+            if requested.limits:
+                await claims.lock(reading, ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
+            importing = asyncio.create_task(imported(book, file))
+            async with asyncio.timeout(PATIENCE_S):
+                while not await reading.fetchval(NOT_GRANTED):
+                    pass
+            assert not importing.done()
+            await reading.execute("DELETE FROM consumers WHERE uuid = $1", requested.consumer)
+        assert await importing == 0
+
+
+# --- members of server groups are not trimmed while they join again
+
+
+async def until_it_waits(book: Book, is_over: Callable[[], bool]) -> None:
+    watcher = await asyncpg.connect(book.url)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_over() and not await watcher.fetchval(WAITING):
+                pass
+    finally:
+        await watcher.close()
+
+
+async def test_a_member_that_joins_again_while_members_are_trimmed_stays_one(book: Book, rng: random.Random) -> None:
+    """PostgreSQL 16.2 deleted the row that the claim had just written: the rule held no more for its host."""
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    consumer = new_uuid(rng)
+
+    def member(uuid: str, attempt: int = 1) -> Claim:
+        return Claim(consumer=uuid, attempt=attempt, options=(option,), project_id="p", server_group=APART)
+
+    await book.store.apply([member(consumer)])
+    await book.store.apply([Release(consumer=consumer, attempt=1)])
+    async with book.database.raw() as forgetting:  # its fence is purged first: only then is the member one to trim
+        await forgetting.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
+    async with book.database.raw() as claiming:
+        (reply,) = await claim(book.rows.on(claiming), ClaimGroup([member(consumer, 2)]), ABOVE_CELLS)
+        assert reply.outcome == "claimed"
+        trimming = asyncio.create_task(
+            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+        )
+        await until_it_waits(book, trimming.done)
+    await trimming
+    assert (await book.store.reads.locate([LocateRequest(project_id="p", server_group=APART.uuid)]))[0].members == {
+        host: 1
+    }
+    (other,) = await book.store.apply([member(new_uuid(rng))])
+    assert other.outcome == "ruled_out"
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["holds again", "held again, and is kept for a revert"])
+async def test_a_member_that_is_on_record_again_between_the_two_looks_is_not_trimmed(
+    book: Book, rng: random.Random, *, released: bool
+) -> None:
+    """A swap names no group, so it does not wait for the member's row, which the trimming has locked by then."""
+    (host,) = await book.hosts(1, rng, VCPU=8)
+    consumer = new_uuid(rng)
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
+    await book.store.apply([Claim(consumer=consumer, options=(option,), project_id="p", server_group=APART)])
+    await book.store.apply([Release(consumer=consumer, attempt=1)])
+    back = Swap(consumers=(ConsumerAllocations(consumer=consumer, allocations=option.allocations, project_id="p"),))
+    came: Sequence[ClaimItem] = [back, Release(consumer=consumer, attempt=1)] if released else [back]
+    async with book.database.raw() as other:
+        await other.execute("DELETE FROM consumers WHERE uuid = $1", consumer)
+    async with book.database.raw() as holding:  # a lock that a DELETE waits for, and SELECT FOR UPDATE does not
+        await holding.execute("LOCK TABLE group_members IN SHARE MODE")
+        trimming = asyncio.create_task(
+            book.store.trim(keep_changes=1000, keep_fences_s=1e6, keep_sources_s=1e6, limit=100)
+        )
+        await until_it_waits(book, trimming.done)
+        assert not trimming.done()
+        for item in came:
+            (reply,) = await book.store.apply([item])
+            assert str(reply.outcome) in ("claimed", "released")
+    await trimming
+    async with book.database.raw() as other:
+        assert await other.fetchval("SELECT count(*) FROM group_members WHERE consumer = $1", consumer) == 1

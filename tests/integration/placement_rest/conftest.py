@@ -20,7 +20,7 @@ from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
 from placement_worker.domain.server_groups import counted_by_class
 from placement_worker.operations import audit
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.config import RestConfig
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable

@@ -1,27 +1,39 @@
-"""The permissions of callers: the three ways to know a caller, the policy, and when the API refuses to start."""
+"""Who may call the REST API, beside which health it is served, and the causes that its requests carry."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
+import structlog
 from starlette.responses import JSONResponse, Response
 
 from berth.trial.embedded.process import free_port
-from bus.clock import SystemClock
+from berth.trial.worker_processes import NO_TLS
+from bus.bus import Bus
+from bus.clock import SystemClock, new_uuid
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.feed import Change, FeedChanges
+from bus.memory import MemoryTransport
 from bus.service.settings import SettingsError
+from placement_worker.domain.trees import CreateProvider
 from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
 from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig
 from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
 from placement_worker.rest.oslo_conf import with_oslo_conf
 from placement_worker.rest.policy import RESHAPE, USAGES, Policy
-from tests.integration.placement_rest.conftest import Placement
+from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement, holding, on_postgres
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
+
+# --- the permissions of callers: the three ways to know a caller, the policy, and when the API refuses to start
 
 ADMIN = Caller(user_id="a", project_id="p", roles=("admin",))
 READER = Caller(user_id="r", project_id="p", roles=("reader",))
@@ -245,3 +257,183 @@ async def test_credentials_that_keystone_refuses_are_no_callers_error(
         assert "wrong" not in answer.text, "the client does not learn what we sent"
     finally:
         await placement.stop()
+
+
+# --- one port for the REST API, health and metrics: `berth run placement --http`
+
+
+@pytest.fixture
+async def both(postgres_url: str) -> AsyncIterator[Placement]:
+    made = Placement(postgres_url, RestConfig(listen=f"127.0.0.1:{free_port()}"), health_with_rest=True)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def opened(placement: Placement) -> None:
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await placement.service.ready.wait()
+
+
+async def test_health_needs_no_token_and_the_api_at_the_root_path_does(both: Placement) -> None:
+    await opened(both)
+    answers = {path: await both.client.get(path) for path in ("/healthz", "/readyz?verbose", "/metrics", "/")}
+    assert {answer.status_code for answer in answers.values()} == {200}
+    assert answers["/readyz?verbose"].json() == {"ready": True, "not_ready": [], "pid": os.getpid()}
+    assert "berth_placement_rest" in answers["/metrics"].text
+    assert answers["/"].json()["versions"][0]["max_version"] == "1.39"
+    assert (await both.client.head("/metrics")).content == b""
+    assert (await both.client.post("/healthz")).status_code == 405
+    assert (await both.client.get("/resource_providers")).status_code == 401
+    host = await both.host(VCPU=4)
+    assert (await both.call("GET", f"/resource_providers/{host}")).json()["uuid"] == host
+    assert (await both.call("GET", "/healthz/more")).status_code == 404
+
+
+async def test_before_the_book_is_there_health_answers_and_the_api_answers_503() -> None:
+    nowhere = f"postgresql://127.0.0.1:{free_port()}/none"
+    waiting = Placement(nowhere, RestConfig(listen=f"127.0.0.1:{free_port()}"), health_with_rest=True)
+    await waiting.start()
+    assert (await waiting.client.get("/healthz")).json() == {"alive": True}
+    ready = await waiting.client.get("/readyz")
+    assert ready.status_code == 503 and "database" in ready.json()["not_ready"]
+    for path in ("/", "/resource_providers"):
+        answer = await waiting.call("GET", path, status=503)
+        assert answer.json()["errors"][0]["status"] == 503 and answer.headers["retry-after"] == "1"
+    await waiting.stop()
+    with pytest.raises(httpx.ConnectError):
+        async with httpx.AsyncClient(verify=NO_TLS, timeout=START_TIMEOUT_S) as client:
+            await client.get(waiting.base_url)
+
+
+async def test_without_health_the_port_is_the_apis_alone(placement: Placement) -> None:
+    assert (await placement.call("GET", "/healthz")).status_code == 404
+
+
+# --- a caller's own request id goes with its write: to the log, and to every follower of the change feed on the bus
+
+PATIENCE_S = 60.0
+OURS = "req-11111111-2222-4333-8444-555555555555"
+HEADER = {"x_openstack_request_id": OURS}
+
+
+async def changes(placement: Placement, after: int) -> list[Change]:
+    return list((await placement.store.changes(after, 1000)).changes)
+
+
+@pytest.mark.postgres
+async def test_the_callers_id_is_on_every_change_of_its_write(placement: Placement) -> None:
+    host, consumer = await placement.host(VCPU=4), new_uuid(placement.rng)
+    child = new_uuid(placement.rng)
+    start = (await placement.store.head()).sequence
+    body = {"name": "child", "uuid": child, "parent_provider_uuid": host}
+    await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
+    held = holding({host: {"resources": {"VCPU": 1}}}, None)
+    await placement.call("PUT", f"/allocations/{consumer}", held, status=204, **HEADER)
+    await placement.call("DELETE", f"/allocations/{consumer}", status=204, **HEADER)
+    reshape = {
+        "inventories": {
+            host: {"resource_provider_generation": 2, "inventories": {}},
+            child: {"resource_provider_generation": 0, "inventories": {"VCPU": {"total": 4}}},
+        },
+        "allocations": {},
+    }
+    await placement.call("POST", "/reshaper", reshape, status=204, x_roles="service", **HEADER)
+    found = await changes(placement, start)
+    assert len(found) == 5
+    assert {change.causes for change in found} == {(OURS,)}
+
+
+@pytest.mark.postgres
+async def test_without_one_it_is_ours_and_what_is_no_id_goes_nowhere(placement: Placement) -> None:
+    start = (await placement.store.head()).sequence
+    body = {"name": "host", "uuid": new_uuid(placement.rng)}
+    answer = await placement.call("POST", "/resource_providers", body, x_openstack_request_id="req-<script>")
+    [change] = await changes(placement, start)
+    assert change.causes == (answer.headers["x-openstack-request-id"],)
+
+
+@pytest.mark.postgres
+async def test_writes_that_were_written_together_keep_their_own_causes(placement: Placement) -> None:
+    hosts = [await placement.host(VCPU=4) for _ in range(8)]
+    ids = [f"req-{new_uuid(placement.rng)}" for _ in hosts]
+    start = (await placement.store.head()).sequence
+
+    async def claim(host: str, own: str, amount: int) -> int:
+        held = holding({host: {"resources": {"VCPU": amount}}}, None)
+        path = f"/allocations/{new_uuid(placement.rng)}"
+        return (await placement.call("PUT", path, held, x_openstack_request_id=own)).status_code
+
+    refused = [claim(host, f"req-{new_uuid(placement.rng)}", 5) for host in hosts]
+    done = [claim(host, own, 1) for host, own in zip(hosts, ids, strict=True)]
+    assert await asyncio.gather(*refused, *done) == [409] * 8 + [204] * 8
+    found = await changes(placement, start)
+    assert {change.provider: change.causes for change in found} == {
+        host: (own,) for host, own in zip(hosts, ids, strict=True)
+    }
+
+
+@asynccontextmanager
+async def listening(placement: Placement) -> AsyncIterator[asyncio.Queue[Received]]:
+    """The messages on the bus."""
+    events: asyncio.Queue[Received] = asyncio.Queue()
+
+    async def listen(batch: Sequence[Received]) -> list[Outcome]:
+        for received in batch:
+            events.put_nowait(received)
+        return [Done() for _ in batch]
+
+    bus = Bus(
+        "api", MemoryTransport(placement.broker, "listener"), process="listener", clock=SystemClock(), rng=placement.rng
+    )
+    await bus.open()
+    consumer = bus.consumer("scheduler.feed.{process}", listen)
+    await consumer.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield events
+    finally:
+        await consumer.drain(1.0)
+        await bus.close()
+
+
+@pytest.mark.postgres
+async def test_the_bus_carries_it_too(placement: Placement) -> None:
+    async with listening(placement) as events:
+        body = {"name": "host", "uuid": new_uuid(placement.rng)}
+        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)
+        while not isinstance((received := await events.get()).message, FeedChanges):
+            pass
+        assert received.meta.cause == OURS
+
+
+@pytest.mark.postgres
+async def test_a_message_of_several_causes_names_none_of_them_as_its_own(placement: Placement) -> None:
+    ids = [f"req-{new_uuid(placement.rng)}" for _ in range(2)]
+    writes = [CreateProvider(uuid=new_uuid(placement.rng), name=own, cause=own) for own in ids]
+    async with listening(placement) as events:
+        await placement.store.write_trees(writes)
+        body = {"name": "host", "uuid": new_uuid(placement.rng)}
+        await placement.call("POST", "/resource_providers", body, status=200, **HEADER)  # wakes the publisher
+        while True:
+            received = await events.get()
+            if isinstance(received.message, FeedChanges):
+                causes = {cause for change in received.message.changes for cause in change.causes}
+                assert received.meta.cause == (OURS if causes == {OURS} else "")
+                if causes >= set(ids):
+                    return
+
+
+@on_postgres
+@pytest.mark.postgres
+async def test_the_log_carries_it_too(placement: Placement) -> None:
+    async with placement.postgres.rows.database.raw() as connection:
+        await connection.execute("ALTER TABLE traits RENAME TO gone")  # something to log
+    with structlog.testing.capture_logs(processors=[structlog.contextvars.merge_contextvars]) as logs:
+        await placement.call("GET", "/traits", status=500, **HEADER)
+        await placement.call("GET", "/traits", status=500)
+    async with placement.postgres.rows.database.raw() as connection:
+        await connection.execute("ALTER TABLE gone RENAME TO traits")
+    lines = [line for line in logs if line["event"] == "rest.failed"]
+    assert [line.get("global_request_id") for line in lines] == [OURS, None]
+    assert all(line["request_id"].startswith("req-") for line in lines)

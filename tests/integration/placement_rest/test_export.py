@@ -1,24 +1,51 @@
-"""The whole book as a value: out and in again, over another book, from a live Placement; and repairs."""
+"""A book is exported, imported, copied and audited while REST clients write it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
+import asyncpg
+import httpx
+import msgspec
 import pytest
 
+from berth.commands.book import uuids_of
+from berth.commands.common import Stop
 from bus.clock import new_uuid
+from bus.contracts.placement import (
+    Claim,
+    ClaimOption,
+    ConsumerAllocations,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Swap,
+)
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
-from placement_worker.operations import audit, export, export_store
+from placement_worker.operations import audit, copying, export, export_store
+from placement_worker.operations import audit as questions
 from placement_worker.operations.copying import CopySource
 from placement_worker.operations.export import BookExport, InvalidExport
+from placement_worker.operations.overcommit import Doubled, doubled, generations, give_back
 from placement_worker.operations.repair import repair
-from placement_worker.replica.local import LocalReplica
+from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.integration.placement_rest.conftest import Placement, on_postgres
+from tests.kit.forks import run_berth
 from tests.kit.servers import fresh_database
 
 pytestmark = pytest.mark.postgres
+
+
+# --- the whole book as a value: out and in again, over another book, from a live Placement; and repairs
 
 
 async def read(store: ResourceBook) -> BookExport:
@@ -141,3 +168,286 @@ async def test_repair_counts_anew_what_is_wrong_and_publishes_it_on_the_feed(pla
         assert await repair(connection) == []
     await asyncio.gather(*(placement.claim(new_uuid(placement.rng), host, VCPU=1) for host in hosts))
     assert await placement.findings() == []
+
+
+# --- a change that moves no generation must not be missed by a copy that is reported equal
+
+
+@pytest.fixture
+async def source(placement: Placement) -> AsyncIterator[CopySource]:
+    made = CopySource(placement.base_url, "admin")
+    yield made
+    await made.close()
+
+
+async def test_a_consumer_that_was_removed_and_made_again_is_seen(placement: Placement, source: CopySource) -> None:
+    host = await placement.host(VCPU=8)
+    consumer = new_uuid(placement.rng)
+    assert (await placement.claim(consumer, host, VCPU=1)).status_code == 204
+    before = (await source.read()).consumers[consumer]
+    await placement.call("DELETE", f"/allocations/{consumer}", status=204)
+    assert (await placement.claim(consumer, host, VCPU=3)).status_code == 204
+    after = (await source.read(whole=False)).consumers[consumer]
+    assert (before.generation, after.generation) == (1, 1)
+    assert after.holding == {host: {"VCPU": 3}}
+
+
+async def test_aggregates_of_the_old_days_are_seen_by_a_whole_pass(placement: Placement, source: CopySource) -> None:
+    host, aggregate = await placement.host(VCPU=8), new_uuid(placement.rng)
+    await source.read()
+    path = f"/resource_providers/{host}/aggregates"
+    answer = await placement.client.put(
+        path, json=[aggregate], headers={"x-auth-token": "admin", "openstack-api-version": "placement 1.18"}
+    )
+    assert answer.status_code == 200
+    assert (await source.read(whole=True)).providers[host].aggregates == (aggregate,)
+
+
+async def test_an_unreachable_keystone_and_an_unknown_user(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "ASK", msgspec.structs.replace(copying.ASK, first_s=0.001, longest_s=0.001))
+    unreachable = CopySource("http://127.0.0.1:9", "admin")
+    with pytest.raises(InvalidExport, match="ConnectError"):
+        await unreachable.read()
+    await unreachable.close()
+    unauthorized = CopySource(f"{placement.base_url}/resource_providers", "")
+    with pytest.raises(InvalidExport):
+        await unauthorized.read()
+    await unauthorized.close()
+    with pytest.raises((InvalidExport, httpx.HTTPError)):
+        await CopySource("gopher://x", "").read()
+
+
+HOSTILE = {
+    "not UTF-8": b'{"versions":[{"max_version":"\xff"}]}',
+    "nested without end": b"[" * 100_000,
+    "no version": b'{"versions":[{"max_version":7}]}',
+    "half an answer": b'{"versions":',
+}
+
+
+@pytest.mark.parametrize("body", HOSTILE.values(), ids=HOSTILE)
+async def test_hostile_answers_are_no_placement(body: bytes) -> None:
+    async with answering(lambda _: body) as url:
+        await refused(url)
+
+
+@pytest.mark.parametrize("uuid", ["\\u0000", "\\n", "x" * 70_000], ids=["NUL", "a line end", "too long for a URL"])
+async def test_a_provider_whose_uuid_is_no_part_of_a_url_is_no_placement(uuid: str) -> None:
+    row = f'{{"uuid":"{uuid}","name":"n","parent_provider_uuid":null,"root_provider_uuid":"r","generation":1}}'
+    answers = {
+        "/": '{"versions":[{"max_version":"1.39"}]}',
+        "/traits": '{"traits":[]}',
+        "/resource_classes": '{"resource_classes":[]}',
+        "/resource_providers": f'{{"resource_providers":[{row}]}}',
+    }
+    async with answering(lambda path: answers.get(path, "{").encode()) as url:
+        await refused(url)
+
+
+async def test_an_answer_that_cannot_be_unpacked_is_no_placement() -> None:
+    async with answering(lambda _: b"{}", b"content-encoding: gzip\r\n") as url:
+        await refused(url)
+
+
+async def refused(url: str) -> None:
+    source = CopySource(url, "admin")
+    with pytest.raises(InvalidExport):
+        await source.read()
+    await source.close()
+
+
+@asynccontextmanager
+async def answering(body: Callable[[str], bytes], headers: bytes = b"") -> AsyncIterator[str]:
+    """A server that answers every request with 200 and whatever the path has."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        content = body(head.split()[1].decode())
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n%bcontent-length: %d\r\n\r\n" % (headers, len(content)))
+        writer.write(content)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=2**20)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+# --- `berth placement audit --consumers` on a book that REST clients write, as an operator runs it
+
+COMMAND_TIMEOUT_S = 120.0
+
+
+async def audited(placement: Placement, *words: str) -> tuple[int, dict[str, Any]]:
+    env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+    words = ("placement", "audit", "--json", *words)
+    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}
+
+
+@on_postgres
+async def test_a_consumer_that_is_not_named_is_an_orphan(placement: Placement, tmp_path: Path) -> None:
+    one, other = await placement.host(VCPU=8), await placement.host(VCPU=8)
+    alive, orphan, doubled = (new_uuid(placement.rng) for _ in range(3))
+    assert (await placement.claim(alive, one, VCPU=1)).status_code == 204
+    assert (await placement.claim(orphan, one, VCPU=2)).status_code == 204
+    body = {
+        "allocations": {host: {"resources": {"VCPU": 1}} for host in (one, other)},
+        "project_id": "p",
+        "user_id": "u",
+        "consumer_generation": None,
+        "consumer_type": "INSTANCE",
+    }
+    await placement.call("PUT", f"/allocations/{doubled}", body, status=204)
+    names = tmp_path / "ids"
+    names.write_text(f"{alive.upper()}\n\n{doubled}\n")
+
+    status, found = await audited(placement, "--consumers", str(names))
+    assert (status, found["orphaned"], len(found["doubled"]), found["unsound"]) == (1, [orphan], 1, [])
+    assert found["doubled"][0].startswith(f"{doubled}: VCPU of ")
+
+    status, found = await audited(placement, "--consumers", str(names), "--repair")
+    assert (status, found["orphaned"], found["repaired"]) == (1, [], [f"{orphan}: released"])
+    shown = await placement.call("GET", f"/resource_providers/{one}/usages")
+    assert shown.json()["usages"] == {"VCPU": 2}
+
+
+@on_postgres
+async def test_an_operator_gives_a_host_to_a_cell(placement: Placement) -> None:
+    host = await placement.host(VCPU=8)
+
+    async def move(cell: str, *more: str) -> tuple[int | None, str]:
+        env = {**os.environ, "BERTH_DATABASE__URL": str(placement.book)}
+        words = ("placement", "move-host", host, cell, *more)
+        done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+        return done.returncode, done.stdout + done.stderr
+
+    assert await move("cell1") == (0, f"{host}: no cell -> cell1\n")
+    assert await move("cell1") == (0, f"{host}: cell1 already\n")
+    status, output = await move("cell1", "--json")
+    assert (status, json.loads(output)) == (0, {"provider": host, "before": "cell1", "cell": "cell1"})
+    status, output = await move("nowhere")
+    assert (status, "no cell 'nowhere'" in output) == (2, True)
+    assert (await placement.claim(new_uuid(placement.rng), host, VCPU=1)).status_code == 204
+
+
+def test_an_empty_list_would_release_everything(tmp_path: Path) -> None:
+    names = tmp_path / "ids"
+    for text in ("\n", "no uuid\n"):
+        names.write_text(text)
+        with pytest.raises(Stop) as stop:
+            uuids_of(names)
+        assert stop.value.status == 2
+
+
+@on_postgres
+async def test_what_is_over_capacity_is_listed_with_the_newest_and_evicted_on_request(
+    placement: Placement, tmp_path: Path
+) -> None:
+    host = await placement.host(VCPU=8)
+    consumers = [new_uuid(placement.rng) for _ in range(4)]
+    for consumer in consumers:
+        assert (await placement.claim(consumer, host, VCPU=2)).status_code == 204
+    body = {"resource_provider_generation": 5, "inventories": {"VCPU": {"total": 4}}}
+    await placement.call("PUT", f"/resource_providers/{host}/inventories", body, status=200)
+    names = tmp_path / "ids"
+    names.write_text("\n".join(consumers))
+    newest = consumers[:1:-1]
+
+    for words in ((), ("--repair",)):  # they run: repairing alone takes nothing from them
+        status, found = await audited(placement, "--consumers", str(names), *words)
+        line = f"{host} VCPU: 8 of 4; fits without {newest[0]} (2), {newest[1]} (2)"
+        assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
+
+    status, found = await audited(placement, "--consumers", str(names), "--repair", "--evict")
+    assert (status, found["over_capacity"]) == (0, [])
+    assert found["repaired"] == [f"{uuid}: released" for uuid in sorted(newest)]
+    shown = await placement.call("GET", f"/resource_providers/{host}/usages")
+    assert shown.json()["usages"] == {"VCPU": 4}
+
+
+@on_postgres
+async def test_a_node_that_is_held_back_while_it_is_in_use_is_as_it_should_be(
+    placement: Placement, tmp_path: Path
+) -> None:
+    """Every deployed bare-metal node is reserved. It was called over capacity, and `--evict` would have freed it."""
+    node, consumer = await placement.host(DISK_GB=1), new_uuid(placement.rng)
+    assert (await placement.claim(consumer, node, DISK_GB=1)).status_code == 204
+    body = {"resource_provider_generation": 2, "inventories": {"DISK_GB": {"total": 1, "reserved": 1}}}
+    await placement.call("PUT", f"/resource_providers/{node}/inventories", body, status=200)
+    names = tmp_path / "ids"
+    names.write_text(consumer)
+    status, found = await audited(placement, "--consumers", str(names), "--repair", "--evict")
+    assert (status, found["over_capacity"], found["repaired"]) == (0, [], [])
+
+
+@on_postgres
+async def test_what_its_source_no_longer_reports_is_left_to_it(placement: Placement, tmp_path: Path) -> None:
+    host, consumer = new_uuid(placement.rng), new_uuid(placement.rng)
+
+    async def report(version: int, **totals: int) -> Sequence[str]:
+        inventories = {name: Inventory(total=total) for name, total in totals.items()}
+        reports = (ProviderReport(uuid=host, name="host", inventories=inventories),)
+        update = InventoryUpdate(source="s", version=version, root_uuid=host, providers=reports)
+        [result] = await placement.store.report([update])
+        assert isinstance(result, InventoryResult)
+        return result.stranded
+
+    assert not await report(1, VCPU=8, CUSTOM_CARD=2)
+    assert (await placement.claim(consumer, host, CUSTOM_CARD=1)).status_code == 204
+    assert await report(2, VCPU=8)
+    names = tmp_path / "ids"
+    names.write_text(consumer)
+    line = f"{host} CUSTOM_CARD: 1 of 0, no longer reported; it is removed when it is no longer used"
+    for words in ((), ("--repair", "--evict")):
+        status, found = await audited(placement, "--consumers", str(names), *words)
+        assert (status, found["over_capacity"], found["repaired"]) == (1, [line], [])
+
+
+@on_postgres
+async def test_what_an_instance_holds_twice_is_given_back(placement: Placement) -> None:
+    one, other = await placement.host(VCPU=8, DISK_GB=9), await placement.host(VCPU=8, DISK_GB=9)
+    [consumer, moved] = [await twice_held(placement, one, other) for _ in range(2)]
+    async with placement.postgres.rows.database.raw() as connection:
+        twice = await found_twice(connection, {consumer: one, moved: one}, other)
+        # It has moved while the audit read whose host is whose: what it holds now has not been audited.
+        entry = ConsumerAllocations(
+            consumer=moved, consumer_generation=1, allocations={other: {"VCPU": 3}}, project_id="p", user_id="u"
+        )
+        await placement.store.apply([Swap(consumers=(entry,))])
+        assert await give_back(placement.store, connection, twice) == [
+            f"{consumer}: given back on {other}",
+            f"{moved}: left alone, consumer_changed",
+        ]
+        held = await questions.allocations(connection)
+    assert held == {consumer: {one: {"VCPU": 2, "DISK_GB": 1}}, moved: {other: {"VCPU": 3}}}
+    assert await placement.findings() == []
+
+
+async def twice_held(placement: Placement, one: str, other: str) -> str:
+    """A consumer that holds the same of two hosts."""
+    consumer = new_uuid(placement.rng)
+    option = ClaimOption(allocations={host: {"VCPU": 2, "DISK_GB": 1} for host in (one, other)})
+    [claimed] = await placement.store.apply([Claim(consumer=consumer, options=(option,), project_id="p")])
+    assert getattr(claimed, "outcome", None) == "claimed"
+    return consumer
+
+
+async def found_twice(connection: asyncpg.Connection, hosts: dict[str, str], other: str) -> list[Doubled]:
+    known = await generations(connection)
+    held = await questions.allocations(connection)
+    return [
+        each
+        for uuid, host in hosts.items()
+        for each in doubled(uuid, host, held[uuid], {host: host, other: other}, frozenset(), known[uuid])
+        if isinstance(each, Doubled)
+    ]
+
+
+@on_postgres
+async def test_evicting_is_a_part_of_repairing(placement: Placement, tmp_path: Path) -> None:
+    """Alone it did nothing, and did not report that."""
+    names = tmp_path / "ids"
+    names.write_text(new_uuid(placement.rng))
+    assert await audited(placement, "--consumers", str(names), "--evict") == (2, {})

@@ -1,8 +1,10 @@
-"""The REST API over real HTTP and PostgreSQL: what Placement's own suite (scripts/conformance) does not look at."""
+"""The REST API as clients use it: providers, names, traits, consumers made again, races."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -10,9 +12,20 @@ import pytest
 from berth.trial.embedded.process import free_port
 from bus.clock import new_uuid
 from bus.contracts.placement import Claim, ClaimOption, ClaimResult, Inventory, InventoryUpdate, ProviderReport
+from bus.persistence.database import Database
+from placement_worker.book import ResourceBook
+from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetTraits
+from placement_worker.domain.values import Provider
+from placement_worker.operations import export, export_store
+from placement_worker.replica.book import Book
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.openapi import document
-from tests.integration.placement_rest.conftest import Placement, holding, on_postgres
+from placement_worker.store.postgres_rows import PostgresBookRows
+from tests.integration.placement_rest.conftest import Placement, holding, on_postgres, serving
+from tests.kit.servers import fresh_database
+from tests.unit.replica.worlds import dump
+
+# --- the REST API over real HTTP and PostgreSQL: what Placement's own suite (scripts/conformance) does not look at
 
 
 async def test_a_search_after_a_write_sees_it(placement: Placement) -> None:
@@ -294,3 +307,232 @@ async def test_of_several_version_headers_the_last_that_names_placement_counts(
         answer = await placement.client.get("/resource_providers", headers=[("x-auth-token", "admin"), *listed])
         mine = [value for _, value in listed if value.startswith("placement")]
         assert answer.headers["openstack-api-version"] == mine[-1]
+
+
+# --- names of classes that another process of the same book has renamed, made or removed
+
+OLD, NEW = "CUSTOM_OLD", "CUSTOM_NEW"
+
+
+@pytest.fixture
+async def other(placement: Placement) -> AsyncIterator[Placement]:
+    """A second process on the same book, which knows the class by its old name when a test begins."""
+    await placement.call("PUT", f"/resource_classes/{OLD}", status=201)
+    made = Placement(placement.book, RestConfig(listen=f"127.0.0.1:{free_port()}"))
+    made.rng.seed(8)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+async def rename(placement: Placement) -> None:
+    await placement.call("PUT", f"/resource_classes/{OLD}", {"name": NEW}, version="1.6", status=200)
+
+
+async def test_a_renamed_class_keeps_its_inventories_and_allocations(placement: Placement, other: Placement) -> None:
+    host, consumer = await other.host(**{OLD: 10}), new_uuid(other.rng)
+    assert (await other.claim(consumer, host, **{OLD: 2})).status_code == 204
+    await rename(placement)
+    for each in (placement, other):
+        held = (await each.call("GET", f"/allocations/{consumer}", status=200)).json()
+        assert held["allocations"][host]["resources"] == {NEW: 2}
+        shown = (await each.call("GET", f"/resource_providers/{host}/inventories", status=200)).json()
+        assert list(shown["inventories"]) == [NEW]
+        await each.call("GET", f"/resource_classes/{OLD}", status=404)
+        await each.call("GET", f"/resource_classes/{NEW}", status=200)
+    assert await placement.findings() == []
+
+
+async def test_a_process_that_knew_the_old_name_publishes_the_new_one_on_the_feed(
+    placement: Placement, other: Placement
+) -> None:
+    host, consumer = await other.host(**{OLD: 10}), new_uuid(other.rng)
+    assert (await other.claim(consumer, host, **{OLD: 2})).status_code == 204
+    replica = await placement.replica()
+    await rename(placement)
+    assert (await other.claim(consumer, host, 1)).status_code == 204  # emptied, by a process that has not learned it
+    book = await replica.fresh()
+    row = book.row_of(host)
+    assert row is not None
+    assert {name: used for name, (_, used, _) in book.inventory_of(row).items()} == {NEW: 0}
+    assert (await other.claim(consumer, host, None, **{NEW: 3})).status_code == 204
+    assert await placement.findings() == []
+
+
+async def test_the_old_name_is_unknown_everywhere(placement: Placement, other: Placement) -> None:
+    host = await other.host(**{OLD: 10})
+    await other.call("GET", f"/allocation_candidates?resources={OLD}:1", status=200)
+    await rename(placement)
+    await other.call("GET", f"/allocation_candidates?resources={OLD}:1", status=400)
+    body = {"resource_provider_generation": 1, "inventories": {OLD: {"total": 1}}}
+    await other.call("PUT", f"/resource_providers/{host}/inventories", body, status=400)
+    answer = await other.claim(new_uuid(other.rng), host, **{OLD: 1})
+    assert answer.status_code == 400, answer.text
+
+
+async def test_a_report_with_a_name_that_has_gone_makes_it_anew(placement: Placement, other: Placement) -> None:
+    await other.host(**{OLD: 10})
+    await rename(placement)
+    root = new_uuid(other.rng)
+    report = ProviderReport(uuid=root, name="metal", inventories={OLD: Inventory(total=4)})
+    [result] = await other.store.report([InventoryUpdate(source="c1", version=1, root_uuid=root, providers=(report,))])
+    assert getattr(result, "outcome", None) == "applied"
+    await placement.call("GET", f"/resource_classes/{OLD}", status=200)
+    assert await placement.findings() == []
+
+
+async def test_inventory_of_a_class_that_another_process_made_can_go(placement: Placement, other: Placement) -> None:
+    await placement.call("PUT", "/resource_classes/CUSTOM_MADE", status=201)
+    host = await placement.host(CUSTOM_MADE=1, VCPU=1)
+    await other.call("DELETE", f"/resource_providers/{host}/inventories", status=204)
+    host = await placement.host(CUSTOM_MADE=1, VCPU=1)
+    await placement.call("PUT", "/resource_classes/CUSTOM_MADE_2", status=201)
+    host = await placement.host(CUSTOM_MADE_2=1, VCPU=1)
+    body = {"resource_provider_generation": 1, "inventories": {"VCPU": {"total": 2}}}
+    await other.call("PUT", f"/resource_providers/{host}/inventories", body, status=200)
+    assert await placement.findings() == []
+
+
+# --- traits that an operator gives a host outlast what the host's own service reports
+
+VMX, AVX = "HW_CPU_X86_VMX", "HW_CPU_X86_AVX"
+
+
+async def report(placement: Placement, root: str, version: int, *traits: str) -> None:
+    announced = ProviderReport(
+        uuid=root, name="host", inventories={"VCPU": Inventory(total=4 + version)}, traits=traits
+    )
+    [result] = await placement.store.report(
+        [InventoryUpdate(source="c1", version=version, root_uuid=root, providers=(announced,))]
+    )
+    assert getattr(result, "outcome", None) == "applied"
+
+
+async def shown(placement: Placement, root: str) -> tuple[list[str], int]:
+    data = (await placement.call("GET", f"/resource_providers/{root}/traits", status=200)).json()
+    return sorted(data["traits"]), data["resource_provider_generation"]
+
+
+async def give(placement: Placement, root: str, *traits: str) -> None:
+    body = {"traits": traits, "resource_provider_generation": (await shown(placement, root))[1]}
+    await placement.call("PUT", f"/resource_providers/{root}/traits", body, status=200)
+
+
+@pytest.mark.postgres
+async def test_what_an_operator_gave_a_host_outlasts_its_reports(placement: Placement) -> None:
+    root = new_uuid(placement.rng)
+    await report(placement, root, 1, VMX)
+    await placement.call("PUT", "/traits/CUSTOM_RACK", status=201)
+    await give(placement, root, VMX, "CUSTOM_RACK")
+    replica = await placement.replica()
+    await report(placement, root, 2, VMX)
+    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", VMX]
+    book = await replica.fresh()
+    row = book.row_of(root)
+    assert row is not None
+    assert set(book.trait_sets.values[book.traits[row]]) == {"CUSTOM_RACK", VMX}
+    await report(placement, root, 3, AVX)
+    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service itself reported goes with it"
+    await give(placement, root, "CUSTOM_RACK")
+    await report(placement, root, 4, AVX)
+    assert (await shown(placement, root))[0] == ["CUSTOM_RACK", AVX], "what the service reports comes back"
+    await give(placement, root, AVX)
+    await report(placement, root, 5, AVX)
+    assert (await shown(placement, root))[0] == [AVX], "what an operator takes away stays away"
+    await give(placement, root, AVX, "CUSTOM_RACK")
+    await placement.call("DELETE", f"/resource_providers/{root}/traits", status=204)
+    await report(placement, root, 6)
+    assert (await shown(placement, root))[0] == []
+
+
+@on_postgres
+@pytest.mark.postgres
+async def test_it_is_kept_in_a_book_that_goes_out_and_in_again(placement: Placement, postgres_server: str) -> None:
+    root = new_uuid(placement.rng)
+    await report(placement, root, 1, VMX)
+    await placement.call("PUT", "/traits/CUSTOM_RACK", status=201)
+    await give(placement, root, VMX, "CUSTOM_RACK")
+    await placement.postgres.names.refresh()
+    async with placement.postgres.rows.database.raw() as connection:
+        lines = list(export.lines(await export_store.read(connection, placement.postgres.names)))
+    with fresh_database(postgres_server) as url:
+        rows = PostgresBookRows(Database(url, "placement"))
+        other = ResourceBook(rows)
+        await other.open()
+        what = export.parse(lines)
+        await other.names.ensure(what.classes, what.traits)
+        for changed in (1, 0):
+            async with rows.transaction() as transaction:
+                assert await export_store.assign(transaction, what, other.names) == changed
+        async with rows.database.raw() as connection:
+            assert list(export.lines(await export_store.read(connection, other.names))) == lines
+        await other.close()
+
+
+# --- providers that are deleted and created again by one group of REST writes
+
+
+async def test_delete_and_post_in_one_transaction_are_followed_by_replicas(placement: Placement) -> None:
+    store = placement.store
+    rest = store
+    uuid = new_uuid(placement.rng)
+    traits = [["HW_CPU_X86_AVX"], ["HW_CPU_X86_SGX"], ["HW_CPU_X86_AVX2"]]
+    await rest.write_trees([CreateProvider(uuid, "one")])
+    for named in traits:
+        await rest.write_trees([SetTraits(uuid, named)])
+    followed = Book()
+    followed.apply((await store.changes(0, 100)).changes)
+    old = (await store.snapshot(None, 10)).providers[0]
+    deleted, created = await rest.write_trees([DeleteProvider(uuid), CreateProvider(uuid, "two")])
+    assert isinstance(deleted, Provider)
+    assert isinstance(created, Provider)
+    assert created.generation == 0, "as Placement begins"
+    followed.apply((await store.changes(followed.sequence, 100)).changes)
+    snapshot = await store.snapshot(None, 10)
+    whole = Book()
+    whole.load(snapshot.providers, snapshot.sequence)
+    assert dump(followed) == dump(whole)
+    assert snapshot.providers[0].shape > old.shape
+
+
+# --- two processes write allocations of the same consumers at once: one after the other, each on its own generation
+
+ROUNDS = 10
+
+
+@pytest.mark.postgres
+async def test_of_two_puts_for_one_new_consumer_one_is_refused_as_not_new(postgres_url: str) -> None:
+    async with serving(postgres_url) as mine, serving(postgres_url) as theirs:
+        hosts = [await mine.host(VCPU=2 * ROUNDS) for _ in range(2)]
+        for _ in range(ROUNDS):
+            consumer = new_uuid(mine.rng)
+            answers = await asyncio.gather(
+                mine.claim(consumer, hosts[0], VCPU=1), theirs.claim(consumer, hosts[1], VCPU=1)
+            )
+            assert Counter(answer.status_code for answer in answers) == {204: 1, 409: 1}
+            won = next(host for host, answer in zip(hosts, answers, strict=True) if answer.status_code == 204)
+            held = (await theirs.call("GET", f"/allocations/{consumer}", status=200)).json()["allocations"]
+            assert list(held) == [won]
+        assert await mine.findings() == []
+
+
+@pytest.mark.postgres
+async def test_of_two_posts_that_swap_the_same_consumers_one_does(postgres_url: str) -> None:
+    """Named in opposite orders, they do not deadlock either."""
+    async with serving(postgres_url) as mine, serving(postgres_url) as theirs:
+        hosts = [await mine.host(VCPU=2) for _ in range(2)]
+        pair = [new_uuid(mine.rng) for _ in range(2)]
+        for consumer, host in zip(pair, hosts, strict=True):
+            assert (await mine.claim(consumer, host, VCPU=2)).status_code == 204
+        for generation in range(1, ROUNDS):
+            there = hosts[::-1] if generation % 2 else hosts
+            body = {
+                consumer: holding({host: {"resources": {"VCPU": 2}}}, generation)
+                for consumer, host in zip(pair, there, strict=True)
+            }
+            again = dict(reversed(body.items()))
+            answers = await asyncio.gather(
+                mine.call("POST", "/allocations", body), theirs.call("POST", "/allocations", again)
+            )
+            assert Counter(answer.status_code for answer in answers) == {204: 1, 409: 1}
+        assert await mine.findings() == []

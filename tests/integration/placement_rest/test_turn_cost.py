@@ -1,9 +1,4 @@
-"""The cost of the longest turn of the event loop in function calls, which no other program on the machine can change.
-
-A turn is one step of one task, from one wait to the next: nothing else of the process runs meanwhile, but the garbage
-collector. A collection can come in any turn and calls the finalizers of whatever became garbage since the last one, by
-the hundred of each earlier test of the process; so there is none while turns are counted.
-"""
+"""The cost of large requests and of the first search: turns of the event loop, and the same end on both adapters."""
 
 from __future__ import annotations
 
@@ -11,20 +6,30 @@ import asyncio
 import gc
 import json
 import random
+import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import FrameType
+from typing import Any
 
 import pytest
 
-from bus.clock import new_uuid
+from bus.clock import SystemClock, new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.groups import MAX_ENTRIES
+from placement_worker.store.memory_table import MemoryBookTable
 from tests.integration.placement_rest.conftest import Placement, holding, serving
 
-pytestmark = pytest.mark.postgres
+# --- the cost of the longest turn of the event loop in function calls, which no other program on the machine can
+# change
+# A turn is one step of one task, from one wait to the next: nothing else of the process runs meanwhile, but the
+# garbage collector. A collection can come in any turn and calls the finalizers of whatever became garbage since the
+# last one, by the hundred of each earlier test of the process; so there is none while turns are counted.
 
 PROVIDERS = 3_000
 REPORTED_AT_ONCE = 250
@@ -175,6 +180,7 @@ def largest(uuids: list[str], rng: random.Random) -> dict[str, tuple[str, str, o
     }
 
 
+@pytest.mark.postgres
 async def test_item_16_no_turn_of_the_largest_requests_takes_many_calls(postgres_url: str) -> None:
     async with serving(postgres_url) as placement:
         uuids = await filled(placement)
@@ -196,6 +202,7 @@ class Cycle:
         self.itself = self
 
 
+@pytest.mark.postgres
 async def test_item_16_a_turn_is_counted_without_finalizers_of_other_garbage() -> None:
     finalized: list[object] = []
 
@@ -212,3 +219,192 @@ async def test_item_16_a_turn_is_counted_without_finalizers_of_other_garbage() -
     assert 0 < turns.most < 100
     gc.collect()
     assert len(finalized) == len(kept)
+
+
+# --- writes end the same in PostgreSQL and in memory; a body that names more than the bound is refused
+
+ROUNDS = 16
+
+
+class Caller:
+    """Sends the same random requests to every placement, and compares their answers."""
+
+    def __init__(self, placements: list[Placement]) -> None:
+        self.rng = random.Random(4)
+        self.placements = placements
+        self.hosts = [new_uuid(self.rng) for _ in range(5)]
+        self.consumers = [new_uuid(self.rng) for _ in range(7)]
+
+    async def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        answers = []
+        for placement in self.placements:
+            answer = await placement.call(method, path, body, x_roles="admin,service")
+            answers.append((answer.status_code, {} if not answer.content else without_ids(answer.json())))
+        assert all(one == other for one, other in pairwise(answers)), (method, path, body, answers)
+        return answers[0]
+
+    async def make_hosts(self) -> None:
+        for host in self.hosts:
+            await self.call("POST", "/resource_providers", {"name": f"host-{host}", "uuid": host})
+            amounts = {"VCPU": {"total": 9}, "DISK_GB": {"total": 9}}
+            body = {"resource_provider_generation": 0, "inventories": amounts}
+            await self.call("PUT", f"/resource_providers/{host}/inventories", body)
+
+    async def generation(self, consumer: str) -> int | None:
+        found: int | None = (await self.call("GET", f"/allocations/{consumer}"))[1].get("consumer_generation")
+        return found
+
+    async def written(self) -> dict[str, Any]:
+        """Allocations for some consumers, of which a few fit nowhere or name what is not known."""
+        body = {}
+        for consumer in self.rng.sample(self.consumers, self.rng.randint(1, 6)):
+            held = {}
+            for host in self.rng.sample(self.hosts, self.rng.randint(0, 4)):
+                names = self.rng.sample(["VCPU", "DISK_GB"], self.rng.randint(1, 2))
+                held[host] = {"resources": {name: self.rng.choice((1, 1, 1, 2, 5)) for name in names}}
+            generation = await self.generation(consumer)
+            body[consumer] = holding(held, generation if self.rng.random() < 0.95 else 77)
+        if self.rng.random() < 0.1:
+            body[self.consumers[0]] = holding({new_uuid(self.rng): {"resources": {"VCPU": 1}}}, None)
+        return body
+
+    async def reshaped(self) -> dict[str, Any]:
+        """New inventories of some hosts, and the allocations of all consumers as they are."""
+        inventories, allocations = {}, {}
+        for host in self.rng.sample(self.hosts, 3):
+            _, shown = await self.call("GET", f"/resource_providers/{host}/inventories")
+            for each in shown["inventories"].values():
+                each["total"] += self.rng.choice((-3, 0, 4))
+            inventories[host] = shown
+        for consumer in self.consumers:
+            _, shown = await self.call("GET", f"/allocations/{consumer}")
+            if shown["allocations"]:
+                allocations[consumer] = shown
+        return {"inventories": inventories, "allocations": allocations}
+
+
+def without_ids(answer: dict[str, Any]) -> Any:
+    for error in answer.get("errors", ()):
+        error.pop("request_id")
+    return json.loads(json.dumps(answer, sort_keys=True))
+
+
+@pytest.mark.postgres
+async def test_writes_end_the_same_on_both_adapters(postgres_url: str) -> None:
+    async with serving(postgres_url) as database, serving(MemoryBookTable(SystemClock())) as memory:
+        caller = Caller([database, memory])
+        await caller.make_hosts()
+        statuses = []
+        for _ in range(ROUNDS):
+            kind = caller.rng.choice(("POST", "POST", "POST", "PUT", "DELETE", "reshape"))
+            if kind == "reshape":
+                statuses.append(await caller.call("POST", "/reshaper", await caller.reshaped()))
+            elif kind == "POST":
+                statuses.append(await caller.call("POST", "/allocations", await caller.written()))
+            else:
+                consumer, body = next(iter((await caller.written()).items()))
+                statuses.append(await caller.call(kind, f"/allocations/{consumer}", body if kind == "PUT" else None))
+            for host in caller.hosts:
+                await caller.call("GET", f"/resource_providers/{host}/usages")
+        found = {status for status, _ in statuses}
+        assert {204, 409} <= found <= {204, 400, 404, 409}, statuses
+        assert await database.findings() == [] == await memory.findings()
+
+
+def too_many(of: list[str]) -> dict[str, tuple[str, str, Any]]:
+    """Requests (method, path, body) with one entry more than the bound, each kind of body that may have many."""
+    rng = random.Random(5)
+    provider, consumer = f"/resource_providers/{of[0]}", new_uuid(rng)
+    more = range(MAX_ENTRIES + 1)
+    offered = {"resource_provider_generation": 0, "inventories": {"VCPU": {"total": 1}}}
+    one = holding({of[0]: {"resources": {"VCPU": 1}}}, None)  # three entries
+    uuids = [new_uuid(rng) for _ in more]
+    classes = {f"CUSTOM_{number}": {"total": 1} for number in more}
+    resources = {f"CUSTOM_{number}": 1 for number in range(MAX_ENTRIES - 1)}
+    return {
+        "aggregates": ("PUT", f"{provider}/aggregates", {"aggregates": uuids, "resource_provider_generation": 0}),
+        "traits": (
+            "PUT",
+            f"{provider}/traits",
+            {"traits": [f"CUSTOM_{number}" for number in more], "resource_provider_generation": 0},
+        ),
+        "inventories": ("PUT", f"{provider}/inventories", {**offered, "inventories": classes}),
+        "classes": ("PUT", f"/allocations/{consumer}", holding({of[0]: {"resources": resources}}, None)),
+        "consumers": ("POST", "/allocations", dict.fromkeys(uuids[: MAX_ENTRIES // 3 + 1], one)),
+        "reshape": (
+            "POST",
+            "/reshaper",
+            {"inventories": dict.fromkeys(uuids[: MAX_ENTRIES // 2], offered), "allocations": {consumer: one}},
+        ),
+    }
+
+
+@pytest.mark.postgres
+async def test_a_body_with_more_entries_than_the_bound_is_413(postgres_url: str) -> None:
+    async with serving(postgres_url) as placement:
+        caller = Caller([placement])
+        await caller.make_hosts()
+        for name, (method, path, body) in too_many(caller.hosts).items():
+            status, answer = await caller.call(method, path, body)
+            assert status == 413, (name, answer)
+        aggregates = {"aggregates": [new_uuid(caller.rng) for _ in range(MAX_ENTRIES)]}
+        path = f"/resource_providers/{caller.hosts[0]}/aggregates"
+        assert (await caller.call("PUT", path, {**aggregates, "resource_provider_generation": 1}))[0] == 200
+
+
+# --- the first search of a process makes as many calls as each later one: what is initialised once is so before
+
+# Prints the calls of searches that differ in their amounts, each of a new book, in a new process.
+COUNTED = """
+import json, sys
+from bus.contracts.placement import ProviderState
+from placement_worker.replica.book import Book
+from placement_worker.replica.candidates import candidates
+from placement_worker.replica.tree_solver import TimeBudget
+from placement_worker.rest import candidates as route
+from placement_worker.rest.candidates_query import parse_candidates
+from placement_worker.rest.http import QueryString
+
+def host(number):
+    uuid, offered = f"00000000-0000-0000-0000-{number:012}", (9.0, 1, 9, 1, 9, 0, 1.0)
+    return ProviderState(
+        uuid=uuid, name=uuid, parent_uuid=None, root_uuid=uuid, generation=1, shape=1,
+        inventories={"VCPU": offered, "MEMORY_MB": offered}, used={}, traits=(), aggregates=())
+
+def answered(book, amount):
+    requested = parse_candidates(QueryString(b"resources=VCPU:1,MEMORY_MB:%d&limit=10" % amount), 39)
+    budget = TimeBudget(lambda: 0.0, 1.0, keeps_partial=True)
+    found = candidates(book, requested.request, limit=10, rng=None, budget=1000, time_budget=budget)
+    route._rendered(book, found, requested, 39, budget)
+
+def calls_of(act, amount):
+    book, calls = Book(), [0]
+    book.load([host(number) for number in range(3)], 1)
+
+    def count(_frame, event, _argument):
+        calls[0] += event in {"call", "c_call"}
+
+    sys.setprofile(count)
+    act(book, amount)
+    sys.setprofile(None)
+    return calls[0]
+
+"""
+
+
+def calls(rest: str) -> list[int]:
+    ran = subprocess.run([sys.executable, "-c", COUNTED + rest], capture_output=True, text=True, check=True, timeout=60)
+    counted: list[int] = json.loads(ran.stdout)
+    return counted
+
+
+def test_item_19_the_first_search_of_a_process_makes_the_calls_of_each_later_one() -> None:
+    first, *later = calls("route.warm_up()\nprint([calls_of(answered, amount) for amount in range(1, 4)])")
+    assert [first, *later] == [first] * 3
+
+
+async def test_item_19_a_server_is_ready_after_its_warm_up() -> None:
+    warm_up.cache_clear()
+    warm_up_search.cache_clear()
+    async with serving(MemoryBookTable(SystemClock())):
+        assert warm_up.cache_info().currsize == warm_up_search.cache_info().currsize == 1

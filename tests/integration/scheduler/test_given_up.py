@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -299,17 +300,20 @@ async def test_a_request_that_was_begun_goes_on_when_a_repeat_of_it_expires(
     assert len({build.spec.instance_uuid for _, build in world.builds}) == 1
 
 
+@pytest.mark.parametrize("has_requester", [False, True])
 async def test_a_request_that_was_begun_goes_on_when_it_expires_after_the_end_of_its_scheduler(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, *, has_requester: bool
 ) -> None:
     """No scheduler was there until its time was over: it failed."""
-    request = await begun_and_expired(world, monkeypatch)
+    request = await begun_and_expired(world, monkeypatch, has_requester=has_requester)
     await world.scheduler("s2")
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
     assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
 
 
-async def begun_and_expired(world: World, monkeypatch: pytest.MonkeyPatch) -> BuildRequest:
+async def begun_and_expired(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, has_requester: bool = True
+) -> BuildRequest:
     """A build on record whose request has expired, and whose scheduler has ended."""
     await world.scheduler()
     await world.add_hosts("c1", 1)
@@ -317,10 +321,14 @@ async def begun_and_expired(world: World, monkeypatch: pytest.MonkeyPatch) -> Bu
     with monkeypatch.context() as patched:
         planted = Planted(patched)
         planted.unavailable(Placer, "place")
-        asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
+        asking = asyncio.create_task(
+            world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S)
+            if has_requester
+            else world.expires(request, after_s=BEGUN_S)
+        )
         await planted.begun.wait()
         await world.kill("s1")
-        with pytest.raises(RequestTimeout):
+        with pytest.raises(RequestTimeout) if has_requester else nullcontext():
             await asking
         await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
     return request
@@ -351,6 +359,22 @@ async def test_a_begun_build_that_ends_every_scheduler_ends(world: World, monkey
     await world.scheduler("s2")
     failed = await world.ended(request.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "delivery.exhausted")
+
+
+async def test_a_delete_that_ends_every_scheduler_is_refused_and_deletes_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was carried out, by the last deliveries as by those before."""
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    request: BuildRequest = world.request()
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    monkeypatch.setattr("bus.consuming.consumer.LAST_DELIVERIES", BY_QUEUE["scheduler.requests"].delivery_limit + 1)
+    await world.delete(request)
+    refused = await world.ended(request.instance_uuid, BuildState.REFUSED)
+    assert (refused.code, refused.terminal, refused.sequence) == ("delivery.exhausted", True, 0)
+    assert not world.deletes
 
 
 @pytest.mark.parametrize("has_deadline", [False, True])

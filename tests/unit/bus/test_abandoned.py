@@ -10,7 +10,7 @@ from bus.clock import SystemClock
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.memory import MemoryBroker, MemoryTransport
-from tests.kit.tasks import unfinished
+from tests.kit.turns import unfinished
 
 
 async def started() -> Consumer:

@@ -8,7 +8,7 @@ from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
@@ -29,6 +29,11 @@ def selection(n: int) -> Selection:
 
 
 SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", user_id="u")
+
+
+def phase_of(at: State | Phase) -> Phase:
+    """A state that waits for no answer stands for itself."""
+    return at if isinstance(at, tuple) else (at, None)
 
 
 def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:

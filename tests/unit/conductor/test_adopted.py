@@ -57,7 +57,7 @@ def claim_of(instance: Instance) -> Claim:
 def test_a_machine_on_another_host_is_claimed_there_and_becomes_active() -> None:
     """It was built a second time, and the first machine stayed in quarantine."""
     adopting = found(machine())
-    assert adopting.instance.state is State.ADOPTING and adopting.commands == ()
+    assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE) and adopting.commands == ()
     claim = claim_of(adopting.instance)
     assert (claim.attempt, claim.release_first, claim.consumer_generation) == (2, True, 7)
     assert [option.allocations for option in claim.options] == [{host(3): {"VCPU": 1}}]
@@ -71,7 +71,7 @@ def test_a_machine_on_another_host_is_claimed_there_and_becomes_active() -> None
 def test_a_machine_of_a_build_under_a_later_attempt_is_claimed_under_the_next() -> None:
     again = replace(requested(SET_BACK_AT + 100.0), attempt=5)
     adopting = run(replace(again, found=(machine(),))).instance
-    assert (adopting.state, adopting.attempt, claim_of(adopting).attempt) == (State.ADOPTING, 1, 6)
+    assert (adopting.phase, adopting.attempt, claim_of(adopting).attempt) == ((State.CLAIMING, State.ACTIVE), 1, 6)
     own = run(replace(again, found=(machine(n=1, attempt=5),)))
     assert spawns(own) == [(5, host(1))], "the command is repeated"
 
@@ -113,7 +113,7 @@ def test_a_machine_not_proved_to_be_its_projects_is_neither_adopted_nor_doubled(
 ) -> None:
     """A client could take another's machine over by naming its uuid, while the schedulers have forgotten it."""
     over = found(machine(**other))
-    assert over.instance.state is State.GIVING_UP and over.commands == ()
+    assert over.instance.phase == (State.RELEASING, State.FAILED) and over.commands == ()
     ended = run(RELEASED, start=over.instance)
     (event,) = announced(ended)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, MACHINE_EXISTS, True)
@@ -154,17 +154,17 @@ def test_of_several_the_complete_one_is_adopted_and_no_other_is_destroyed() -> N
 
 def test_a_delete_meanwhile_destroys_the_machine_that_was_found() -> None:
     leaving = run(DELETE, start=found(machine()).instance)
-    assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]
+    assert leaving.instance.phase == (State.DESTROYING, State.DELETED) and destroys(leaving) == [(1, host(3))]
     late = run(CLAIMED, start=leaving.instance)
-    assert late.instance.state is State.DELETING and late.commands == ()
+    assert late.instance.phase == (State.DESTROYING, State.DELETED) and late.commands == ()
 
 
 def test_a_record_that_was_set_back_adopts_what_its_fail_over_would_build_again() -> None:
     waiting = in_doubt()
     over = run(failed(), start=waiting).instance
-    assert over.state is State.RECLAIMING and over.doubted
+    assert over.phase == (State.CLAIMING, State.BUILDING) and over.doubted
     adopting = run(e.MachineFound(at=9e3, machines=(machine(attempt=2),)), start=over)
-    assert adopting.instance.state is State.ADOPTING
+    assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE)
     up = run(taken(attempt=3), start=adopting.instance).instance
     assert (up.state, up.host_uuid, up.attempt) == (State.ACTIVE, host(3), 2)
     own = run(e.MachineFound(at=9e3, machines=(machine(n=1, attempt=1),)), start=over)
@@ -202,7 +202,7 @@ def test_a_second_build_while_its_machine_is_claimed_is_announced_when_that_has_
 
 def test_an_unclaimed_instance_is_deleted_where_it_runs() -> None:
     leaving = run(DELETE, start=unclaimed())
-    assert leaving.instance.state is State.DELETING and destroys(leaving) == [(1, host(3))]
+    assert leaving.instance.phase == (State.DESTROYING, State.DELETED) and destroys(leaving) == [(1, host(3))]
 
 
 def decided(*machines: FoundMachine) -> e.MachineFound:
@@ -217,7 +217,7 @@ def test_an_active_record_takes_over_the_machine_that_an_operator_has_decided_to
         "it was not decided"
     )
     adopting = run(decided(machine(attempt=2)), start=left)
-    assert adopting.instance.state is State.ADOPTING and adopting.commands == ()
+    assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE) and adopting.commands == ()
     claim = claim_of(adopting.instance)
     assert claim.release_first and claim.consumer_generation == left.consumer_generation
     assert claim.attempt > 1000, "the forgotten history has claimed attempts of its own"

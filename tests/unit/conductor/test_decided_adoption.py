@@ -95,7 +95,9 @@ async def test_a_fenced_host_need_not_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [None, replace(ACTIVE, state=State.DELETING), replace(ACTIVE, state=State.RESIZED)], ids=str
+    "record",
+    [None, replace(ACTIVE, state=State.DESTROYING, then=State.DELETED), replace(ACTIVE, state=State.RESIZED)],
+    ids=str,
 )
 async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance | None) -> None:
     services = Services(s1=(), s2=(machine(),))

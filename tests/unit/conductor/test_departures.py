@@ -78,7 +78,7 @@ def test_its_next_cell_claims_above_every_attempt_that_the_former_one_can_give_o
     former, departure = departed()
     there = in_next_cell(arrives(departure, 2))
     question = question_of(there.instance)
-    assert there.instance.state is State.CLAIMING and isinstance(question, Claim)
+    assert there.instance.phase == (State.CLAIMING, State.PREPARING) and isinstance(question, Claim)
     # A former cell that is set back to before the departure gives out the next attempt, and is refused.
     assert question.attempt > offloaded().instance.next_attempt
     there.apply(claimed(question.attempt))
@@ -144,10 +144,10 @@ def test_it_comes_back_to_a_cell_that_it_has_left() -> None:
     second = last_event(there.apply(leaves("c1", BACK))).departure
     assert second is not None
     former.apply(arrives(second, 3, request_id=BACK))
-    assert former.instance.state is State.CLAIMING
+    assert former.instance.phase == (State.CLAIMING, State.PREPARING)
     assert former.instance.next_attempt > first.newest
     former.apply(leaves())  # a late copy of the first one: it has been carried out
-    assert former.instance.state is State.CLAIMING
+    assert former.instance.phase == (State.CLAIMING, State.PREPARING)
 
 
 @pytest.mark.parametrize("is_query", [False, True])
@@ -180,7 +180,7 @@ def test_it_is_on_record_in_its_next_cell_though_its_request_is_not_carried_out(
 def test_a_delete_that_was_there_first_ends_it() -> None:
     _, departure = departed()
     there = in_next_cell(deleted(), arrives(departure, 2))
-    assert there.instance.state is State.RELEASING
+    assert there.instance.phase == (State.RELEASING, State.DELETED)
     assert question_of(there.instance) == Release(consumer=UUID, attempt=there.instance.next_attempt)
     there.apply(e.Released(at=230.0))
     announced = [one for one in there.commands if isinstance(one, BuildEvent)]
@@ -204,4 +204,7 @@ def test_a_former_cell_that_was_set_back_takes_it_again_only_by_an_arrival() -> 
     second = last_event(there.apply(leaves("c1", BACK))).departure
     assert second is not None
     set_back.apply(arrives(second, 3, request_id=BACK))
-    assert (set_back.instance.state, set_back.instance.last_attempt) == (State.CLAIMING, second.newest)
+    assert (set_back.instance.phase, set_back.instance.last_attempt) == (
+        (State.CLAIMING, State.PREPARING),
+        second.newest,
+    )

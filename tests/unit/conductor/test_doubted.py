@@ -72,6 +72,7 @@ def brief(record: Instance) -> Brief:
         doubted=record.doubted,
         reused_from=record.reused_from,
         machine_exists=record.machine_exists,
+        then=record.then,
     )
 
 
@@ -112,7 +113,7 @@ def test_a_build_under_a_later_attempt_that_was_given_up_leaves_its_machine() ->
         requested(SET_BACK_AT + 100.0), attempt=2, given_up=Refusal(code="broker.delivery_limit", reason="r")
     )
     over = step(Instance(uuid=UUID), late, PATIENCE)
-    assert (over.instance.state, over.commands) == (State.GIVING_UP, ())
+    assert (over.instance.phase, over.commands) == ((State.RELEASING, State.FAILED), ())
     ended = step(over.instance, RELEASED, PATIENCE)
     (event,) = announced(ended)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
@@ -132,13 +133,13 @@ def test_a_build_that_was_deleted_before_it_came_again_holds_its_claim_until_its
     )
     gone = Instance(uuid=UUID, state=State.TOMBSTONE)
     left = run(replace(requested(SET_BACK_AT - 10.0), found=(machine,)), start=gone)
-    assert (left.instance.state, destroys(left), question_of(left.instance)) == (
-        State.DELETING,
+    assert (left.instance.phase, destroys(left), question_of(left.instance)) == (
+        (State.DESTROYING, State.DELETED),
         [(1, host(1))],
         None,
     )
     over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=left.instance).instance
-    assert (over.state, isinstance(question_of(over), Release)) == (State.RELEASING, True)
+    assert (over.phase, isinstance(question_of(over), Release)) == ((State.RELEASING, State.DELETED), True)
 
 
 def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_that_has_released() -> None:
@@ -153,7 +154,7 @@ def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_tha
             instance_uuid=UUID, host_uuid=host(on), host="host", service="s1", attempt=2, project_id="p", built=True
         )
         adopting = run(replace(late, attempt=2, found=(machine,)), start=over)
-        assert adopting.instance.state is State.ADOPTING and not spawns(adopting)
+        assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE) and not spawns(adopting)
         assert (adopting.instance.host_uuid, adopting.instance.next_attempt) == (host(on), 4)
 
 
@@ -165,9 +166,9 @@ def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then()
 def test_a_build_that_was_requested_after_the_set_back_is_like_any_other() -> None:
     stepped = run(requested(SET_BACK_AT + 60.0))
     assert not stepped.instance.doubted
-    assert (
-        run(past(stepped.instance, 61.0), past(stepped.instance, 72.0), start=stepped.instance).instance.state
-        is State.RECLAIMING
+    assert run(past(stepped.instance, 61.0), past(stepped.instance, 72.0), start=stepped.instance).instance.phase == (
+        State.CLAIMING,
+        State.BUILDING,
     )
     assert not step(Instance(uuid=UUID), requested(5.0), PATIENCE).instance.doubted, "never set back"
 
@@ -184,7 +185,7 @@ def given_up() -> Step:
 def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
     """It stayed `building` for ever."""
     over = given_up()
-    assert over.instance.state is State.GIVING_UP and over.commands == ()
+    assert over.instance.phase == (State.RELEASING, State.FAILED) and over.commands == ()
     failed = run(RELEASED, start=over.instance)
     (event,) = announced(failed)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
@@ -214,14 +215,16 @@ def test_what_a_second_service_of_the_same_name_has_answered_for_is_kept_when_it
     if is_queried:
         restored = run(past(restored, 61.0), start=restored).instance
     ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1), service="s1"), start=restored)
-    assert ended.instance.state is State.RECLAIMING and not destroys(ended), "an order would wait for the first service"
+    assert ended.instance.phase == (State.CLAIMING, State.BUILDING) and not destroys(ended), (
+        "an order would wait for the first service"
+    )
     second = run(claimed(2), start=ended.instance)
     records = [second.instance, run(spawned(2), start=second.instance).instance]
     again = run(
         e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2), service="s1"), start=second.instance
     )
     records += [again.instance, run(RELEASED, start=again.instance).instance]
-    assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.GIVING_UP, State.FAILED]
+    assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.RELEASING, State.FAILED]
     for record in records:
         for attempt, on in ((1, 1), (2, 2))[: 2 if record.state is State.FAILED else 1]:
             found = differences(report_of(attempt, on), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)

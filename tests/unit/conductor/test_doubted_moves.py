@@ -10,7 +10,7 @@ from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import MACHINE_ABSENT, ChangeMachine, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Claim, Revert
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.instance import Phase, State
 from cell_conductor.domain.move_doubts import IN_DOUBT
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
@@ -35,7 +35,7 @@ SOURCE, DESTINATION = (host(1), 1), (host(2), 2)
 ROUNDS = 40
 
 
-def at_state(state: State) -> Scenario:
+def at_state(state: State, then: State | None = None) -> Scenario:
     """A cold migration from host 1 to host 2, in this state, whose record was set back to there."""
     made = begun(MoveKind.MIGRATE, 2, 3, auto_confirm_s=5.0)
     made.apply(claimed())
@@ -43,11 +43,11 @@ def at_state(state: State) -> Scenario:
         made.end(2, 2)
     if state not in (State.PREPARING, State.HANDING_OVER):
         made.end(1, 1)
-    if state in (State.RESIZED, State.UNDOING):
+    if state in (State.RESIZED, State.DESTROYING):
         made.apply(spawned(attempt=2, at=210.0))
-    if state is State.UNDOING:
+    if then is State.REVERTING:
         made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
-    assert made.instance.state is state
+    assert made.instance.phase == (state, then)
     made.instance = replace(made.instance, doubted=True)
     made.context = AFTER
     made.commands.clear()
@@ -126,14 +126,20 @@ class Hosts:
 
 
 TRULY = {"arrived": {DESTINATION}, "undone": {SOURCE}, "both": {SOURCE, DESTINATION}, "neither": set()}
-STATES = (State.PREPARING, State.HANDING_OVER, State.FINISHING, State.RESIZED, State.UNDOING)
+PHASES = (
+    (State.PREPARING, None),
+    (State.HANDING_OVER, None),
+    (State.FINISHING, None),
+    (State.RESIZED, None),
+    (State.DESTROYING, State.REVERTING),
+)
 
 
 @pytest.mark.parametrize("truly", TRULY)
-@pytest.mark.parametrize("state", STATES)
-def test_the_only_machine_is_never_destroyed_and_the_record_follows_it(state: State, truly: str) -> None:
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_only_machine_is_never_destroyed_and_the_record_follows_it(phase: Phase, truly: str) -> None:
     """The move was undone, or confirmed, by what the old record held; its client's machine was lost, or destroyed."""
-    made = at_state(state)
+    made = at_state(*phase)
     hosts = Hosts(made, set(TRULY[truly]))
     hosts.play(e.TimedOut(at=1_500.0))
     instance = made.instance
@@ -161,28 +167,28 @@ def test_a_client_who_confirms_or_reverts_is_refused_until_both_hosts_have_answe
     if truly == "both":
         assert made.instance.state is State.RESIZED
         made.apply(request(kind, request_id=OTHER.replace("2", "4")), seen(OTHER.replace("2", "4")))
-        assert made.instance.state is (State.CONFIRMING if kind is MoveKind.CONFIRM else State.UNDOING)
+        assert made.instance.phase == (State.DESTROYING, State.ACTIVE if kind is MoveKind.CONFIRM else State.REVERTING)
     else:
         assert made.instance.state is State.ACTIVE
         assert made.instance.host_uuid == (DESTINATION if truly == "arrived" else SOURCE)[0]
 
 
-@pytest.mark.parametrize("state", [State.RESIZED, State.UNDOING])
-def test_while_the_destination_is_silent_nothing_is_decided(state: State) -> None:
-    made = at_state(state)
+@pytest.mark.parametrize("phase", PHASES[-2:])
+def test_while_the_destination_is_silent_nothing_is_decided(phase: Phase) -> None:
+    made = at_state(*phase)
     for seconds in (1_500.0, 2_500.0, 9_500.0):
         made.apply(e.TimedOut(at=seconds))
-        if state is State.RESIZED:
+        if phase[0] is State.RESIZED:
             made.apply(spawned(attempt=1, at=seconds))  # the source has its machine; that proves nothing of the other
-        assert made.instance.state is state and made.instance.deadline is not None
+        assert made.instance.phase == phase and made.instance.deadline is not None
     assert all(one.unless_built for one in made.commands if isinstance(one, Destroy))
 
 
 def test_a_report_of_the_destination_answers_as_well() -> None:
-    made = at_state(State.UNDOING)
+    made = at_state(State.DESTROYING, State.REVERTING)
     runs = e.HostRuns(at=1_500.0, attempt=2, host_uuid=host(2), service="s1", built=False)
     made.apply(runs)
-    assert made.instance.state is State.UNDOING, "one that is not complete may still go"
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING), "one that is not complete may still go"
     made.apply(replace(runs, built=True))
     assert made.instance.state is State.RESIZED
     assert made.terminals[-1] == (MoveKind.REVERT, MoveState.FAILED, IN_DOUBT)
@@ -195,7 +201,7 @@ def test_a_move_that_began_after_the_set_back_is_like_any_other() -> None:
     later = replace(made.instance.move, began=SET_BACK_AT + 60.0)
     made.instance, made.context = replace(made.instance, doubted=True, move=later), AFTER
     made.apply(e.TimedOut(at=1_500.0))
-    assert made.instance.state is State.CONFIRMING and made.destroys[-1] == (1, host(1))
+    assert made.instance.phase == (State.DESTROYING, State.ACTIVE) and made.destroys[-1] == (1, host(1))
 
 
 def undone_after_the_set_back() -> Scenario:
@@ -234,10 +240,10 @@ def test_a_delete_in_doubt_holds_the_allocation_of_a_destination_until_its_host_
     """By the record it had been commanded nothing: it was released, and the machine that had gone on there ran."""
     made = at_state(state)
     made.apply(e.DeleteRequested(at=2_000.0, cause="delete"))
-    assert made.instance.state is State.DELETING
+    assert made.instance.phase == (State.DESTROYING, State.DELETED)
     assert made.destroys == [(2, host(2)), (1, host(1))]
     gone = e.Destroyed(at=2_001.0, attempt=1, host_uuid=host(1), service="s1")
     made.apply(gone)
-    assert made.instance.state is State.DELETING
+    assert made.instance.phase == (State.DESTROYING, State.DELETED)
     made.apply(replace(gone, attempt=2, host_uuid=host(2)))
     assert made.instance.state is State.RELEASING

@@ -19,7 +19,7 @@ from bus.contracts.cell import (
     ServicesDigest,
 )
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.service_places import is_at
 from cell_conductor.forgetting import LeaseForgetter
@@ -27,7 +27,7 @@ from cell_conductor.handlers import RequestHandlers
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import UUID, host
+from tests.unit.conductor.scenario import UUID, host, phase_of
 from tests.unit.conductor.test_search import Services
 from tests.unit.conductor.test_table_services import on, run
 from tests.unit.conductor.test_transfers_set_back import at_state
@@ -106,21 +106,22 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "here"),
+    ("at", "here"),
     [
         (State.ACTIVE, True),
         (State.BUILDING, True),
-        (State.DELETING, True),
-        (State.CLAIMING, False),
-        (State.VACATING, False),
+        ((State.DESTROYING, State.DELETED), True),
+        ((State.CLAIMING, State.PREPARING), False),
+        ((State.RELEASING, State.OFFLOADED), False),
         (State.OFFLOADED, False),
         (State.DELETED, False),
     ],
 )
 def test_an_instance_is_at_a_service_by_the_host_of_its_attempt_unless_that_is_fenced(
-    state: State, *, here: bool
+    at: State | Phase, *, here: bool
 ) -> None:
-    instance = replace(run(on("s3", "s1")).instance, state=state)
+    state, then = phase_of(at)
+    instance = replace(run(on("s3", "s1")).instance, state=state, then=then)
     assert is_at(instance, "s3", ()) is here
     assert not is_at(instance, "s1", ()), "an alternate"
     assert not is_at(instance, "s3", {instance.selections[0].host_uuid})

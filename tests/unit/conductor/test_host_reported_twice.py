@@ -15,7 +15,7 @@ from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport, RescanHosts, Running
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.listings import Listings
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import differences
@@ -23,7 +23,7 @@ from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import Brief
-from tests.unit.conductor.scenario import SPEC, UUID, host, selection
+from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
 from tests.unit.conductor.test_set_back import Queried, Relay
 
 BOTH = ("s1", "s2")
@@ -71,9 +71,10 @@ def test_a_service_has_left_a_host_out_only_when_all_pages_of_a_report_came() ->
     assert listings.may_have("s1", host(2)), "it has started again, and has not listed all its hosts"
 
 
-@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETING])
-def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it(state: State) -> None:
-    record = Brief(UUID, state, host(1), "s1", 1, 100.0)
+@pytest.mark.parametrize("at", [State.ACTIVE, (State.DESTROYING, State.DELETED)])
+def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it(at: State | Phase) -> None:
+    state, then = phase_of(at)
+    record = Brief(UUID, state, host(1), "s1", 1, 100.0, then=then)
     report = replace(listing("s2", 1), rescans=(rescan_id(record),))
     found = {
         may_have: differences(

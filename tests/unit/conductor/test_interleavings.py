@@ -256,7 +256,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def active_is_claimed(self) -> None:
-        if self.instance.state in (State.ACTIVE, State.BUILDING, State.DELETING):
+        if self.instance.state in (State.ACTIVE, State.BUILDING, State.DESTROYING):
             assert self.book.held == (self.instance.attempt, self.instance.host_uuid)
 
     def teardown(self) -> None:

@@ -147,7 +147,7 @@ def test_a_delete_while_the_allocation_is_reassigned_awaits_who_holds_it() -> No
     made = leaving()
     made.end(1, 1, image="snapshot-1")
     made.apply(e.DeleteRequested(at=203.0))
-    assert made.instance.state is State.REASSIGNING
+    assert made.instance.phase == (State.CLAIMING, State.KEPT)
     made.apply(reassigned(made.instance), gone(made.instance, 1))
     assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=222.0))
@@ -177,7 +177,7 @@ def test_it_is_destroyed_only_when_it_is_active_elsewhere_by_the_request_that_it
     made.apply(request(MoveKind.MIGRATE, request_id=LATER, active_in="c2"))
     assert made.destroys == []
     made.apply(released_in())
-    assert (made.instance.state, made.destroys) == (State.CLEARING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.DEPARTED), [(1, host(1))])
     assert question_of(made.instance) is None
     made.apply(gone(made.instance, 1))
     assert question_of(made.instance) == Release(consumer=MOVE, project_id="p", of_migration=True)
@@ -201,7 +201,7 @@ def test_the_command_to_destroy_is_not_answered_where_nothing_is_kept_any_more()
 def test_a_fence_of_its_host_is_the_answer_of_the_machine_that_was_kept() -> None:
     made, _ = kept()
     made.apply(released_in(), e.HostFenced(at=240.0, host_uuid=host(1)))
-    assert made.instance.state is State.RELEASING_KEPT
+    assert made.instance.phase == (State.RELEASING, State.DEPARTED)
 
 
 # --- it arrives
@@ -293,9 +293,9 @@ def test_it_goes_back_only_when_nothing_is_left_of_it_there() -> None:
     attempt = there.instance.next_attempt
     there.apply(claimed(attempt), replace(ended_check(there, claimed(attempt)), attempt=attempt))
     there.apply(e.SpawnFailed(at=211.0, attempt=attempt, host_uuid=host(2), code="sim.spawn_failed"))
-    assert there.instance.state is State.UNDOING and last_event(there).departure is None
+    assert there.instance.phase == (State.DESTROYING, State.REVERTING) and last_event(there).departure is None
     there.apply(e.Destroyed(at=212.0, attempt=attempt, host_uuid=host(2), service="s1"))
-    assert (there.instance.state, last_event(there).departure) == (State.VACATING, None)
+    assert (there.instance.phase, last_event(there).departure) == ((State.RELEASING, State.OFFLOADED), None)
     there.apply(e.Released(at=213.0))
     back = departure_of(there)
     assert there.instance.state is State.DEPARTED
@@ -331,7 +331,7 @@ def test_without_a_host_there_it_goes_back_at_once_and_other_hosts_are_tried_bef
     made, departure = kept()
     there = in_next_cell(arrives(departure, 2, 3))
     there.apply(refused(there.instance.next_attempt))
-    assert there.instance.state is State.VACATING
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED)
     there.apply(e.Released(at=213.0))
     back_in_former(made, there)
     restarted(made)
@@ -412,7 +412,7 @@ def test_a_delete_ends_its_machine_there_and_then_the_kept_one() -> None:
     assert there.destroys == [(there.instance.attempt, host(2))]
     there.apply(gone(there.instance, 2), e.Released(at=232.0))
     back_in_former(made, there)
-    assert (made.instance.state, made.destroys) == (State.DELETING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.DELETED), [(1, host(1))])
     made.apply(gone(made.instance, 1), e.Released(at=240.0), e.Released(at=241.0, consumer=MOVE))
     ends = [one for one in (*made.commands, *there.commands) if isinstance(one, BuildEvent) and one.terminal]
     assert [(one.state, made.instance.state) for one in ends] == [(BuildState.DELETED, State.DELETED)]
@@ -426,7 +426,7 @@ def test_a_delete_that_comes_to_the_former_cell_first_is_carried_out_when_it_is_
     there = in_next_cell(arrives(departure, 2))
     there.apply(refused(there.instance.next_attempt), e.Released(at=213.0))
     back_in_former(made, there)
-    assert (made.instance.state, made.destroys) == (State.DELETING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.DELETED), [(1, host(1))])
 
 
 # --- what is late, and databases that are set back
@@ -479,7 +479,7 @@ def test_a_next_cell_that_was_set_back_since_searches_for_it_before_it_gives_it_
     former, departure = kept()
     there = Scenario(Instance(uuid=UUID), replace(THERE, set_back_at=1_000.0))
     there.apply(replace(arrives(departure, 2), is_query=is_query))
-    assert there.instance.state is State.VACATING and is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and is_searched_for(there.instance)
     assert not any(isinstance(one, MoveEvent) and one.departure for one in there.commands)
     release = question_of(there.instance)
     assert isinstance(release, Release) and release.attempt is not None
@@ -538,9 +538,9 @@ def test_an_arrival_that_comes_while_a_machine_is_still_being_destroyed_is_neith
     made.apply(released_in())
     back = replace(departure, cell=PATIENCE.cell, sequence=departure.sequence + 9)
     made.apply(arrives(back, 3, request_id=LATER))
-    assert (made.instance.state, made.terminals) == (State.CLEARING, [])
+    assert (made.instance.phase, made.terminals) == ((State.DESTROYING, State.DEPARTED), [])
     made.apply(gone(made.instance, 1), e.Released(at=230.0, consumer=MOVE), arrives(back, 3, request_id=LATER))
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
 
 
 @pytest.mark.parametrize("power", [Power.SHELVED, Power.RESCUED])

@@ -80,4 +80,4 @@ def test_a_lost_request_ends_while_another_one_is_under_way() -> None:
     moving.apply(request(MoveKind.MIGRATE, 2))
     stepped, event = answer(moving.instance, queries(MoveKind.STOP, OTHER))
     assert (event.state, event.code) == (MoveState.FAILED, "move.lost")
-    assert stepped.instance.move == moving.instance.move and stepped.instance.state is State.CLAIMING
+    assert stepped.instance.move == moving.instance.move and stepped.instance.phase == (State.CLAIMING, State.PREPARING)

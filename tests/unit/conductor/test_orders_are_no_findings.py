@@ -79,9 +79,9 @@ def test_the_source_of_a_move_is_no_finding_from_its_confirm_on() -> None:
     made = to_resized()
     assert not lists(made, 1, 1)
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    assert (made.instance.state, lists(made, 1, 1)) == (State.CONFIRMING, True)
+    assert (made.instance.phase, lists(made, 1, 1)) == ((State.DESTROYING, State.ACTIVE), True)
     made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1), service="s1"))
-    assert (made.instance.state, lists(made, 1, 1)) == (State.RELEASING_SOURCE, True)
+    assert (made.instance.phase, lists(made, 1, 1)) == ((State.RELEASING, State.ACTIVE), True)
     made.apply(e.Released(at=221.0, consumer=MOVE))
     assert (made.instance.state, made.instance.ended_attempts, lists(made, 1, 1)) == (State.ACTIVE, (1,), True)
     assert not lists(made, 2, 2)  # what runs is none

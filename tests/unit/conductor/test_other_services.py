@@ -42,33 +42,33 @@ def confirming() -> Instance:
     return made.instance
 
 
-# (the state that waits for a host, its record, the host, the attempt there)
+# (what follows when the host has destroyed it, the record that waits for that, the host, the attempt there)
 AWAITED = [
-    (State.DELETING, lambda: run(DELETE, start=active()).instance, 1, 1),
-    (State.OFFLOADING, offloading, 1, 1),
-    (State.UNDOING, undoing, 2, 2),
-    (State.CONFIRMING, confirming, 1, 1),
+    (State.DELETED, lambda: run(DELETE, start=active()).instance, 1, 1),
+    (State.OFFLOADED, offloading, 1, 1),
+    (State.REVERTING, undoing, 2, 2),
+    (State.ACTIVE, confirming, 1, 1),
 ]
 
 
-@pytest.mark.parametrize(("state", "made", "n", "attempt"), AWAITED, ids=[str(one[0]) for one in AWAITED])
+@pytest.mark.parametrize(("then", "made", "n", "attempt"), AWAITED, ids=[str(one[0]) for one in AWAITED])
 def test_the_answer_of_a_service_that_had_the_host_before_proves_nothing_destroyed(
-    state: State, made: Callable[[], Instance], n: int, attempt: int
+    then: State, made: Callable[[], Instance], n: int, attempt: int
 ) -> None:
     """Its machine runs under the service that has the host now: its allocation was released."""
     waiting = made()
-    assert waiting.state is state
+    assert waiting.phase == (State.DESTROYING, then)
     moved = run(reported("s2", attempt, n), start=waiting).instance
     gone = e.Destroyed(at=300.0, attempt=attempt, host_uuid=host(n), service="s1")
     assert run(gone, start=moved) == Step(moved)
-    assert run(replace(gone, service="s2"), start=moved).instance.state is not state
+    assert run(replace(gone, service="s2"), start=moved).instance.state is not State.DESTROYING
 
 
 def test_the_answer_of_a_service_that_had_the_host_before_ends_no_build() -> None:
     asking = run(queried(hosts=1), *SILENT[:1]).instance
     gone = e.Destroyed(at=180.0, attempt=1, host_uuid=host(1), service="s9")
     assert run(gone, start=asking) == Step(asking)
-    assert run(replace(gone, service="s1"), start=asking).instance.state is State.GIVING_UP
+    assert run(replace(gone, service="s1"), start=asking).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_the_answer_of_a_service_that_had_the_host_before_ends_no_change() -> None:

@@ -7,10 +7,11 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.instance import Phase, State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
 from cell_conductor.store.port import Brief
+from tests.unit.conductor.scenario import phase_of
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
@@ -18,6 +19,10 @@ A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 ANOTHER = "dddddddd-0000-4000-8000-000000000002"
+
+
+DELETING: Phase = (State.DESTROYING, State.DELETED)
+CONFIRMING: Phase = (State.DESTROYING, State.ACTIVE)
 
 
 def report(
@@ -47,13 +52,14 @@ def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
     return [event for _, event in (*differs.events, *differs.harmful)]
 
 
-def brief(state: State, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
-    return Brief(A, state, host, service, attempt, SINCE)
+def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
+    state, then = phase_of(at)
+    return Brief(A, state, host, service, attempt, SINCE, then=then)
 
 
 def test_agreement_publishes_nothing() -> None:
     assert found(report((A, 1)), brief(State.ACTIVE)) == []
-    assert found(report((A, 1)), brief(State.DELETING)) == []
+    assert found(report((A, 1)), brief(DELETING)) == []
     assert found(report(named=False), brief(State.ACTIVE)) == []
     assert found(report(), brief(State.BUILDING)) == []
     assert found(report(), brief(State.ACTIVE, host=OTHER)) == []
@@ -61,7 +67,7 @@ def test_agreement_publishes_nothing() -> None:
 
 def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> None:
     """Only a scan that began after the record was what it is proves a loss, and no clock shows that."""
-    for state in (State.ACTIVE, State.RESIZED, State.DELETING):
+    for state in (State.ACTIVE, State.RESIZED, DELETING):
         record = brief(state, service="former")
         differs = compared(report(), record)
         assert (differs.events, differs.harmful, differs.rescans) == ((), (), ((HOST, rescan_id(record)),))
@@ -81,7 +87,7 @@ def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None
 
 
 def test_a_machine_whose_mark_was_removed_is_neither_lost_nor_destroyed() -> None:
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         assert compared(report((A, 1), deployment=None), brief(state)) == Differences()
 
 
@@ -99,7 +105,12 @@ def test_a_machine_of_ours_that_no_record_proves_over_is_quarantined() -> None:
 
 
 def test_what_its_host_is_destroying_already_is_no_difference() -> None:
-    for record in ([], [brief(State.FAILED)], [brief(State.RECLAIMING)], [brief(State.ACTIVE, attempt=2)]):
+    for record in (
+        [],
+        [brief(State.FAILED)],
+        [brief((State.CLAIMING, State.BUILDING))],
+        [brief(State.ACTIVE, attempt=2)],
+    ):
         assert compared(report((A, 1), destroying=True), *record) == Differences()
 
 
@@ -125,14 +136,14 @@ def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
 
 def test_a_host_that_changed_its_service_is_reported() -> None:
     """The heir of a dead service: what was sent to the dead one has to be sent again."""
-    for state in (State.ACTIVE, State.DELETING):
+    for state in (State.ACTIVE, DELETING):
         (event,) = found(report((A, 1)), brief(state, service="dead"))
         assert isinstance(event, HostRuns) and event.service == "s"
 
 
 @pytest.mark.parametrize("service", ["s", "before"])
-@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETING])
-def test_what_is_missing_counts_by_a_later_scan_only(state: State, service: str) -> None:
+@pytest.mark.parametrize("state", [State.ACTIVE, DELETING])
+def test_what_is_missing_counts_by_a_later_scan_only(state: State | Phase, service: str) -> None:
     record = brief(state, service=service)
     older = compared(report(), record)
     assert (older.events, older.harmful, older.rescans) == ((), (), ((HOST, rescan_id(record)),))
@@ -151,8 +162,8 @@ def test_a_young_record_causes_no_scan(made: ComputeHosts) -> None:
 def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_the_host(lists: bool) -> None:
     """Two hosts of one uuid: the brief named no service of a source, so another one's report released it."""
     for record in (
-        brief(State.DELETING, service="other"),
-        replace(brief(State.CONFIRMING, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1),
+        brief(DELETING, service="other"),
+        replace(brief(CONFIRMING, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1),
     ):
         made = replace(report(), rescans=(rescan_id(record),))
         differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
@@ -160,11 +171,13 @@ def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_
 
 
 @pytest.mark.parametrize("lists", [False, True])
-@pytest.mark.parametrize("state", [State.ACTIVE, State.DELETING, State.CONFIRMING])
-def test_a_machine_is_not_followed_while_the_service_on_record_lists_its_host(state: State, lists: bool) -> None:
+@pytest.mark.parametrize("state", [State.ACTIVE, DELETING, CONFIRMING])
+def test_a_machine_is_not_followed_while_the_service_on_record_lists_its_host(
+    state: State | Phase, lists: bool
+) -> None:
     """Two services that were up listed the same host: the orders were sent again at each report of one of them."""
     record = brief(state, service="other")
-    if state is State.CONFIRMING:
+    if state == CONFIRMING:
         record = replace(brief(state, OTHER, 2), source_host_uuid=HOST, source_service="other", source_attempt=1)
     made = replace(report((A, 1)), rescans=(rescan_id(record),))
     differs = differences(made, [record], deployment=DEPLOYMENT, now=201.0, grace_s=30.0, may_have=lambda *_: lists)
@@ -187,7 +200,11 @@ def test_older_reports_lose() -> None:
 
 def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> None:
     """Seed 13006: attempt 1 counted as over, because the set-back record had passed over its host."""
-    for state, at, attempt in ((State.RECLAIMING, HOST, 1), (State.FAILED, HOST, 1), (State.ACTIVE, OTHER, 2)):
+    for state, at, attempt in (
+        ((State.CLAIMING, State.BUILDING), HOST, 1),
+        (State.FAILED, HOST, 1),
+        (State.ACTIVE, OTHER, 2),
+    ):
         record = replace(brief(state, host=at, attempt=attempt), first_not_tried=True)
         differs = compared(report((A, 1)), record)
         assert [(one.kind, one.why) for one in differs.unexplained] == [(UnexplainedKind.QUARANTINED, UNTRIED)]

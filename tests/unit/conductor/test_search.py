@@ -14,7 +14,7 @@ from bus.contracts.base import Message, Meta
 from bus.contracts.cell import CellBuild, CellDelete, FindMachines, FoundMachine, MachinesFound
 from bus.faults import Fault, Transient
 from cell_conductor.config import ConductorConfig
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import RETRIES, RequestHandlers
@@ -118,7 +118,7 @@ async def test_every_service_that_is_up_is_queried_and_the_machine_of_one_is_ado
     assert [(one.service, one.instance_uuids) for one in services.queried] == [(s, (UUID,)) for s in ("s1", "s2", "s3")]
     assert {one.deployment for one in services.queried} == {conductor.store.deployment}
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is State.ADOPTING and not conductor.relay.sent
+    assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE) and not conductor.relay.sent
 
 
 @pytest.mark.parametrize("up", [("s1", "s2"), None], ids=["one does not answer", "who is up is not known yet"])
@@ -153,15 +153,15 @@ async def test_no_service_is_queried_about_a_build_that_is_not_doubted() -> None
 
 @pytest.mark.parametrize("by_another", [False, True], ids=["before every sweep", "after another conductor's sweep"])
 @pytest.mark.parametrize(
-    ("message", "state"),
+    ("message", "phase"),
     [
-        (BUILD, State.ADOPTING),
-        (CellDelete(instance_uuid=UUID, project_id=SPEC.project_id), State.DELETING),
+        (BUILD, (State.CLAIMING, State.ACTIVE)),
+        (CellDelete(instance_uuid=UUID, project_id=SPEC.project_id), (State.DESTROYING, State.DELETED)),
     ],
     ids=["a build", "a delete"],
 )
 async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_after_a_search(
-    message: Message, state: State, *, by_another: bool
+    message: Message, phase: Phase, *, by_another: bool
 ) -> None:
     """It was begun as a new one: a second machine, or a delete without an answer (builds-forgotten, seed 7)."""
     services = Services(s2=(machine(),))
@@ -179,7 +179,7 @@ async def test_a_request_between_a_set_back_and_the_next_sweep_is_begun_only_aft
     assert await conductor.recorded() is None and not conductor.relay.sent and not services.queried
     assert isinstance(await conductor.request(message), Done)
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is state and services.queried
+    assert recorded is not None and recorded.phase == phase and services.queried
 
 
 async def test_a_request_is_searched_for_if_the_set_back_is_recognised_while_it_is_taken() -> None:
@@ -200,7 +200,7 @@ async def test_a_request_is_searched_for_if_the_set_back_is_recognised_while_it_
     assert await conductor.recorded() is None and not conductor.relay.sent
     assert isinstance(await conductor.request(BUILD), Done)
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is State.ADOPTING
+    assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
 async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_whenever_it_was_sent() -> None:
@@ -209,7 +209,7 @@ async def test_a_request_whose_instance_has_a_machine_in_quarantine_is_doubted_w
     conductor = Conductor(services, ("s1",), unexplained={UUID})
     await conductor.take(replace(BUILD, requested_at=SystemClock().time() + 3600.0), set_back=False)
     recorded = await conductor.recorded()
-    assert recorded is not None and recorded.state is State.ADOPTING
+    assert recorded is not None and recorded.phase == (State.CLAIMING, State.ACTIVE)
 
 
 async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None:
@@ -219,7 +219,8 @@ async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None
     await conductor.store.open()
     over = Instance(
         uuid=UUID,
-        state=State.RECLAIMING,
+        state=State.CLAIMING,
+        then=State.BUILDING,
         spec=SPEC,
         selections=BUILD.selections,
         attempt=1,
@@ -233,7 +234,7 @@ async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None
     services.silent = {"s1", "s2"}
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
-    assert (await conductor.recorded() or over).state is State.RECLAIMING
+    assert (await conductor.recorded() or over).phase == (State.CLAIMING, State.BUILDING)
     services.silent = set()
     async with conductor.store.transaction() as transaction:
         await transaction.lock([UUID])
@@ -241,7 +242,7 @@ async def test_a_doubted_record_fails_over_only_when_all_have_answered() -> None
     assert await conductor.engine.sweep() == 1
     await conductor.engine.search()
     recorded = await conductor.recorded()
-    assert recorded is not None and (recorded.state, recorded.attempt) == (State.ADOPTING, 2)
+    assert recorded is not None and (recorded.phase, recorded.attempt) == ((State.CLAIMING, State.ACTIVE), 2)
 
 
 def test_who_is_up_is_not_known_before_a_heartbeat_of_each_was_due() -> None:

@@ -24,10 +24,10 @@ from tests.unit.conductor.test_search import Conductor, Services
 from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
 
 
-def held(state: State = State.VACATING) -> Scenario:
+def held(state: State = State.RELEASING) -> Scenario:
     """It has come from another cell, by a record that was set back, and is about to be given back."""
     there, _ = at_state(State.CLAIMING)
-    if state is State.VACATING:
+    if state is State.RELEASING:
         there.apply(refused(there.instance.next_attempt))
     return there
 
@@ -108,7 +108,7 @@ async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pyt
     assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2
 
 
-@pytest.mark.parametrize("state", [State.CLAIMING, State.VACATING])
+@pytest.mark.parametrize("state", [State.CLAIMING, State.RELEASING])
 def test_it_is_searched_for_less_and_less_often(state: State) -> None:
     there = held(state)
     at, pauses = there.instance.since + 15.0, []

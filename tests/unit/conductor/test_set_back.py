@@ -58,7 +58,7 @@ async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() 
     digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
     await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
     session.losses += 1  # the database has died
-    for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.RECLAIMING)):
+    for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
         now += wait_s
         await keeper._fail_over(engine)
         assert table.instances[UUID].state is state

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cell_conductor.domain import events as e
+from cell_conductor.domain.desires import DESIRES
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, State
-from cell_conductor.domain.table import TABLE, IllegalStep, question_of, step
+from cell_conductor.domain.table import TABLE, ByThen, IllegalStep, question_of, rules_of, step
 from tests.unit.conductor.scenario import (
     DELETE,
     PATIENCE,
@@ -28,13 +29,17 @@ def test_total_over_states_and_events() -> None:
     assert set(TABLE) == set(State)
     for state, row in TABLE.items():
         assert set(row) == set(e.EVENTS), state
+        follow = {then for known, then in DESIRES if known is state and then is not None}
+        for event, cell in row.items():
+            if isinstance(cell, ByThen):
+                assert cell.rules.keys() <= follow, (state, event)
+                assert all(cell.of(then) is not None for then in follow), (state, event)
 
 
 def test_every_state_is_reached_and_left_except_the_last() -> None:
-    targets = {target for row in TABLE.values() for rule in row.values() if rule for target in rule.to}
-    assert targets == set(State) - {State.ABSENT}
-    ending = {state for state, row in TABLE.items() if not any(rule and rule.to for rule in row.values())}
-    assert ending == {State.DELETED}
+    rules = {state: [rule for cell in row.values() for rule in rules_of(cell)] for state, row in TABLE.items()}
+    assert {target for row in rules.values() for rule in row for target in rule.to} == set(State) - {State.ABSENT}
+    assert {state for state, row in rules.items() if not any(rule.to for rule in row)} == {State.DELETED}
 
 
 def test_an_unfulfilled_question_is_repeated() -> None:
@@ -54,7 +59,7 @@ def test_illegal_pairs_raise_with_the_history() -> None:
 
 def test_answers_to_older_questions_change_nothing() -> None:
     second = run(queried(), failed(), claimed(), failed(2)).instance
-    assert second.state is State.RECLAIMING
+    assert second.phase == (State.CLAIMING, State.BUILDING)
     for late in (claimed(), refused(), claimed(option=1)):
         assert run(late, start=second).instance == second
 

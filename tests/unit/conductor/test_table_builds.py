@@ -60,7 +60,7 @@ def test_the_drivers_remark_is_in_the_announcement_and_in_the_attempt() -> None:
 
 def test_failure_destroys_there_and_claims_the_alternates_in_order() -> None:
     stepped = run(queried(), failed())
-    assert stepped.instance.state is State.RECLAIMING
+    assert stepped.instance.phase == (State.CLAIMING, State.BUILDING)
     assert destroys(stepped) == [(1, host(1))] and not announced(stepped)
     claim = question_of(stepped.instance)
     assert isinstance(claim, Claim)
@@ -92,7 +92,7 @@ def test_the_zone_of_an_alternate_is_announced_as_its_selection_has_it() -> None
 
 def test_exhausted_before_any_claim_releases_first_then_fails_with_the_whole_history() -> None:
     over = run(queried(hosts=1), failed())
-    assert over.instance.state is State.GIVING_UP and not announced(over)
+    assert over.instance.phase == (State.RELEASING, State.FAILED) and not announced(over)
     assert question_of(over.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=over.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, True, "max_retries_exceeded")
@@ -130,13 +130,13 @@ def test_changed_consumer_is_fatal() -> None:
 
 def test_a_final_failure_tries_no_alternate() -> None:
     stepped = run(queried(), failed(final=True))
-    assert stepped.instance.state is State.GIVING_UP
+    assert stepped.instance.phase == (State.RELEASING, State.FAILED)
     assert announced(run(RELEASED, start=stepped.instance))[0].code == "spawn.no_disk"
 
 
 def test_a_host_that_never_answers_is_fenced_and_left() -> None:
     stepped = run(queried(), *SILENT)
-    assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
+    assert (stepped.instance.phase, destroys(stepped)) == ((State.CLAIMING, State.BUILDING), [(1, host(1))])
     assert stepped.instance.history[0].code == "spawn.timeout"
 
 
@@ -151,7 +151,9 @@ def test_a_host_is_queried_what_became_of_an_attempt_before_its_time_out_ends_it
     late = run(spawned(), start=asking.instance)
     assert late.instance.state is State.ACTIVE and not late.instance.queried and not destroys(late)
     ended = run(e.Destroyed(at=171.0, attempt=1, host_uuid=host(1), service="s1"), start=asking.instance)
-    assert ended.instance.state is State.RECLAIMING and ended.instance.history[0].code == "spawn.timeout"
+    assert (
+        ended.instance.phase == (State.CLAIMING, State.BUILDING) and ended.instance.history[0].code == "spawn.timeout"
+    )
 
 
 def test_of_a_doubted_build_the_host_alone_decides_what_became_of_it() -> None:
@@ -203,7 +205,11 @@ def test_alternates_are_held_to_the_limits_of_their_project() -> None:
     assert claim.limits == {"INSTANCES": 3}
     refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.OVER_LIMIT, ClaimOutcome.OVER_LIMIT))
     over = run(refused, start=stepped.instance).instance
-    assert (over.state, over.history[-1].code, over.code) == (State.GIVING_UP, "over_limit", "quota.exceeded")
+    assert (over.phase, over.history[-1].code, over.code) == (
+        (State.RELEASING, State.FAILED),
+        "over_limit",
+        "quota.exceeded",
+    )
 
 
 def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
@@ -216,7 +222,7 @@ def test_alternates_are_held_to_the_rule_of_the_server_group() -> None:
     # Ruled out is as good as full: the next state is the same, and the history holds it.
     refused = e.ClaimRefused(at=111.0, attempt=2, outcomes=(ClaimOutcome.RULED_OUT, ClaimOutcome.FULL))
     over = run(refused, start=stepped.instance).instance
-    assert over.state is State.GIVING_UP
+    assert over.phase == (State.RELEASING, State.FAILED)
     assert [record.code for record in over.history[-2:]] == ["ruled_out", "full"]
 
 
@@ -242,7 +248,7 @@ def test_a_second_build_of_what_has_ended_is_answered_with_its_end_once_more() -
 def test_an_attempt_that_fails_once_more_after_its_build_is_destroyed_once_more(ended: bool) -> None:
     """Another service of its name had answered that nothing is there; its order was delivered again (seed 81393)."""
     over = run(queried(), failed(final=True), *([RELEASED] if ended else []))
-    assert over.instance.state is (State.FAILED if ended else State.GIVING_UP)
+    assert over.instance.phase == ((State.FAILED, None) if ended else (State.RELEASING, State.FAILED))
     again = step(over.instance, replace(failed(), service="compute-1"), PATIENCE)
     assert again.instance.state is over.instance.state
     (order,) = again.commands

@@ -54,7 +54,7 @@ def test_a_resize_in_place_has_one_machine() -> None:
     assert (made.instance.state, made.instance.attempt, made.spawns) == (State.RESIZED, 1, [])
     assert not is_over(made.instance, 1, host(1))
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
     made.apply(e.Released(at=230.0, consumer=MOVE))
     assert made.instance.spec is not None
     assert (made.instance.state, made.instance.spec.flavor, made.destroys) == (State.ACTIVE, "larger", [])
@@ -77,7 +77,7 @@ def test_a_destination_is_told_all_of_the_flavor_that_it_was_chosen_for(kind: Mo
     rebuilt = replace(SPEC, image="now", image_source=ImageSource(source="http://images/now"), root_gb=20)
     made = Scenario(replace(active(), spec=rebuilt), replace(PATIENCE, fences=fenced(1)))
     made.apply(request(kind, 2, spec=LARGER))
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
     assert made.instance.spec == replace(LARGER, image="now", image_source=rebuilt.image_source)
     assert made.instance.move is not None and made.instance.move.spec == rebuilt
 
@@ -101,9 +101,12 @@ def test_a_reverted_resize_in_place_is_given_its_old_size_before_the_book_is() -
     made.apply(claimed())
     made.end(1, 1, runs=True)
     (back,) = changes(made.apply(request(MoveKind.REVERT, request_id=OTHER), seen()))
-    assert (back.change, back.spec.flavor, made.instance.state) == (ChangeKind.RESIZE, "", State.UNDOING)
+    assert (back.change, back.spec.flavor, made.instance.then) == (ChangeKind.RESIZE, "", State.REVERTING)
     made.end(1, 1, done=False)
-    assert made.instance.state is State.UNDOING  # until it has its old size the larger claim is kept
+    assert made.instance.phase == (
+        State.DESTROYING,
+        State.REVERTING,
+    )  # until it has its old size the larger claim is kept
     made.apply(e.TimedOut(at=400.0))
     made.end(1, 1, runs=True)
     made.apply(e.Reverted(at=401.0, attempt=3))
@@ -118,7 +121,7 @@ def test_an_old_size_that_no_host_confirms_is_commanded_less_and_less_often() ->
     made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
     waits, now = [], made.instance.since
     while len(waits) < 7:
-        assert (made.instance.state, made.instance.deadline is None) == (State.UNDOING, False)
+        assert (made.instance.phase, made.instance.deadline is None) == ((State.DESTROYING, State.REVERTING), False)
         waits.append((made.instance.deadline or 0.0) - now)
         now += waits[-1]
         (back,) = changes(made.apply(e.TimedOut(at=now)))
@@ -202,7 +205,7 @@ def test_what_is_so_already_is_done_at_once() -> None:
 def offloaded() -> Scenario:
     made = begun(MoveKind.SHELVE, offload=True)
     made.end(1, 1, runs=False, image="kept")
-    assert (made.instance.state, made.destroys) == (State.OFFLOADING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.OFFLOADED), [(1, host(1))])
     made.apply(e.Destroyed(at=210.0, attempt=1, host_uuid=host(1), service="s1"))
     assert isinstance(question_of(made.instance), Release)
     made.apply(e.Released(at=211.0, consumer=UUID))
@@ -289,10 +292,10 @@ def test_a_resize_that_failed_in_place_is_taken_back_before_the_next_host_is_com
     if not answered:
         made.end(1, 1, done=False, code="broken", runs=True)
         made.apply(e.TimedOut(at=600.0))
-        assert made.instance.state is State.UNDOING
+        assert made.instance.phase == (State.DESTROYING, State.REVERTING)
         return
     made.end(1, 1, runs=True)
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
     made.apply(claimed(3))
     made.end(2, 3, done=False, code="full")
     made.apply(e.Reverted(at=401.0, attempt=4))

@@ -35,16 +35,16 @@ from tests.unit.conductor.scenario import (
 
 def test_delete_holds_the_allocation_until_the_host_has_destroyed() -> None:
     leaving = run(queried(), spawned(), DELETE)
-    assert (leaving.instance.state, destroys(leaving)) == (State.DELETING, [(1, host(1))])
+    assert (leaving.instance.phase, destroys(leaving)) == ((State.DESTROYING, State.DELETED), [(1, host(1))])
     assert question_of(leaving.instance) is None
     again = run(e.TimedOut(at=150.0), start=leaving.instance)
     assert (
         destroys(again) == [(1, host(1))] and again.instance.deadline == 180.0 and question_of(again.instance) is None
     )
     older = run(e.Destroyed(at=151.0, attempt=0, host_uuid=host(1), service="s1"), start=again.instance)
-    assert older.instance.state is State.DELETING
+    assert older.instance.phase == (State.DESTROYING, State.DELETED)
     other = run(e.Destroyed(at=151.0, attempt=1, host_uuid=host(2), service="s1"), start=again.instance)
-    assert other.instance.state is State.DELETING
+    assert other.instance.phase == (State.DESTROYING, State.DELETED)
     gone = run(e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), start=again.instance)
     assert question_of(gone.instance) == Release(consumer=UUID, attempt=2)
     (event,) = announced(run(RELEASED, start=gone.instance))
@@ -56,7 +56,10 @@ def test_a_delete_for_another_project_changes_nothing() -> None:
     up = run(queried(), spawned()).instance
     theirs = replace(DELETE, project_id="theirs")
     assert run(theirs, start=up) == Step(up)
-    assert run(replace(DELETE, project_id=SPEC.project_id), start=up).instance.state is State.DELETING
+    assert run(replace(DELETE, project_id=SPEC.project_id), start=up).instance.phase == (
+        State.DESTROYING,
+        State.DELETED,
+    )
     assert run(theirs).instance.state is State.TOMBSTONE, "it is no instance here"
 
 
@@ -80,7 +83,10 @@ def test_why_a_host_cannot_destroy_is_announced_once_for_each_reason() -> None:
     (event,) = announced(held)
     assert (event.state, event.terminal) == (BuildState.DELETING, False)
     assert (event.code, event.reason) == ("destroy.protected", "the ledger is on it")
-    assert (held.instance.state, held.instance.deadline) == (State.DELETING, leaving.instance.deadline)
+    assert (held.instance.phase, held.instance.deadline) == (
+        (State.DESTROYING, State.DELETED),
+        leaving.instance.deadline,
+    )
     for same in (
         cannot("the ledger is on it"),
         cannot("other", attempt=2),
@@ -106,13 +112,13 @@ def test_delete_while_building_announces_one_terminal_event() -> None:
 
 def test_delete_while_claiming_gives_the_alternate_back() -> None:
     waiting = run(queried(), failed(), DELETE)
-    assert waiting.instance.state is State.ABANDONING
+    assert waiting.instance.phase == (State.CLAIMING, State.DELETED)
     assert isinstance(question_of(waiting.instance), Claim), (
         "a claim may be under way: only its answer makes releasing safe"
     )
     back = run(claimed(), start=waiting.instance)
     assert not spawns(back) and question_of(back.instance) == Release(consumer=UUID, attempt=3)
-    assert run(refused(), start=waiting.instance).instance.state is State.RELEASING
+    assert run(refused(), start=waiting.instance).instance.phase == (State.RELEASING, State.DELETED)
     assert run(refused(changed=True), start=waiting.instance).instance.state is State.DELETED
 
 
@@ -127,7 +133,7 @@ def test_delete_before_its_build_starts_nothing_and_frees_the_claim() -> None:
 
 def test_delete_while_giving_up_ends_deleted_once() -> None:
     leaving = run(queried(hosts=1), failed(), DELETE)
-    assert leaving.instance.state is State.RELEASING
+    assert leaving.instance.phase == (State.RELEASING, State.DELETED)
     end = run(RELEASED, start=leaving.instance)
     assert [s.state for s in announced(end)] == [BuildState.DELETED]
     assert run(RELEASED, start=end.instance).commands == ()
@@ -157,7 +163,7 @@ def test_a_delete_follows_its_host_to_the_heir_of_a_dead_service() -> None:
     leaving = run(queried(), spawned(), DELETE)
     assert orders(leaving) == [("s1", host(1), 1)]
     resent = run(reported("heir"), start=leaving.instance)
-    assert resent.instance.state is State.DELETING
+    assert resent.instance.phase == (State.DESTROYING, State.DELETED)
     assert orders(resent) == [("heir", host(1), 1)]
     assert run(reported("heir"), start=resent.instance).commands == ()
     assert orders(run(TIMED_OUT, start=resent.instance)) == [("heir", host(1), 1)]
@@ -190,7 +196,7 @@ def machine_of(n: int, attempt: int, **other: object) -> FoundMachine:
 def test_a_delete_of_what_the_record_has_forgotten_destroys_what_is_found_and_is_answered() -> None:
     leaving = forgotten(machine_of(1, 1, built=False), machine_of(2, 3))
     assert sorted(destroys(leaving)) == [(1, host(1)), (3, host(2))]
-    assert (leaving.instance.state, leaving.instance.host_uuid) == (State.DELETING, host(2))
+    assert (leaving.instance.phase, leaving.instance.host_uuid) == ((State.DESTROYING, State.DELETED), host(2))
     releasing = run(e.Destroyed(at=130.0, attempt=3, host_uuid=host(2), service="s1"), start=leaving.instance)
     release = question_of(releasing.instance)
     assert isinstance(release, Release) and release.attempt is not None
@@ -202,7 +208,7 @@ def test_a_delete_of_what_the_record_has_forgotten_destroys_what_is_found_and_is
 def test_a_delete_of_what_no_service_has_is_answered_also_after_its_tombstone() -> None:
     for before in (Instance(uuid=UUID), run(DELETE).instance):
         releasing = forgotten(start=before)
-        assert (releasing.instance.state, destroys(releasing)) == (State.RELEASING, [])
+        assert (releasing.instance.phase, destroys(releasing)) == ((State.RELEASING, State.DELETED), [])
         (event,) = announced(run(RELEASED, start=releasing.instance))
         assert (event.state, event.terminal, event.host) == (BuildState.DELETED, True, None)
 

@@ -54,8 +54,8 @@ def lost(before: Instance, after: Instance, n: int) -> list[tuple[str, int]]:
 def test_a_delete_on_a_fenced_host_ends_without_its_answer_and_records_that() -> None:
     before = run(queried(hosts=1), spawned(), DELETE).instance
     stepped = run(fence(1), start=before)
-    assert (stepped.instance.state, isinstance(question_of(stepped.instance), Release)) == (
-        State.RELEASING,
+    assert (stepped.instance.phase, isinstance(question_of(stepped.instance), Release)) == (
+        (State.RELEASING, State.DELETED),
         True,
     )
     ended = run(e.Released(at=301.0), start=stepped.instance)
@@ -73,14 +73,14 @@ def test_a_delete_on_another_host_is_not_ended_by_the_fence() -> None:
 def test_a_build_leaves_a_fenced_host_even_when_its_record_is_doubted() -> None:
     before = replace(run(queried()).instance, doubted=True)
     stepped = run(fence(1), start=before)
-    assert (stepped.instance.state, destroys(stepped)) == (State.RECLAIMING, [(1, host(1))])
+    assert (stepped.instance.phase, destroys(stepped)) == ((State.CLAIMING, State.BUILDING), [(1, host(1))])
     assert stepped.instance.history[-1].code == FENCED
     assert lost(before, stepped.instance, 1) == [(host(1), 1)]
 
 
 def test_a_build_without_another_host_fails() -> None:
     stepped = run(queried(hosts=1), fence(1))
-    assert stepped.instance.state is State.GIVING_UP
+    assert stepped.instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_nothing_is_commanded_on_a_fenced_host() -> None:
@@ -91,7 +91,7 @@ def test_nothing_is_commanded_on_a_fenced_host() -> None:
     assert isinstance(claim, Claim)
     assert [list(option.allocations) for option in claim.options] == [[host(3)]]
     alone = step(Instance(uuid=UUID), queried(hosts=2), context)
-    assert (alone.instance.state, alone.instance.code) == (State.GIVING_UP, "max_retries_exceeded")
+    assert (alone.instance.phase, alone.instance.code) == ((State.RELEASING, State.FAILED), "max_retries_exceeded")
     assert not alone.commands
 
 
@@ -108,7 +108,7 @@ def test_an_active_instance_whose_policy_is_to_fail_has_failed() -> None:
     assert before.spec is not None
     before = replace(before, spec=replace(before.spec, on_host_failure=EvacuationPolicy.FAIL))
     stepped = run(fence(1), start=before)
-    assert (stepped.instance.state, stepped.instance.code) == (State.GIVING_UP, FENCED)
+    assert (stepped.instance.phase, stepped.instance.code) == ((State.RELEASING, State.FAILED), FENCED)
     assert destroys(stepped) == [(1, host(1))]  # waits in its queue
     assert lost(before, stepped.instance, 1) == [(host(1), 1)]
     assert run(fence(2), start=before).instance is before
@@ -117,7 +117,7 @@ def test_an_active_instance_whose_policy_is_to_fail_has_failed() -> None:
 def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> None:
     made = Scenario(active(), replace(PATIENCE, fences=fenced(1)))
     made.apply(request(MoveKind.EVACUATE, 2))
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
     other = Scenario(active(), replace(PATIENCE, fences=fenced(2)))
     other.apply(request(MoveKind.EVACUATE, 2))
     assert other.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.not_fenced")]
@@ -134,7 +134,7 @@ def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced(
     forced = Scenario(active(), there)
     older.apply(request(MoveKind.EVACUATE, 2))
     forced.apply(request(MoveKind.EVACUATE, 2, force=True))
-    assert older.instance.state is forced.instance.state is State.CLAIMING
+    assert older.instance.phase == forced.instance.phase == (State.CLAIMING, State.PREPARING)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_the_source_of_an_evacuation_is_released_with_the_fence() -> None:
     made.end(2, 2)
     before = made.instance
     made.apply(spawned(attempt=2, at=210.0), fence(1))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
     assert made.destroys == [(1, host(1))]  # for when it comes back
     assert lost(before, made.instance, 1) == [(host(1), 1)]
 
@@ -225,7 +225,8 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
     assert made.instance.state is State.FINISHING
     before = made.instance
     made.apply(fence(2))
-    assert (made.instance.state, made.destroys) == (State.UNDOING if is_last else State.CLAIMING, [(2, host(2))])
+    follows = (State.DESTROYING, State.REVERTING) if is_last else (State.CLAIMING, State.PREPARING)
+    assert (made.instance.phase, made.destroys) == (follows, [(2, host(2))])
     if is_last:
         made.apply(fence(2))
         assert isinstance(question_of(made.instance), Revert)
@@ -235,7 +236,7 @@ def test_a_destination_that_is_fenced_is_given_up(is_last: bool) -> None:
 def test_a_destination_that_was_only_queried_is_passed_over() -> None:
     made = begun(MoveKind.MIGRATE, 2, 3)
     made.apply(claimed(), fence(2))
-    assert (made.instance.state, made.destroys) == (State.CLAIMING, [])
+    assert (made.instance.phase, made.destroys) == ((State.CLAIMING, State.PREPARING), [])
 
 
 def test_a_source_that_is_fenced_before_it_handed_over_ends_the_move_on_record_there() -> None:
@@ -309,7 +310,7 @@ def test_an_evacuation_relies_on_no_fence_that_is_being_lifted(power: Power, lif
         made.apply(claimed())
         before = made.instance
         made.end(2, 2)
-    assert made.instance.state is (State.FINISHING if power is Power.RUNNING else State.OFFLOADING)
+    assert made.instance.state is (State.FINISHING if power is Power.RUNNING else State.DESTROYING)
     assert list(relied_on(before, made.instance, fences)) == ([] if lifting else [host(1)])
 
 
@@ -325,9 +326,9 @@ def test_a_shelved_instance_is_not_evacuated_from_a_host_that_may_be_on() -> Non
 def test_a_delete_of_what_moves_ends_when_both_hosts_have_confirmed_or_are_fenced() -> None:
     made = to_resized()
     made.apply(DELETE, fence(1))
-    assert made.instance.state is State.DELETING
+    assert made.instance.phase == (State.DESTROYING, State.DELETED)
     made.apply(e.Destroyed(at=302.0, attempt=2, host_uuid=host(2), service="s1"))
-    assert made.instance.state is State.RELEASING
+    assert made.instance.phase == (State.RELEASING, State.DELETED)
     assert [one.host for one in made.instance.history if one.code == FENCED] == ["host-1"]
 
 

@@ -33,7 +33,7 @@ from tests.unit.conductor.scenario import UUID, host, missed, selection, spawned
 def test_a_lost_destination_is_reverted_and_not_failed() -> None:
     made = to_resized()
     made.apply(missed(made.instance, 2))
-    assert made.instance.state is State.UNDOING
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING)
     made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"), e.Reverted(at=302.0, attempt=3))
     made.end(1, 1, runs=True)
     assert (made.instance.state, made.instance.host_uuid) == (State.ACTIVE, host(1))
@@ -90,15 +90,17 @@ def test_an_evacuated_source_keeps_its_claim_until_its_host_has_nothing_of_it() 
     assert spawn.origin is not None
     assert spawn.origin.host_uuid is None
     made.apply(replace(spawned(attempt=2, at=210.0), service="s2"))
-    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.ACTIVE), [(1, host(1))])
     assert question_of(made.instance) is None
     runs = e.HostRuns(at=900.0, attempt=1, host_uuid=host(1), service="s3")
     made.apply(runs)
     assert made.destroys[-1] == (1, host(1))  # its host has another service now, which is commanded
     missing = e.HostMissing(at=990.0, host_uuid=host(1), service="s1")
-    assert made.apply(missing).instance.state is State.CONFIRMING, "its former service may have looked before that"
+    assert made.apply(missing).instance.phase == (State.DESTROYING, State.ACTIVE), (
+        "its former service may have looked before that"
+    )
     made.apply(replace(missing, rescans=(rescan_id(made.instance),)))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
 
 
 def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_it_was_built() -> None:
@@ -109,7 +111,7 @@ def test_a_machine_that_was_resized_in_place_is_not_lost_by_a_report_of_before_i
     made.end(1, 1)
     assert made.instance.state is State.RESIZED and made.instance.is_in_place
     assert made.apply(older).instance.state is State.RESIZED
-    assert made.apply(missed(made.instance)).instance.state is State.GIVING_UP
+    assert made.apply(missed(made.instance)).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_an_evacuation_that_finds_no_host_leaves_the_record_as_it_was() -> None:
@@ -129,7 +131,7 @@ def test_after_a_move_that_was_undone_its_source_is_lost_by_a_later_scan_only() 
     made.apply(request(MoveKind.MIGRATE, 2), refused(), e.Reverted(at=205.0, attempt=2))
     assert made.instance.state is State.ACTIVE
     assert made.apply(older).instance.state is State.ACTIVE
-    assert made.apply(missed(made.instance)).instance.state is State.GIVING_UP
+    assert made.apply(missed(made.instance)).instance.phase == (State.RELEASING, State.FAILED)
 
 
 def test_a_report_of_before_the_delete_releases_neither_host_of_a_move() -> None:
@@ -139,8 +141,8 @@ def test_a_report_of_before_the_delete_releases_neither_host_of_a_move() -> None
     made.apply(e.DeleteRequested(at=220.0, cause="delete"))
     deleting = made.instance
     made.apply(older, replace(older, host_uuid=host(2)))
-    assert (made.instance, deleting.state) == (deleting, State.DELETING)
+    assert (made.instance, deleting.phase) == (deleting, (State.DESTROYING, State.DELETED))
     made.apply(missed(made.instance))
     assert made.instance.move is not None and made.instance.move.source_gone and not made.instance.move.here_gone
     made.apply(missed(made.instance, 2))
-    assert made.instance.state is State.RELEASING
+    assert made.instance.phase == (State.RELEASING, State.DELETED)

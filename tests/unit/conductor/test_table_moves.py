@@ -64,7 +64,7 @@ def test_a_change_for_which_no_hosts_were_chosen_does_not_depend_on_the_flavor(k
 def test_hosts_chosen_for_the_flavor_that_the_instance_has_are_claimed() -> None:
     made = Scenario(replace(active(), spec=SMALL))
     made.apply(request(MoveKind.LIVE_MIGRATE, 2, expected_flavor="m1.small"))
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
 
 
 def test_a_cold_migration_from_claim_to_confirm() -> None:
@@ -74,7 +74,7 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     assert (question.attempt, question.release_first, len(question.options)) == (2, False, 2)
     assert question.migration is not None
     assert question.migration.uuid == MOVE
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
     (check,) = changes(made.apply(claimed()))
     assert (check.change, check.host_uuid, check.attempt) == (ChangeKind.CHECK, host(2), 2)
     (stop,) = changes(made.end(2, 2))
@@ -92,7 +92,7 @@ def test_a_cold_migration_from_claim_to_confirm() -> None:
     assert made.terminals == [(MoveKind.MIGRATE, MoveState.DONE, "")]
     assert made.destroys == []
     made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
-    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.ACTIVE), [(1, host(1))])
     made.apply(e.Destroyed(at=220.0, attempt=1, host_uuid=host(1), service="s1"))
     released = question_of(made.instance)
     assert isinstance(released, Release)
@@ -118,7 +118,7 @@ def test_a_copy_of_a_request_that_has_ended_gets_its_end_again() -> None:
 def test_a_reverted_move_destroys_the_destination_before_the_source_starts() -> None:
     made = to_resized()
     made.apply(request(MoveKind.REVERT, request_id=OTHER), seen())
-    assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
     assert question_of(made.instance) is None
     made.apply(e.Destroyed(at=220.0, attempt=2, host_uuid=host(2), service="s1"))
     question = question_of(made.instance)
@@ -143,14 +143,14 @@ def test_the_time_confirms_and_a_late_revert_is_refused() -> None:
     made = to_resized(auto_confirm_s=5.0)
     assert made.instance.deadline == 215.0
     made.apply(e.TimedOut(at=215.0), request(MoveKind.REVERT, request_id=OTHER))
-    assert made.instance.state is State.CONFIRMING
+    assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
     assert made.terminals[1:] == [(MoveKind.REVERT, MoveState.REFUSED, "move.too_late")]
 
 
 def test_a_revert_and_then_the_time_reverts() -> None:
     made = to_resized(auto_confirm_s=5.0)
     made.apply(request(MoveKind.REVERT, request_id=OTHER), seen(), e.TimedOut(at=245.0))
-    assert made.instance.state is State.UNDOING
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING)
 
 
 @pytest.mark.parametrize("code", ["check", "spawn"])
@@ -212,7 +212,7 @@ def test_a_destination_that_does_not_answer_is_never_followed_by_another_machine
         assert order.unless_built
     assert made.instance.state is State.FINISHING
     made.apply(e.Destroyed(at=901.0, attempt=2, host_uuid=host(2), service="s1"))
-    assert made.instance.state is State.CLAIMING
+    assert made.instance.phase == (State.CLAIMING, State.PREPARING)
 
 
 def test_a_source_that_does_not_hand_over_is_started_again() -> None:
@@ -310,7 +310,11 @@ def test_an_alternate_is_tried_where_the_source_refuses_one_destination_only() -
     made, _ = refused_live(2, 3, elsewhere=True)
     question = question_of(made.instance)
     assert isinstance(question, Claim)
-    assert (made.instance.state, question.attempt, question.release_first) == (State.CLAIMING, 3, True)
+    assert (made.instance.phase, question.attempt, question.release_first) == (
+        (State.CLAIMING, State.PREPARING),
+        3,
+        True,
+    )
     (check,) = changes(made.apply(claimed(3)))
     assert (check.change, check.host_uuid) == (ChangeKind.CHECK, host(3))
     (copy,) = changes(made.end(3, 3))  # the source is commanded again: it had not handed over
@@ -336,7 +340,7 @@ def test_a_source_that_refuses_and_may_not_run_is_started(runs: bool | None) -> 
 
 def test_a_live_migration_awaits_no_confirm() -> None:
     made = to_resized(MoveKind.LIVE_MIGRATE)
-    assert (made.instance.state, made.destroys) == (State.CONFIRMING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.ACTIVE), [(1, host(1))])
     assert made.terminals == [(MoveKind.LIVE_MIGRATE, MoveState.DONE, "")]
 
 
@@ -418,9 +422,9 @@ def test_a_delete_in_every_state_destroys_both_and_releases_both(stage: str) -> 
     made.apply(e.Destroyed(at=301.0, attempt=1, host_uuid=host(1), service="s1"))
     if number >= STAGES.index("finishing"):
         if stage != "releasing source":
-            assert made.instance.state is State.DELETING  # the destination has not answered
+            assert made.instance.phase == (State.DESTROYING, State.DELETED)  # the destination has not answered
         made.apply(e.Destroyed(at=301.0, attempt=2, host_uuid=host(2), service="s1"))
-    assert made.instance.state is State.RELEASING
+    assert made.instance.phase == (State.RELEASING, State.DELETED)
     first = question_of(made.instance)
     assert isinstance(first, Release)
     assert first.consumer == UUID
@@ -534,6 +538,6 @@ def test_a_clients_revert_to_a_larger_size_needs_room_in_the_quota(left: dict[st
         assert made.instance.state is State.RESIZED
         assert made.terminals[-1] == (MoveKind.REVERT, MoveState.REFUSED, "quota.exceeded")
         made.apply(request(MoveKind.CONFIRM, request_id=OTHER.replace("2", "3")))
-        assert made.instance.state is State.CONFIRMING
+        assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
     else:
-        assert made.instance.state is State.UNDOING
+        assert made.instance.phase == (State.DESTROYING, State.REVERTING)

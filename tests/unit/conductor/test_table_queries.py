@@ -56,7 +56,7 @@ MACHINE = FoundMachine(
 
 def test_a_build_that_its_cell_has_no_record_and_no_machine_of_ends_in_doubt() -> None:
     lost = run(NOTHING)
-    assert lost.instance.state is State.GIVING_UP and not lost.commands
+    assert lost.instance.phase == (State.RELEASING, State.FAILED) and not lost.commands
     # That attempt, and the next one, which the cell may have requested: none that another cell has claimed since.
     assert question_of(lost.instance) == Release(consumer=UUID, attempt=3)
     ended = run(RELEASED, start=lost.instance)
@@ -75,7 +75,7 @@ def test_a_command_that_comes_after_the_query_meets_its_record() -> None:
     late = replace(queried(), requested_at=480.0)
     for happened in ((NOTHING, late), (NOTHING, RELEASED, late)):
         after = run(*happened)
-        assert not spawns(after) and after.instance.state in (State.GIVING_UP, State.FAILED)
+        assert not spawns(after) and after.instance.state in (State.RELEASING, State.FAILED)
     assert [one.state for one in announced(after)] == [BuildState.FAILED]
 
 
@@ -87,7 +87,7 @@ def test_a_query_that_no_search_has_answered_makes_no_record() -> None:
 
 def test_a_machine_of_it_is_adopted_with_what_it_takes() -> None:
     found = run(replace(QUERY, found=(MACHINE,)))
-    assert found.instance.state is State.ADOPTING and not destroys(found)
+    assert found.instance.phase == (State.CLAIMING, State.ACTIVE) and not destroys(found)
     claim = question_of(found.instance)
     assert isinstance(claim, Claim) and claim.options[0].allocations == MACHINE.allocations
 
@@ -95,7 +95,7 @@ def test_a_machine_of_it_is_adopted_with_what_it_takes() -> None:
 def test_a_machine_that_is_not_proved_to_be_its_own_is_not_adopted() -> None:
     for strange in (replace(MACHINE, project_id="q"), replace(MACHINE, allocations=None)):
         found = run(replace(QUERY, found=(strange,)))
-        assert (found.instance.state, found.instance.code) == (State.GIVING_UP, MACHINE_EXISTS)
+        assert (found.instance.phase, found.instance.code) == ((State.RELEASING, State.FAILED), MACHINE_EXISTS)
         assert not found.commands
 
 
@@ -156,4 +156,4 @@ def test_a_delete_that_comes_again_is_announced_with_the_reason_that_holds_it_up
     (answer,) = announced(again)
     assert (answer.state, answer.code) == (BuildState.DELETING, "destroy.busy")
     assert not destroys(again)
-    assert run(queried(), failed(), DELETE, claimed()).instance.state is State.RELEASING
+    assert run(queried(), failed(), DELETE, claimed()).instance.phase == (State.RELEASING, State.DELETED)

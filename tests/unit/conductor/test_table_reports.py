@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
@@ -25,6 +25,7 @@ from tests.unit.conductor.scenario import (
     host,
     missed,
     orders,
+    phase_of,
     queried,
     reported,
     run,
@@ -40,7 +41,7 @@ def test_report_finds_a_lost_success() -> None:
 def test_report_of_a_vanished_instance_fails_it_without_a_second_terminal_event() -> None:
     up = run(queried(), spawned(at=110.0)).instance
     lost = run(missed(up), start=up)
-    assert lost.instance.state is State.GIVING_UP and destroys(lost) == [(1, host(1))]
+    assert lost.instance.phase == (State.RELEASING, State.FAILED) and destroys(lost) == [(1, host(1))]
     (event,) = announced(run(RELEASED, start=lost.instance))
     assert (event.state, event.terminal, event.code) == (BuildState.FAILED, False, "instance.lost")
 
@@ -52,19 +53,20 @@ def test_an_unasked_destroyed_of_an_active_instance_waits_for_a_report() -> None
         reported_gone = run(e.Destroyed(at=150.0, attempt=attempt, host_uuid=host(1), service="s1"), start=up)
         assert reported_gone.instance == up and not reported_gone.commands
     lost = run(missed(up), start=up).instance
-    assert lost.state is State.GIVING_UP
+    assert lost.phase == (State.RELEASING, State.FAILED)
     leaving = run(DELETE, e.Destroyed(at=152.0, attempt=1, host_uuid=host(1), service="s1"), start=up).instance
-    assert leaving.state is State.RELEASING, "the answer to a destroy of ours is accepted as before"
+    assert leaving.phase == (State.RELEASING, State.DELETED), "the answer to a destroy of ours is accepted as before"
 
 
 @pytest.mark.parametrize("service", ["s1", "heir"])
-@pytest.mark.parametrize("state", [State.ACTIVE, State.RESIZED, State.DELETING])
-def test_a_scan_that_may_be_older_than_the_record_ends_nothing(service: str, state: State) -> None:
+@pytest.mark.parametrize("at", [State.ACTIVE, State.RESIZED, (State.DESTROYING, State.DELETED)])
+def test_a_scan_that_may_be_older_than_the_record_ends_nothing(service: str, at: State | Phase) -> None:
     """Seed 61245 at d0562af: a node's former service had looked before the build, and by its clock long after it.
     Seed 60191 at f11870b: a paused conductor took a report after the delete, and released what still ran. A host whose
     clock was minutes ahead killed a young instance, and one whose clock was behind hid a lost one.
     """
-    record = replace(run(queried(), spawned(at=110.0)).instance, state=state)
+    state, then = phase_of(at)
+    record = replace(run(queried(), spawned(at=110.0)).instance, state=state, then=then)
     none = e.HostMissing(at=999.0, host_uuid=host(1), service=service)
     earlier = replace(record, since=record.since - 1.0)
     for one in (none, *(missed(of, service=service) for of in (earlier, replace(record, attempt=2)))):

@@ -98,18 +98,18 @@ def test_what_may_run_on_a_later_destination_is_searched_before_it_is_given_back
         assert is_searched_for(there.instance), "nor is anything claimed before"
         there.apply(refused(there.instance.next_attempt))
     for at in (1_500.0, 1_600.0):
-        if there.instance.state in (State.PREPARING, State.FINISHING, State.UNDOING):
+        if there.instance.state in (State.PREPARING, State.FINISHING, State.DESTROYING):
             there.apply(e.TimedOut(at=at))
             assert all(one.unless_built for one in orders(there))
-    if there.instance.state is not State.VACATING:
+    if there.instance.phase != (State.RELEASING, State.OFFLOADED):
         there.apply(gone(there.instance, 2))
-    if there.instance.state is State.UNDOING:
+    if there.instance.phase == (State.DESTROYING, State.REVERTING):
         there.apply(gone(there.instance, 2))
-    assert there.instance.state is State.VACATING and is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and is_searched_for(there.instance)
     assert departures(there) == []
     last = there.instance.last_attempt + 1
     there.apply(found(machine(last)))
-    assert (there.instance.state, there.instance.host_uuid) == (State.UNDOING, host(3))
+    assert (there.instance.phase, there.instance.host_uuid) == ((State.DESTROYING, State.REVERTING), host(3))
     assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), True)
     there.apply(e.Spawned(at=1_601.0, attempt=last, host_uuid=host(3), service="s1"))
     assert (there.instance.state, there.instance.attempt, there.instance.host_uuid) == (State.RESIZED, last, host(3))
@@ -121,13 +121,13 @@ def test_no_other_destination_is_tried_by_a_record_in_doubt() -> None:
         there, _ = at_state(State.FINISHING)
         attempt = there.instance.attempt
         there.apply(gone(there.instance, 2) if ending is None else replace(ending, attempt=attempt))
-        assert there.instance.state is State.UNDOING and there.instance.last_attempt == attempt
+        assert there.instance.phase == (State.DESTROYING, State.REVERTING) and there.instance.last_attempt == attempt
 
 
 def test_one_that_is_not_complete_there_is_ended_and_searched_for_again() -> None:
     there, _ = at_state(State.CLAIMING)
     there.apply(found(machine(9, built=False)), e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3), service="s1"))
-    assert there.instance.state is State.VACATING and is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and is_searched_for(there.instance)
     question = question_of(there.instance)
     assert isinstance(question, Release) and question.attempt is not None and question.attempt > 9
 
@@ -145,11 +145,11 @@ def test_a_machine_that_is_not_proved_to_be_its_projects_or_is_from_before_the_d
 def test_a_delete_destroys_what_is_found_and_is_given_back_as_deleted() -> None:
     there, _ = at_state(State.FINISHING)
     there.apply(e.DeleteRequested(at=1_500.0), gone(there.instance, 2))
-    assert there.instance.state is State.VACATING
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED)
     there.apply(found(machine(9)))
     assert (orders(there)[-1].host_uuid, orders(there)[-1].unless_built) == (host(3), False)
     there.apply(e.HostRuns(at=1_601.0, attempt=9, host_uuid=host(3), service="s1"))
-    assert there.instance.state is State.UNDOING
+    assert there.instance.phase == (State.DESTROYING, State.REVERTING)
     there.apply(e.Destroyed(at=1_602.0, attempt=9, host_uuid=host(3), service="s1"), e.Released(at=1_603.0))
     (back,) = departures(there)
     assert back.given_back is not None and back.given_back.is_deleted
@@ -200,7 +200,11 @@ def test_a_cell_whose_schema_was_made_anew_searches_for_what_came_before(how: st
     assert sure.instance.state is (State.DEPARTED if how == "query" else State.CLAIMING)
     anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.kept.at + 1.0))
     anew.apply(arrival)
-    assert anew.instance.state is State.VACATING and is_searched_for(anew.instance) and departures(anew) == []
+    assert (
+        anew.instance.phase == (State.RELEASING, State.OFFLOADED)
+        and is_searched_for(anew.instance)
+        and departures(anew) == []
+    )
     before = anew.instance
     anew.apply(found(machine(9, foreign=True)))
     assert (anew.instance, anew.commands) == (before, anew.commands), "it is not this schema's to end"
@@ -225,7 +229,7 @@ def test_a_revert_by_a_record_in_doubt_is_refused_unless_an_operator_forces_it()
         there.apply(spawned(n=2, attempt=attempt, at=1_501.0))
     assert there.instance.state is State.RESIZED and all(one.unless_built for one in orders(there))
     there.apply(request(MoveKind.REVERT, request_id=LATER, force=True))
-    assert (there.instance.state, orders(there)[-1].unless_built) == (State.UNDOING, False)
+    assert (there.instance.phase, orders(there)[-1].unless_built) == ((State.DESTROYING, State.REVERTING), False)
     there.apply(gone(there.instance, 2), e.Released(at=1_510.0))
     assert departures(there)[-1].given_back is not None
 
@@ -263,15 +267,15 @@ def test_a_fence_of_its_destination_gives_nothing_up_by_a_record_in_doubt(state:
     stepped = there.apply(e.HostFenced(at=1_500.0, host_uuid=host(2)))
     assert (there.instance, stepped.commands) == (before, ())
     there.apply(request(MoveKind.REVERT, request_id=LATER, force=True), e.HostFenced(at=1_501.0, host_uuid=host(2)))
-    assert there.instance.state is State.VACATING and not is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and not is_searched_for(there.instance)
     there.apply(e.Released(at=1_502.0))
     assert departures(there)[-1].given_back is not None
 
 
-@pytest.mark.parametrize("state", [State.CLAIMING, State.FINISHING, State.VACATING])
+@pytest.mark.parametrize("state", [State.CLAIMING, State.FINISHING, State.RELEASING])
 def test_an_operator_has_what_is_held_given_back(state: State) -> None:
-    there, _ = at_state(State.CLAIMING if state is State.VACATING else state)
-    if state is State.VACATING:
+    there, _ = at_state(State.CLAIMING if state is State.RELEASING else state)
+    if state is State.RELEASING:
         there.apply(refused(there.instance.next_attempt))
     assert there.instance.state is state
     there.apply(request(MoveKind.REVERT, request_id=LATER, force=True, migration=OTHER))
@@ -280,7 +284,7 @@ def test_an_operator_has_what_is_held_given_back(state: State) -> None:
     assert there.terminals[-1] == (MoveKind.REVERT, MoveState.DONE, "")
     if state is State.FINISHING:
         there.apply(gone(there.instance, 2))
-    assert there.instance.state is State.VACATING and not is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and not is_searched_for(there.instance)
     there.apply(e.Released(at=1_510.0))
     (back,) = departures(there)
     assert back.given_back is not None and (back.given_back.code, back.given_back.by) == ("move.forced", None)
@@ -289,7 +293,7 @@ def test_an_operator_has_what_is_held_given_back(state: State) -> None:
 def test_a_machine_that_is_lost_is_searched_for_before_it_is_given_back() -> None:
     there, _ = at_state(State.RESIZED)
     there.apply(missed(there.instance, 2), gone(there.instance, 2))
-    assert there.instance.state is State.VACATING and is_searched_for(there.instance)
+    assert there.instance.phase == (State.RELEASING, State.OFFLOADED) and is_searched_for(there.instance)
 
 
 # --- the former cell was set back
@@ -338,7 +342,7 @@ def test_a_record_from_before_the_departure_destroys_what_was_kept_when_it_is_el
     _, departure = kept()
     made = Scenario(active(), AFTER_HERE)
     made.apply(request(MoveKind.MIGRATE, active_in="c2", arrival=departure))
-    assert (made.instance.state, made.destroys) == (State.CLEARING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.DEPARTED), [(1, host(1))])
 
 
 def test_a_record_that_is_newer_than_the_departure_is_not_touched() -> None:
@@ -460,10 +464,10 @@ def test_a_record_that_keeps_what_has_come_to_this_cell_since_gives_the_machine_
     made.apply(earlier)
     assert made.instance.state is State.KEPT and made.destroys == []
     made.apply(comes)
-    assert (made.instance.state, made.destroys) == (State.CLEARING, [(1, host(1))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.DEPARTED), [(1, host(1))])
     made.apply(gone(made.instance, 1), e.Released(at=230.0, consumer=departure.kept.migration))  # type: ignore[union-attr]
     made.apply(comes)
-    assert made.instance.state is State.VACATING and is_searched_for(made.instance)
+    assert made.instance.phase == (State.RELEASING, State.OFFLOADED) and is_searched_for(made.instance)
 
 
 def test_a_cell_that_has_given_an_instance_back_still_ends_the_request_that_has_ended_there() -> None:
@@ -492,7 +496,7 @@ def test_a_fence_does_not_end_a_departure_in_doubt() -> None:
 def test_the_command_to_destroy_comes_with_the_departure_and_is_taken_as_ever() -> None:
     made, departure = kept()
     made.apply(replace(released_in(), request=replace(released_in().request, arrival=departure)))
-    assert made.instance.state is State.CLEARING
+    assert made.instance.phase == (State.DESTROYING, State.DEPARTED)
 
 
 async def test_what_a_search_holds_is_logged_up_to_a_bound() -> None:

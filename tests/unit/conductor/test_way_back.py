@@ -74,7 +74,7 @@ def test_a_revert_queries_for_its_source_first_and_gives_nothing_up() -> None:
     assert (made.instance.state, made.commands) == (State.RESIZED, [])
     assert question_of(made.instance) == QUERIED
     made.apply(seen())
-    assert (made.instance.state, made.destroys) == (State.UNDOING, [(2, host(2))])
+    assert (made.instance.phase, made.destroys) == ((State.DESTROYING, State.REVERTING), [(2, host(2))])
     assert question_of(made.instance) is None
 
 
@@ -90,7 +90,7 @@ def test_a_revert_whose_source_was_not_seen_is_refused_and_the_move_waits_as_bef
     made.apply(request(MoveKind.REVERT, request_id=OTHER))
     assert made.terminals[1:] == [(MoveKind.REVERT, MoveState.REFUSED, code)], "a copy of it begins nothing"
     made.apply(request(MoveKind.REVERT, request_id=LATER), seen(LATER))
-    assert made.instance.state is State.UNDOING, "it may be requested again"
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING), "it may be requested again"
 
 
 def test_a_revert_to_a_fenced_host_is_refused_at_once_and_a_confirm_is_carried_out() -> None:
@@ -101,7 +101,7 @@ def test_a_revert_to_a_fenced_host_is_refused_at_once_and_a_confirm_is_carried_o
     assert (made.instance.state, orders(made), question_of(made.instance)) == (State.RESIZED, [], None)
     assert made.terminals == [(MoveKind.REVERT, MoveState.REFUSED, SOURCE_FENCED)]
     follow(made, request(MoveKind.CONFIRM, request_id=LATER))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
 
 
 def test_a_source_that_is_fenced_while_it_is_queried_for_is_not_gone_back_to() -> None:
@@ -120,7 +120,7 @@ def test_without_an_answer_on_record_a_revert_is_refused_in_time() -> None:
     assert (made.instance.state, orders(made)) == (State.RESIZED, [])
     assert made.terminals == [(MoveKind.REVERT, MoveState.REFUSED, SOURCE_SILENT)]
     made.apply(e.TimedOut(at=made.instance.deadline))
-    assert made.instance.state is State.CONFIRMING, "the time to confirm it has come meanwhile"
+    assert made.instance.phase == (State.DESTROYING, State.ACTIVE), "the time to confirm it has come meanwhile"
 
 
 def test_an_answer_to_another_request_changes_nothing() -> None:
@@ -145,7 +145,7 @@ def test_while_the_source_is_queried_for_other_requests_are_refused(kind: MoveKi
 def test_a_delete_does_not_wait_for_the_source() -> None:
     made = reverting()
     made.apply(e.DeleteRequested(at=212.0))
-    assert (made.instance.state, question_of(made.instance)) == (State.DELETING, None)
+    assert (made.instance.phase, question_of(made.instance)) == ((State.DESTROYING, State.DELETED), None)
     assert made.terminals == [(MoveKind.REVERT, MoveState.FAILED, "instance.deleted")]
 
 
@@ -168,7 +168,7 @@ def test_a_resize_in_place_is_reverted_once_its_host_was_seen() -> None:
     made.apply(unseen(SOURCE_SILENT))
     assert (made.instance.state, orders(made)) == (State.RESIZED, [])
     made.apply(request(MoveKind.REVERT, request_id=LATER), seen(LATER))
-    assert made.instance.state is State.UNDOING
+    assert made.instance.phase == (State.DESTROYING, State.REVERTING)
 
 
 # --- a fenced destination
@@ -200,7 +200,7 @@ def test_two_fenced_hosts_give_up_neither_machine_until_a_client_confirms() -> N
     assert (made.instance.state, orders(made)) == (State.RESIZED, [])
     assert made.terminals == [(MoveKind.REVERT, MoveState.REFUSED, SOURCE_FENCED)]
     follow(made, request(MoveKind.CONFIRM, request_id=LATER))
-    assert made.instance.state is State.RELEASING_SOURCE
+    assert made.instance.phase == (State.RELEASING, State.ACTIVE)
 
 
 def test_a_destination_whose_fence_is_lifted_stays() -> None:
@@ -231,7 +231,7 @@ def test_the_cell_that_has_it_gives_nothing_up_for_a_machine_that_was_not_seen_i
     assert (there.instance.state, orders(there)) == (State.RESIZED, [])
     assert there.terminals == [(MoveKind.REVERT, MoveState.REFUSED, SOURCE_UNSEEN)]
     there.apply(request(MoveKind.REVERT, request_id=LATER, kept_seen=True))
-    assert (there.instance.state, len(orders(there))) == (State.UNDOING, 1)
+    assert (there.instance.phase, len(orders(there))) == ((State.DESTROYING, State.REVERTING), 1)
 
 
 def test_a_forced_revert_to_another_cell_states_that_the_machine_was_not_seen() -> None:
@@ -239,7 +239,7 @@ def test_a_forced_revert_to_another_cell_states_that_the_machine_was_not_seen() 
     there = active_there(departure)
     there.commands.clear()
     there.apply(request(MoveKind.REVERT, request_id=OTHER, force=True))
-    assert (there.instance.state, len(orders(there))) == (State.UNDOING, 1)
+    assert (there.instance.phase, len(orders(there))) == ((State.DESTROYING, State.REVERTING), 1)
     assert shown(there)[-1] == (OTHER, MoveKind.REVERT, MoveState.UNDOING, SOURCE_UNSEEN)
 
 
@@ -324,7 +324,7 @@ def test_time_alone_does_not_give_the_source_up_for_a_destination_that_is_down()
     assert (made.instance.state, made.commands, made.instance.deadline) == (State.RESIZED, [], 245.0)
     made.context = PATIENCE
     made.apply(e.TimedOut(at=245.0))
-    assert made.instance.state is State.CONFIRMING
+    assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
 
 
 def test_a_destination_that_is_fenced_keeps_its_machine_while_another_cell_keeps_the_source() -> None:

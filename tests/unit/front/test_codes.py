@@ -12,7 +12,7 @@ import pytest
 from bus.contracts.placement import ClaimOutcome
 from lab.reference.codes import PACKAGES, Code, table
 from tests.kit import sources
-from tests.kit.codes import FILES, FORMED, NO_CODES, codes_of, literals, logged_in, of_package
+from tests.kit.sources import FILES, FORMED, NO_CODES, codes_of, literals, logged_in, of_package
 
 MAX_WORDS = 45  # of a cause and a remedy together
 REFERENCE = sources.ROOT / "docs" / "reference"
@@ -36,7 +36,7 @@ def rows() -> dict[str, Code]:
 def test_every_code_has_a_row() -> None:
     known = rows()
     missing = {code: place for package in PACKAGES for code, place in of_package(package).items() if code not in known}
-    assert missing == {}, "a row in codes.toml of its package; or, if it is no code, in NO_CODES of tests/kit/codes.py"
+    assert missing == {}, "a row in codes.toml of its package; or, if it is no code, NO_CODES of tests/kit/sources.py"
 
 
 def test_every_log_line_from_warning_up_has_a_row_of_its_kind() -> None:

@@ -17,8 +17,7 @@ import placement_worker
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ConsumerAllocations, Release, Swap
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, changes_of, decide
-from placement_worker.domain.units import is_in_units
-from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage
+from placement_worker.domain.values import ClaimedProvider, ConsumerState, InventoryUsage, is_in_units
 from placement_worker.operations.overcommit import Doubled, doubled
 from tests.kit.unit_rules import amounts_and_units
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
+from placement_worker.domain.report_group import is_retired
 from placement_worker.domain.reports import Applied, ReportPlan, ReportRefusal, changes_of, flaw, plan
-from placement_worker.domain.retired_trees import is_retired
 from placement_worker.domain.values import Holding, Provider, capacity
 
 # --- inventory updates as tables: trees made, changed, moved and removed; names; what is in use is stranded

@@ -22,25 +22,24 @@ from bus.contracts.placement import ProviderState
 from bus.faults import BrokenInvariant
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.values import MAX_CAPACITY
+from placement_worker.offload import copy_of
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
-from placement_worker.replica.copies import copy_of
 from placement_worker.rest import bodies
 from placement_worker.rest.api import Api
 from placement_worker.rest.application import Application
 from placement_worker.rest.auth import NoAuth2
-from placement_worker.rest.bodies import InventoryBody, at, consumer_write
-from placement_worker.rest.candidates_query import parse_candidates
+from placement_worker.rest.bodies import InventoryBody, consumer_write
+from placement_worker.rest.candidates_query import is_uuid, parse_candidates, resources_of
 from placement_worker.rest.config import CorsConfig, RestConfig
-from placement_worker.rest.cors import with_cors
 from placement_worker.rest.faults import HttpFault, best
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.openapi import BODIES, QUERIES, document
 from placement_worker.rest.policy import Policy
-from placement_worker.rest.query import is_uuid, resources_of
 from placement_worker.rest.routes import ROUTES
+from placement_worker.rest.server import with_cors
 from placement_worker.rest.summaries import summaries
-from placement_worker.rest.versions import NEWEST, version_of
+from placement_worker.rest.versions import NEWEST, at, version_of
 
 # --- bodies and query strings: what is taken, and in which words the rest is turned down
 

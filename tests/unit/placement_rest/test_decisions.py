@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from placement_worker.domain.allocations import Remove, Replace, decide
+from placement_worker.domain.allocations import Remove, Replace, Reshape, decide, reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reports import changes_of
-from placement_worker.domain.reshape import Reshape, reshape
 from placement_worker.domain.trees import (
     CreateProvider,
     DeleteProvider,

@@ -15,16 +15,14 @@ from msgspec import structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
+from placement_worker.offload import copy_of
 from placement_worker.replica import candidates as module
 from placement_worker.replica.book import SWEEP_FROM, Book
 from placement_worker.replica.candidates import CandidatesRequest, Group, candidates
 from placement_worker.replica.compiled import MAX_SLOTS
-from placement_worker.replica.copies import copy_of
-from placement_worker.replica.matching import can_match
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.sharing import SHARING_TRAIT
-from placement_worker.replica.time_budget import TimeBudget, TooLong
-from placement_worker.replica.tree_solver import TreeProblem, TreeSolver
+from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProblem, TreeSolver, can_match
 from tests.unit.replica.worlds import (
     all_candidates,
     changed,

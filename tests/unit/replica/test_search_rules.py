@@ -13,8 +13,7 @@ from msgspec import structs
 from bus.contracts.placement import ProviderState
 from placement_worker.replica import compiled
 from placement_worker.replica.book import Book
-from placement_worker.replica.query import request_of, total_resources
-from placement_worker.replica.request import Group
+from placement_worker.replica.request import Group, request_of, total_resources
 from placement_worker.replica.search import Query, options, search
 from placement_worker.replica.sharing import SHARING_TRAIT
 from placement_worker.replica.verdicts import QUERIES_KEPT, VerdictsCache, verdicts_of

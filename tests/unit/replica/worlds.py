@@ -12,7 +12,7 @@ from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import AllocationCandidate, CandidatesRequest, Group
-from placement_worker.replica.query import Query
+from placement_worker.replica.request import Query
 from placement_worker.replica.sharing import SHARING_TRAIT
 
 # --- providers and changes for tests

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from placement_worker.replica.query import Query, request_of
 from placement_worker.replica.reasons import Reasons
-from placement_worker.replica.request import Group, slots_of
+from placement_worker.replica.request import Group, Query, request_of, slots_of
 from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase
 
 EVERYTHING = request_of(

@@ -14,8 +14,7 @@ from bus.contracts.build import BuildRequest
 from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ProviderState
-from placement_worker.replica.query import Query
-from placement_worker.replica.request import Group
+from placement_worker.replica.request import Group, Query
 from scheduler_worker import placing
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Gang

@@ -1,1 +1,0 @@
-"""Hostile input at every door, from a seed: see scripts/nightly fuzz."""
