@@ -109,7 +109,6 @@ class Bus:
         waiter = Waiter()
         await self.publisher.wait_for_capacity()
         self._post(message, cause, waiter, reply_to, correlation_id, few=True)
-        self.publisher.flush()
         await waiter.wait()
 
     async def publish_all(self, messages: Sequence[tuple[Message, str]], traceparents: Sequence[str] = ()) -> None:
@@ -122,11 +121,9 @@ class Bus:
         few = len(messages) <= FEW
         for number, (message, cause) in enumerate(messages):
             if self.publisher.waiting >= self.limits.waiting:
-                self.publisher.flush()
                 await self.publisher.wait_for_capacity()
             traceparent = traceparents[number] if traceparents else None
             self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent)
-        self.publisher.flush()
         await waiter.wait()
 
     def post_all(
@@ -142,7 +139,6 @@ class Bus:
         few = len(messages) <= FEW
         for (message, cause), traceparent, waiter in zip(messages, traceparents, waiters, strict=True):
             self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent, line=line(message))
-        self.publisher.flush()
 
     async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
         """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed."""
@@ -151,11 +147,9 @@ class Bus:
         few = len(messages) <= FEW
         for message, cause in messages:
             if self.publisher.waiting >= self.limits.waiting:
-                self.publisher.flush()
                 await self.publisher.wait_for_capacity()
             places.append(Confirmation(waiter))
             self._post(message, cause, places[-1], None, None, few=few)
-        self.publisher.flush()
         await waiter.wait()
         return [place.error for place in places]
 

@@ -25,10 +25,11 @@ class Gather(Generic[T]):
     context in which the `Gather` was made.
 
     waiting: how many items may be taken now. take: the next batch of them; empty: nothing is left. handle: handles one
-    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. pause:
-    waits before a batch is taken; what arrives meanwhile is part of it. on_idle: called when nothing is under way any
-    more. on_error: called with what take, pause or handle raised, because nobody awaits the tasks of the batches; what
-    was taken before is handled.
+    batch, and ends the entries of its batch when it is cancelled. is_full: whether what waits fills a batch. pause_s:
+    how long (seconds) to wait before a batch is taken; what arrives meanwhile is part of it. enough: whether there is
+    no pause, or it ends, which each `wake` asks. sleep: waits for a pause. on_idle: called when nothing is under way
+    any more. on_error: called with what take, pause_s or handle raised, because nobody awaits the tasks of the batches;
+    what was taken before is handled.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Gather(Generic[T]):
         most: int,
         at_once: int = 1,
         is_full: Callable[[], bool] = lambda: False,
-        pause: Callable[[], Awaitable[None]] | None = None,
+        pause_s: Callable[[], float] = lambda: 0.0,
+        enough: Callable[[], bool] = lambda: False,
+        sleep: Callable[[float], Coroutine[Any, Any, None]] = asyncio.sleep,
         on_idle: Callable[[], None] = lambda: None,
         on_error: Callable[[Exception], None],
     ) -> None:
@@ -52,11 +55,14 @@ class Gather(Generic[T]):
         self._most = most
         self._at_once = at_once
         self._is_full = is_full
-        self._pause = pause
+        self._pause_s = pause_s
+        self._enough = enough
+        self._sleep = sleep
         self._on_idle = on_idle
         self._on_error = on_error
         self._context = copy_context()
         self._next: asyncio.Task[None] | None = None  # takes the next batch, and has not done so yet
+        self._pause: asyncio.Task[None] | None = None  # of this one
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -64,6 +70,13 @@ class Gather(Generic[T]):
         """Something waits: have it taken in the next turn of the event loop, if a batch may begin."""
         if self._next is None and self._may_begin():
             self._next = self._spawn(self._begin())
+        elif self._pause is not None and self._enough():
+            self._pause.cancel()
+
+    def begin(self, batch: Sequence[T]) -> None:
+        """Handle a batch that was made elsewhere, beside those under way."""
+        self.under_way += 1
+        self._spawn(self._run(batch))
 
     async def idle(self) -> None:
         """Wait until nothing waits and nothing is under way."""
@@ -87,18 +100,19 @@ class Gather(Generic[T]):
         """Take the next batch and handle it; further ones that may begin, too, are tasks of their own."""
         first: Sequence[T] = ()
         try:
-            if self._pause is not None:
-                await self._pause()
+            if not self._enough() and (seconds := self._pause_s()) > 0:
+                self._pause = self._spawn(self._sleep(seconds))
+                await asyncio.wait((self._pause,))
             while self._may_begin() and (batch := self._take()):
-                self.under_way += 1
                 if first:
-                    self._spawn(self._run(batch))
+                    self.begin(batch)
                 else:
+                    self.under_way += 1
                     first = batch
         except Exception as error:  # the owner decides what it ends
             self._on_error(error)
         finally:
-            self._next = None
+            self._next = self._pause = None
         if first:
             await self._run(first)
         elif not self.under_way:

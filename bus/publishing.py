@@ -8,14 +8,18 @@ ten; so while one batch waits for its confirm the next one gathers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Hashable, Sequence
+from functools import partial
+from itertools import islice
 
 import structlog
 from msgspec import Struct, structs
 
 from bus import metrics
 from bus.contracts.catalogue import EVENTS
+from bus.gather import Gather
 from bus.in_turn import InTurn
 from bus.port import BusError, BusUnavailable, Outgoing, PublishRefused, Transport, Unroutable
 from bus.wire import Packed, batch, single
@@ -30,8 +34,9 @@ ONCE_FLIGHTS = 2
 class BusLimits(Struct, frozen=True, kw_only=True):
     """The bounds of one bus. batch_items, batch_bytes: the bounds of one broker message. link_in_flight: unconfirmed
     broker messages of one batching link; full_in_flight: the same while each is full, because a wait would not make
-    them larger (a slow disk confirms late). in_flight: unconfirmed broker messages of all links. waiting: messages
-    gathered in all links before publishers must wait. close_s: how long close() waits for the gathered messages.
+    them larger (a slow disk confirms late), or slow (`Gather`). in_flight: unconfirmed broker messages of all links.
+    waiting: messages gathered in all links before publishers must wait. close_s: how long close() waits for the
+    gathered messages.
     """
 
     batch_items: int = 128
@@ -122,20 +127,41 @@ class _Entry(Struct):
     alone: str = ""  # the routing key under which it leaves alone, besides its link's
 
 
-class _BatchingPublisher:
-    __slots__ = ("entries", "exchange", "flying", "key", "mode", "probed", "routable")
+class _Link:
+    """The messages for one exchange and key. flights: those on their way, in batches."""
 
-    def __init__(self, exchange: str, key: str, mode: Mode) -> None:
+    __slots__ = ("entries", "exchange", "flights", "key", "mode", "probe", "probed", "routable")
+
+    def __init__(self, publisher: Publisher, limits: BusLimits, exchange: str, key: str, mode: Mode) -> None:
         self.exchange = exchange
         self.key = key
         self.mode = mode
         self.entries: InTurn[_Entry] = InTurn()
-        self.flying = 0
-        self.probed = 0  # the entries that wait for the broker's answer to the first of them
+        self.probe: Sequence[_Entry] = ()  # the mandatory entry that is under way
+        self.probed = 0  # the entries that wait for the broker's answer to it
         self.routable = 0  # the entries for which a queue is bound, so that they may be sent
+        full = mode.at_most(limits) if mode.batches else 1
+        self.flights: Gather[_Entry] = Gather(
+            partial(publisher.take, self),
+            partial(publisher.fly, self),
+            waiting=partial(publisher.may_fly, self),
+            at_once=limits.link_in_flight,
+            most=limits.full_in_flight if mode.batches else limits.in_flight,
+            is_full=lambda: len(self.entries) >= full,
+            on_idle=partial(publisher.forget, self),
+            on_error=partial(publisher.end, self),
+        )
 
     def take(self, limits: BusLimits) -> list[_Entry]:
         """Return the entries of the next broker message."""
+        probes = self.must_probe
+        taken = self._take(limits)
+        if probes:
+            self.probe, self.probed = taken, len(self.entries)
+        self.routable = max(0, self.routable - 1)
+        return taken
+
+    def _take(self, limits: BusLimits) -> list[_Entry]:
         if not self.mode.batches:
             return [self.entries.take()]
         taken: list[_Entry] = []
@@ -155,7 +181,7 @@ class _BatchingPublisher:
 
     def answer(self, error: BaseException | None) -> list[_Entry]:
         """Record the broker's answer to the mandatory entry. Returns the entries that no queue would get."""
-        probed, self.probed = self.probed, 0
+        probed, self.probed, self.probe = self.probed, 0, ()
         if isinstance(error, Unroutable):
             return [self.entries.take() for _ in range(probed)]
         self.routable = probed
@@ -183,16 +209,16 @@ class Publisher:
     def __init__(self, bus: str, transport: Transport, limits: BusLimits) -> None:
         self._transport = transport
         self._limits = limits
-        self._links: dict[tuple[str, str, Mode], _BatchingPublisher] = {}
-        self._stalled: dict[_BatchingPublisher, None] = {}  # links that wait for the bus's `in_flight`
-        self._in_flight: set[asyncio.Task[None]] = set()
+        self._links: dict[tuple[str, str, Mode], _Link] = {}
+        self._stalled: dict[_Link, None] = {}  # links that wait for the bus's `in_flight`
+        self._in_flight = 0  # broker messages of all links
         self._waiting_for_capacity: deque[asyncio.Future[None]] = deque()
         self.waiting = 0
         self._closing = False
         self._bus = bus
         self._published = metrics.PUBLISHED.labels(bus)
         self._items = metrics.ITEMS.labels(bus)
-        metrics.IN_FLIGHT.labels(bus).set_function(lambda: len(self._in_flight))
+        metrics.IN_FLIGHT.labels(bus).set_function(lambda: self._in_flight)
 
     async def wait_for_capacity(self) -> None:
         """Wait while the bound of gathered messages is reached."""
@@ -211,19 +237,14 @@ class Publisher:
         expires_s: float | None = None,
         line: Hashable = None,
     ) -> None:
-        """Queue one message, which is sent when `flush` is called. Await `wait_for_capacity` first. line: the line in
-        which it waits on a link that batches; the lines have their turns.
+        """Send one message in the next turn of the event loop, or later. Await `wait_for_capacity` first. line: the
+        line in which it waits on a link that batches; the lines have their turns.
         """
-        name = (exchange, key, mode)
-        link = self._links.get(name)
-        if link is None:
-            link = self._links[name] = _BatchingPublisher(exchange, key, mode)
-            self._stalled[link] = None
-        elif not link.flying:
-            self._stalled[link] = None
+        link = self._link(exchange, key, mode)
         link.entries.put(None if mode.probes_first else line, _Entry(packed, waiter, expires_s))
         waiter.pending += 1
         self.waiting += 1
+        link.flights.wake()
 
     def post_once(  # noqa: PLR0917  (hot, so no keywords)
         self, exchange: str, key: str, mode: Mode, together: str, packed: Packed, waiter: Waiter
@@ -233,79 +254,68 @@ class Publisher:
         (Messages in flight stay before it, because all use one channel.) The message is never mandatory: a queue that
         takes batches implies nothing about queues that take single messages.
         """
-        self.flush()  # messages that were posted earlier are sent before it
         alone = self._links.get((exchange, key, mode))
-        name = (exchange, together, BATCHED)
-        link = self._links.get(name) or _BatchingPublisher(*name)
+        link = self._link(exchange, together, BATCHED)
         waits = link.entries or (alone is not None and alone.entries)
-        if (
-            waits
-            or self._closing
-            or link.flying >= max(self._limits.link_in_flight, ONCE_FLIGHTS)
-            or len(self._in_flight) >= self._limits.in_flight
-        ):
+        most = max(self._limits.link_in_flight, ONCE_FLIGHTS)
+        if waits or self._closing or link.flights.under_way >= most or self._in_flight >= self._limits.in_flight:
             return False
-        self._links[name] = link
         waiter.pending += 1
         self.waiting += 1
-        self._launch(link, [_Entry(packed, waiter, None, key)], probes=False)
+        self._in_flight += 1
+        link.flights.begin([_Entry(packed, waiter, None, key)])
         return True
 
-    def flush(self) -> None:
-        """Send the messages that may be sent now. The links have their turns."""
-        while self._stalled and len(self._in_flight) < self._limits.in_flight and not self._closing:
-            link = next(iter(self._stalled))
-            del self._stalled[link]
-            self._send_next(link)
+    def _link(self, exchange: str, key: str, mode: Mode) -> _Link:
+        link = self._links.get((exchange, key, mode))
+        if link is None:
+            link = self._links[exchange, key, mode] = _Link(self, self._limits, exchange, key, mode)
+        return link
 
     async def close(self) -> None:
         """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
-        if self._in_flight:
-            await self._drained()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._limits.close_s):
+                while any(link.flights.under_way or link.entries for link in self._links.values()):
+                    flying = [link.flights.idle() for link in self._links.values() if link.flights.under_way]
+                    await (asyncio.gather(*flying) if flying else asyncio.sleep(0))
         self._closing = True  # what ends now makes room for nothing
-        await asyncio.sleep(0)  # a task that is cancelled before its first step would not end its messages
-        for task in list(self._in_flight):
-            task.cancel()
-        await asyncio.gather(*self._in_flight, return_exceptions=True)
-        for link in list(self._links.values()):
-            while link.entries:
-                self._settle([link.entries.take()], BusUnavailable("the bus is closed"))
+        links = list(self._links.values())
+        await asyncio.gather(*(link.flights.close() for link in links))
+        for link in links:
+            self.end(link, BusUnavailable("the bus is closed"))
         self._links.clear()
         self._stalled.clear()
         self._closing = False  # further ones fail at the transport, or the bus is opened again
 
-    async def _drained(self) -> None:
-        deadline = asyncio.get_running_loop().time() + self._limits.close_s
-        while self._in_flight and (left := deadline - asyncio.get_running_loop().time()) > 0:
-            await asyncio.wait(list(self._in_flight), timeout=left, return_when=asyncio.FIRST_COMPLETED)
-
-    def _send_next(self, link: _BatchingPublisher) -> None:
-        if not link.entries:
-            if not link.flying:
-                self._links.pop((link.exchange, link.key, link.mode), None)
-        elif link.flying < self._most(link) and not link.probed:
-            probes = link.must_probe
-            entries = link.take(self._limits)
-            link.probed = len(link.entries) if probes else 0
-            link.routable = max(0, link.routable - 1)
-            self._launch(link, entries, probes=probes)
+    def may_fly(self, link: _Link) -> int:
+        """How many entries of a link may leave now."""
+        if link.probed or self._closing or not link.entries:
+            return 0
+        if self._in_flight >= self._limits.in_flight:
             self._stalled[link] = None
+            return 0
+        return len(link.entries)
 
-    def _launch(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
-        link.flying += 1
-        task = asyncio.get_running_loop().create_task(self._fly(link, entries, probes=probes))
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
+    def take(self, link: _Link) -> list[_Entry]:
+        """The entries of a link's next broker message."""
+        self._in_flight += 1
+        self._stalled.pop(link, None)
+        return link.take(self._limits)
 
-    def _most(self, link: _BatchingPublisher) -> int:
-        """Return how many broker messages of a link may be in flight now."""
-        if not link.mode.batches:
-            return self._limits.in_flight
-        full = len(link.entries) >= link.mode.at_most(self._limits)
-        return self._limits.full_in_flight if full else self._limits.link_in_flight
+    def forget(self, link: _Link) -> None:
+        """Nothing of a link is under way any more."""
+        if not link.entries:
+            self._links.pop((link.exchange, link.key, link.mode), None)
 
-    async def _fly(self, link: _BatchingPublisher, entries: list[_Entry], *, probes: bool) -> None:
+    def end(self, link: _Link, error: BaseException) -> None:
+        """No entry of a link can be sent."""
+        self._settle([link.entries.take() for _ in range(len(link.entries))], error)
+
+    async def fly(self, link: _Link, entries: Sequence[_Entry]) -> None:
+        """Send one broker message, and settle its entries."""
         error: BaseException | None = None
+        probes = entries is link.probe
         try:
             await self._send(link, entries, probes=probes)
         except BusError as fault:
@@ -315,19 +325,17 @@ class Publisher:
         except Exception as fault:  # a defect of berth must reach the publisher, and not be lost with this task
             log.exception("bus.publish_failed", bus=self._bus, exchange=link.exchange)
             error = fault
-        link.flying -= 1
         if probes:
-            entries += link.answer(error)
+            entries = [*entries, *link.answer(error)]
             error = None if isinstance(error, Unroutable) else error
         self._count(len(entries), error)
         self._settle(entries, error)
-        task = asyncio.current_task()
-        if task is not None:
-            self._in_flight.discard(task)
-        self._stalled[link] = None
-        self.flush()
+        self._in_flight -= 1
+        for stalled in list(islice(self._stalled, self._limits.in_flight - self._in_flight)):  # in turn
+            del self._stalled[stalled]
+            stalled.flights.wake()
 
-    async def _send(self, link: _BatchingPublisher, entries: Sequence[_Entry], *, probes: bool) -> None:
+    async def _send(self, link: _Link, entries: Sequence[_Entry], *, probes: bool) -> None:
         """Publish one broker message. Raises as the transport does.
 
         One queue that is full has the broker refuse a message, though the other queues have it. A queue that takes

@@ -132,7 +132,6 @@ class Requester:
                 if pending.answers[index] is None:
                     await self._publisher.wait_for_capacity()
                     self._post(message, causes[index], ids[index], deadline, waiter, pending.spans.get(index))
-            self._publisher.flush()
             pending.unconfirmed = True
             try:
                 await waiter.wait()

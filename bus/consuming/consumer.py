@@ -120,7 +120,7 @@ class Consumer:
         self._passed_over = 0
         self._untried: dict[str, int] = {}  # {message id: how often it was lost before a handler had it}
         self._given_back: dict[str, float] = {}  # {message id: when it was given back after a stall}
-        self._suspect_until = 0.0  # the monotonic time from which a suspect may be taken
+        self._suspect_until = -math.inf  # the monotonic time from which a suspect may be taken
         self._in_hand: set[InFlightDelivery] = set()
         self._unflushed: set[asyncio.Future[None]] = set()  # flushes that handled messages wait for
         self._draining = False
@@ -131,7 +131,9 @@ class Consumer:
             waiting=lambda: self._waiting() if self.started else 0,  # nothing before it has started
             is_full=self._is_full,
             most=concurrency,
-            pause=self._turn,
+            pause_s=self._pause_s,
+            enough=self._is_ending,
+            sleep=bus.clock.sleep,
             on_idle=self._end_if_broken,
             on_error=self._fail,
         )
@@ -211,7 +213,7 @@ class Consumer:
         await asyncio.gather(*(subscription.cancel() for subscription in self._lanes.subscriptions))
 
     def _on_delivery(self, lane: ConsumerLane, delivery: Delivery) -> None:
-        if self._draining or self._broken is not None:
+        if self._is_ending():
             return delivery.nack(requeue=True)
         if self._untrusted.drop(delivery, lane.name):
             return
@@ -236,18 +238,14 @@ class Consumer:
     def _is_full(self) -> bool:
         return self._waiting() >= self._max_batch
 
-    async def _turn(self) -> None:
-        """Wait until it is time for a batch. Messages that have arrived by then are part of it."""
-        if self._suspect_until and not self._draining and self._broken is None:
-            left_s = self._suspect_until - self._bus.clock.monotonic()
-            self._suspect_until = 0.0
-            if left_s > 0:
-                await self._bus.clock.sleep(left_s)
-        if self._batch_interval is None or not self._waiting() or self._draining or self._broken is not None:
-            return
-        left_s = self._batch_interval.wait_s(self._bus.clock.monotonic())
-        if left_s > 0:
-            await self._bus.clock.sleep(left_s)
+    def _is_ending(self) -> bool:
+        return self._draining or self._broken is not None
+
+    def _pause_s(self) -> float:
+        """How long (seconds) to wait for the next batch. Messages that have arrived by then are part of it."""
+        now = self._bus.clock.monotonic()
+        interval_s = self._batch_interval.wait_s(now) if self._batch_interval is not None else 0.0
+        return max(interval_s, self._suspect_until - now)
 
     def _waiting(self) -> int:
         """Return a lower bound of the messages that have arrived and are in no batch."""

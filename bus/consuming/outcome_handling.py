@@ -87,7 +87,6 @@ class OutcomeHandler:
             else:
                 parked += self._dead_letters(item, outcome.code, outcome.reason)
                 self._reply(received.meta, Refusal(code=outcome.code, reason=outcome.reason[:MAX_REASON]), replies)
-        self._bus.publisher.flush()
         if answers:
             await self._bus.publish_all(answers)
         await self._park_all(parked)

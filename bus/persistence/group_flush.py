@@ -9,18 +9,22 @@ such a flush, too (`GroupFlush.by_commit`), so a statement for the flush alone i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
+from bus.gather import Gather
 
 # Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. Unacknowledged messages
 # count against the prefetch, so it cannot be much longer.
 GATHER_S = 0.5
 # A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.
 AFTER_OTHERS_S = 0.01
+MOST_FLUSHES = 2  # one that hangs holds up only those who wait for it
+
+_Waiter = tuple[int, asyncio.Future[None]]  # with the database's losses before its commits
 
 
 class FlushedDatabase(Protocol):
@@ -57,9 +61,16 @@ class GroupFlush:
 
     def __init__(self, database: FlushedDatabase) -> None:
         self._database = database
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-        self._task: asyncio.Task[None] | None = None
+        self._waiting: list[_Waiter] = []
         self._closed = False
+        self._flushes: Gather[_Waiter] = Gather(
+            self._take,
+            self._flush,
+            waiting=lambda: len(self._waiting),
+            most=MOST_FLUSHES,
+            pause_s=lambda: shared_delay_s(asyncio.get_running_loop().time(), GATHER_S) + AFTER_OTHERS_S,
+            on_error=lambda _: None,  # all waiters of a flush get its error
+        )
 
     def after(self, losses: int) -> asyncio.Future[None]:
         """Return a future that is done when everything committed so far is on disk. losses: the database's `losses`
@@ -69,13 +80,13 @@ class GroupFlush:
         loop = asyncio.get_running_loop()
         flushed: asyncio.Future[None] = loop.create_future()
         self._waiting.append((losses, flushed))
-        self._ensure_running()
+        self._flushes.wake()
         return flushed
 
     @contextmanager
     def by_commit(self) -> Iterator[FlushingCommit]:
         """Use this around a commit that begins inside: when the commit is done, all earlier commits are flushed."""
-        waiting, self._waiting = self._waiting, []
+        waiting = self._take()
         commit = FlushingCommit(wanted=bool(waiting))
         try:
             yield commit
@@ -86,39 +97,27 @@ class GroupFlush:
                 self._end(waiting, asyncio.CancelledError())
             elif waiting:
                 self._waiting = waiting + self._waiting
-                self._ensure_running()
+                self._flushes.wake()
 
     async def close(self) -> None:
         """Stop flushing."""
         self._closed = True
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        self._end(self._waiting, asyncio.CancelledError())
-        self._waiting = []
+        await self._flushes.close()
+        self._end(self._take(), asyncio.CancelledError())
 
-    def _ensure_running(self) -> None:
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._flush())
+    def _take(self) -> list[_Waiter]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
-    async def _flush(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(shared_delay_s(asyncio.get_running_loop().time(), GATHER_S) + AFTER_OTHERS_S)
-            waiting, self._waiting = self._waiting, []
-            if not waiting:  # another commit has flushed it, or is about to
-                break
-            try:
-                await self._database.flush()
-            except BaseException as error:  # all waiters get the error, a cancellation, too
-                self._end(waiting, error)
-                if not isinstance(error, Exception):
-                    raise
-            else:
-                self._end(waiting, None)
-        self._task = None
+    async def _flush(self, waiting: Sequence[_Waiter]) -> None:
+        try:
+            await self._database.flush()
+        except BaseException as error:  # all waiters get the error, a cancellation, too
+            self._end(waiting, error)
+            raise
+        self._end(waiting, None)
 
-    def _end(self, waiting: list[tuple[int, asyncio.Future[None]]], error: BaseException | None) -> None:
+    def _end(self, waiting: Sequence[_Waiter], error: BaseException | None) -> None:
         for losses, flushed in waiting:
             if flushed.done():
                 continue

@@ -18,6 +18,7 @@ from prometheus_client import Counter, Gauge
 from bus.clock import Clock, shared_delay_s
 from bus.contracts.base import Message
 from bus.faults import Transient
+from bus.gather import Gather
 from bus.log_interval import LogInterval
 from bus.persistence.confirmed_rows import ConfirmedRows
 from bus.persistence.group_flush import GATHER_S
@@ -139,7 +140,18 @@ class Relay:
         self._tickets: dict[int, _Ticket] = {}
         self._left: dict[int, str] = {}  # {row: bus} of rows that go when their bus is back
         self._confirmed = ConfirmedRows()
-        self._pause: asyncio.Task[None] | None = None  # while confirmed rows gather
+        self._deleting: Gather[int] = Gather(
+            self._confirmed.take,
+            self._delete,
+            waiting=lambda: self._confirmed.to_delete if self._running else 0,
+            most=1,
+            pause_s=lambda: shared_delay_s(clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S,
+            enough=lambda: self._at_once or self._confirmed.fill_a_batch,
+            sleep=clock.sleep,
+            on_error=self._fail,
+        )
+        self._backoff = Backoff(RELAY, clock)
+        self._failed: asyncio.Future[None] | None = None  # while it runs
         self._at_once = False  # a drain waits until all rows have ended
         self._changed = asyncio.Event()  # pulsed when a ticket ends
         self._sweep_now = asyncio.Event()
@@ -232,8 +244,7 @@ class Relay:
             lane.note_available()
             _published.labels(lane.bus.name).inc(ticket.count)
             self._confirmed.add(ticket.row_id)
-            if self._is_due():
-                self._end_pause()
+            self._deleting.wake()
         elif isinstance(error, BusUnavailable):
             lane.note_unavailable(str(error))
             self._leave(ticket.row_id, lane.bus.name, "bus_unavailable")
@@ -272,22 +283,25 @@ class Relay:
     async def run(self) -> None:
         """Delete, sweep and end what lingers until cancelled."""
         self._running = True
+        self._failed = asyncio.get_running_loop().create_future()
+        self._deleting.wake()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._delete_confirmed())
+                group.create_task(_raised(self._failed))
                 group.create_task(self._sweep())
                 group.create_task(self._purge_handled())
                 group.create_task(self._end_lingering())
         finally:
             self._running = False
             self._changed.set()
+            await self._deleting.close()
 
     async def drain(self, grace_s: float) -> None:
         """Wait until all sent rows are confirmed and deleted, but those of a bus that is unavailable: they are safe in
         the table. After the grace time (seconds) the rest is left to the sweep.
         """
         self._at_once = True
-        self._end_pause()
+        self._deleting.wake()
         for lane in self._lanes.values():
             lane.lingering.at_once = True
             self._post(lane, lane.lingering.end_all())
@@ -314,46 +328,27 @@ class Relay:
             if not any(lane.lingering for lane in self._lanes.values()):
                 self._some_linger.clear()
 
-    def _is_due(self) -> bool:
-        """Whether the confirmed rows are deleted now, instead of waiting for more."""
-        return self._at_once or self._confirmed.fill_a_batch
+    def _fail(self, error: Exception) -> None:
+        """End `run` with an error that none of its tasks has raised."""
+        if self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
-    def _end_pause(self) -> None:
-        if self._pause is not None:
-            self._pause.cancel()
-
-    async def _pause_s(self, seconds: float) -> None:
-        """Wait, or less when `_end_pause` is called."""
-        self._pause = asyncio.create_task(self._clock.sleep(seconds))
+    async def _delete(self, ids: Sequence[int]) -> None:
         try:
-            await asyncio.wait([self._pause])
-        finally:
-            self._pause.cancel()
-            self._pause = None
-
-    async def _delete_confirmed(self) -> None:
-        backoff = Backoff(RELAY, self._clock)
-        while True:
-            await self._confirmed.wait()
-            if not self._is_due():
-                await self._pause_s(shared_delay_s(self._clock.monotonic(), DELETE_PAUSE_S) + AFTER_SWEEP_S)
-            if not self._confirmed.to_delete:  # a sweep has taken them along
-                continue
-            try:
-                with self._deleting() as ids:
-                    await self._rows.delete(ids)
-            except Transient as fault:
-                log.warning("outbox.database_unavailable", code=fault.code, rows=self._confirmed.to_delete)
-                await backoff.wait()
-                continue
-            backoff.reset()
+            with self._ended(ids):
+                await self._rows.delete(ids)
+        except Transient as fault:
+            log.warning("outbox.database_unavailable", code=fault.code, rows=self._confirmed.to_delete)
+            await self._backoff.wait()
+        else:
+            self._backoff.reset()
 
     @contextmanager
-    def _deleting(self) -> Iterator[list[int]]:
-        """Yield confirmed rows for one statement that deletes them. A drain checks again afterwards."""
+    def _ended(self, ids: Sequence[int]) -> Iterator[None]:
+        """While a statement deletes confirmed rows. A drain checks again afterwards."""
         try:
-            with self._confirmed.batch() as ids:
-                yield ids
+            with self._confirmed.ended(ids):
+                yield
         finally:
             self._changed.set()
 
@@ -375,7 +370,8 @@ class Relay:
         closed = self._closed | {name for name, lane in self._lanes.items() if self._has_its_share(lane)}
         back = [row for row, bus in left.items() if bus not in closed]
         try:
-            with self._deleting() as confirmed:
+            confirmed = self._confirmed.take()
+            with self._ended(confirmed):
                 found = await self._rows.claim_stale(self._sweep_age_s, SWEEP_BATCH, sorted(closed), confirmed, back)
         except Transient as fault:
             log.warning("outbox.database_unavailable", code=fault.code)
@@ -416,3 +412,7 @@ class Relay:
                 await self._rows.purge_handled(HANDLED_KEEP_S, HANDLED_BATCH)
             except Transient as fault:
                 log.warning("outbox.database_unavailable", code=fault.code)
+
+
+async def _raised(failed: asyncio.Future[None]) -> None:
+    await failed

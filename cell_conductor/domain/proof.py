@@ -133,7 +133,12 @@ def is_unsure(record: InstanceFacts, attempt: int, host_uuid: str) -> bool:
 
 def rescan_id(record: InstanceFacts) -> str:
     """The id of the rescan to request while the record is as it is now: a scan that names it began no earlier."""
-    return str(uuid5(_RESCANS, f"{record.uuid} {record.attempt} {in_text(record.phase)} {record.since!r}"))
+    return rescan_of(record.uuid, record.attempt, in_text(record.phase), record.since)
+
+
+def rescan_of(*facts: object) -> str:
+    """The id of a rescan that is requested because of these facts, as long as they hold."""
+    return str(uuid5(_RESCANS, " ".join(map(str, facts))))
 
 
 def is_later(event: HostMissing | HostRuns, record: InstanceFacts) -> bool:

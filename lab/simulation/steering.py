@@ -1,7 +1,7 @@
 """Runs steered to what no run has seen yet (lab/simulation/pairs.py).
 
-Acts (a delete, a request, a loss, a fault) are added to the plan of a seed, each amid a stay of an instance in a state
-where that act was tried least often so far, and the plan runs again. It goes on from there if that saw a new pair.
+Acts (a delete, a request, a loss, a fault) are added to a plan, each amid a stay of an instance in a state where that
+act was tried least often so far, and the plan runs again.
 """
 
 from __future__ import annotations
@@ -37,29 +37,42 @@ class Steering:
     def __init__(self, first: int, kinds: Collection[Widening]) -> None:
         self.pairs: Counter[Pair] = Counter()
         self._kinds = kinds
-        self._tried: Counter[Pair] = Counter()
+        self._tried: Counter[Pair] = Counter()  # (state, act)
+        self._runs_with: dict[str, tuple[Plan, Sequence[Stay]]] = {}  # the last run that saw each state
         self._rng = random.Random(f"berth.sim.steering {first}")
 
     def runs(self, seed: int, rounds: int) -> Iterator[tuple[Plan, Result]]:
-        """The plan of a seed, and so many plans that were steered from it on."""
-        plan = plan_of(seed, self._kinds)
-        result = run(plan)
-        yield plan, result
-        self.pairs.update(result.seen.pairs)
-        for _ in range(rounds):
-            further = self._with_acts(plan, result.seen.stays)
-            then = run(further)
-            yield further, then
-            if then.seen.pairs.keys() - self.pairs.keys():
-                plan, result = further, then
-            self.pairs.update(then.seen.pairs)
+        """The plan of a seed, and so many plans that are steered from this or an earlier one."""
+        yield self._ran(plan_of(seed, self._kinds))
+        for _ in range(rounds if self._runs_with else 0):
+            yield self._ran(self._with_acts())
 
-    def _with_acts(self, plan: Plan, stays: Sequence[Stay]) -> Plan:
-        """Some more acts, each in one of these stays: those that were tried least often in such a state."""
-        acts = acts_in(plan)
+    def _ran(self, plan: Plan) -> tuple[Plan, Result]:
+        result = run(plan)
+        self.pairs.update(result.seen.pairs)
+        for stay in result.seen.stays:
+            self._runs_with[stay.state] = plan, result.seen.stays
+        return plan, result
+
+    def _with_acts(self) -> Plan:
+        """A plan with more acts: what was tried least often in any state, then the same of its later states."""
+        least = [
+            (self._tried[state, act], self._rng.random(), state)
+            for state, (plan, _) in self._runs_with.items()
+            for act in acts_in(plan)
+        ]
+        *_, first = min(least)
+        plan, stays = self._runs_with[first]
         by_state = {stay.state: stay for stay in sorted(stays, key=lambda _: self._rng.random())}
-        least = sorted((self._tried[state, act], self._rng.random(), state, act) for state in by_state for act in acts)
-        for *_, state, act in least[:ACTS]:
+        since = by_state[first].since
+        acts = acts_in(plan)
+        tries = sorted(
+            (state != first, self._tried[state, act], self._rng.random(), state, act)
+            for state, stay in by_state.items()
+            for act in acts
+            if stay.since >= since
+        )
+        for *_, state, act in (tries[0], *[one for one in tries if one[0]][: ACTS - 1]):
             self._tried[state, act] += 1
             plan = self._with_act(plan, by_state[state], acts[act])
         return plan

@@ -73,12 +73,11 @@ class Groups(Generic[Item, Result]):
             waiting=self._waiting.__len__,
             at_once=under_way,
             most=under_way + MAX_SLOW,
-            pause=self._gather if under_way == 1 else None,
+            pause_s=self._pause_s if under_way == 1 else lambda: 0.0,
+            enough=lambda: len(self._waiting) >= self._awaited[0],
             on_error=self._fail_waiting,
         )
-        self._gathering: tuple[int, asyncio.Future[None]] | None = (
-            None  # (the number of writes that are awaited, a future that is done when they are there)
-        )
+        self._paused = False  # before the next group
         self._skip = self._skipped = 0
 
     async def submit(self, item: Item) -> Result:
@@ -87,8 +86,6 @@ class Groups(Generic[Item, Result]):
             raise TooMany(f"{len(self._waiting)} writes are waiting")
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if self._gathering is not None and len(self._waiting) >= self._gathering[0]:
-            _done(self._gathering[1])
         self._groups.wake()
         return await future
 
@@ -110,6 +107,10 @@ class Groups(Generic[Item, Result]):
 
     def _next_group(self) -> list[tuple[Item, asyncio.Future[Result]]]:
         """Take the writes that have waited longest, within the bounds of a group."""
+        if self._paused:
+            in_vain = len(self._waiting) < self._awaited[0]
+            self._skip = min(2 * self._skip + 1, MAX_SKIPPED) if in_vain else 0
+            self._paused, self._skipped = False, 0
         group: list[tuple[Item, asyncio.Future[Result]]] = []
         entries = 0
         while self._waiting and len(group) < self._group_max:
@@ -119,25 +120,16 @@ class Groups(Generic[Item, Result]):
             group.append(self._waiting.popleft())
         return group
 
-    async def _gather(self) -> None:
-        """Wait for as many items as the last group had, for at most GATHER_S, unless recent waits were in vain."""
-        loop = asyncio.get_running_loop()
-        wanted, until = self._awaited
-        if len(self._waiting) >= wanted or loop.time() >= until:
-            return
+    def _pause_s(self) -> float:
+        """How long to wait for as many items as the last group had: GATHER_S, unless recent waits were in vain."""
+        left_s = self._awaited[1] - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return 0.0
         if self._skipped < self._skip:
             self._skipped += 1
-            return
-        here: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_at(until, _done, here)
-        self._gathering = (wanted, here)
-        try:
-            await here
-        finally:
-            self._gathering = None
-            timer.cancel()
-        self._skipped = 0
-        self._skip = 0 if len(self._waiting) >= wanted else min(2 * self._skip + 1, MAX_SKIPPED)
+            return 0.0
+        self._paused = True
+        return left_s
 
     async def _run(self, group: Sequence[tuple[Item, asyncio.Future[Result]]]) -> None:
         try:
@@ -174,8 +166,3 @@ def _fail(group: Sequence[tuple[Item, asyncio.Future[Result]]], error: Exception
     for _, future in group:
         if not future.done():
             future.set_exception(error)
-
-
-def _done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -49,6 +49,7 @@ class World:
         self.batches: list[Batch] = []
         self.at_once, self.most = at_once, most
         self.go_on = asyncio.Event()
+        self.is_enough = False
         self.idle = 0
         self.closed = False
         self.broken = ""  # what raises
@@ -60,7 +61,9 @@ class World:
             most=most,
             at_once=at_once,
             is_full=lambda: len(self.line) >= SIZE,
-            pause=self.pause if paused else None,
+            pause_s=self.pause_s if paused else lambda: 0.0,
+            enough=lambda: self.is_enough,
+            sleep=self.sleep,
             on_idle=self.on_idle,
             on_error=self.errors.append,
         )
@@ -71,10 +74,18 @@ class World:
     def under_way(self) -> list[Batch]:
         return [batch for batch in self.batches if not batch.fate]
 
-    async def pause(self) -> None:
-        await self.go_on.wait()
+    def pause_s(self) -> float:
         if self.broken == "pause":
             raise Broken
+        return 1.0
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds == 1.0
+        await self.go_on.wait()
+
+    @property
+    def is_pausing(self) -> bool:
+        return not (self.go_on.is_set() or self.is_enough)
 
     def on_idle(self) -> None:
         assert not self.under_way
@@ -110,7 +121,7 @@ class World:
         assert len(under_way) <= self.most
         assert all(batch.quick < self.at_once or batch.was_full for batch in self.batches), "it began too early"
         assert [item for batch in self.batches for item in batch.items] + list(self.line) == list(range(self.put))
-        may_begin = self.line and len(under_way) < self.most and not self.closed and self.go_on.is_set()
+        may_begin = self.line and len(under_way) < self.most and not self.closed and not self.is_pausing
         if may_begin:
             assert len(under_way) - slow >= self.at_once and len(self.line) < SIZE, "what may begin has begun"
 
@@ -125,7 +136,8 @@ class World:
         self.broken = broken
         self.arrive(SIZE)
         await self.turns()
-        if self.go_on.is_set() and len(self.under_way) < self.most and not self.closed:
+        raises = broken == "take" or not self.is_enough  # where there is no pause, nothing asks how long it is
+        if raises and not self.is_pausing and len(self.under_way) < self.most and not self.closed:
             assert len(self.errors) > seen, "it is told of the error"
         self.broken = ""
         self.gather.wake()
@@ -160,6 +172,8 @@ async def play(steps: Sequence[tuple[str, int]], at_once: int, extra: int, *, pa
             loop.now += SLOW_S
         elif step == "pause" and paused:
             (world.go_on.set if number % 2 else world.go_on.clear)()
+            world.is_enough = number > SIZE
+            world.gather.wake()
         elif step == "break":
             await world.breaks("pause" if number % 2 and paused else "take")
         elif step == "close":
