@@ -192,10 +192,16 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
 
 
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:
-    """The first record of a new request: accepted, or refused at once."""
+    """The first record of a new request: accepted, or refused at once.
+
+    Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
+    """
     request, refusal = pending.request, pending.refusal
     of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
-    requested = author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}")
+    requested = replace(
+        author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+        at=min(pending.requested_at, author.at),
+    )
     return NewBuild(
         request=request,
         digest=pending.digest,
