@@ -31,9 +31,9 @@ class Continue(Struct, frozen=True):
 class Answered(Struct, frozen=True, kw_only=True):
     """Nothing more is to be done for it.
 
-    label: for the metrics. ended: its record, if it has ended: the scheduler that wrote it may have died before it told
-    placement. event: published to the project, because no other event of this request will follow. withdrawn: a delete
-    has ended it, or will: its gang does not wait for it.
+    label: for the metrics. ended: its record, if that does not go on: another delivery may have claimed for it since it
+    ended. event: published to the project, because no other event of this request will follow. withdrawn: a delete has
+    ended it, or will: its gang does not wait for it.
     """
 
     outcome: Outcome

@@ -134,3 +134,11 @@ def test_a_repeated_request_changes_nothing_and_what_follows_from_its_record_is_
 def test_what_was_deleted_before_it_came_never_had_a_claim() -> None:
     admission = admit_known(taken(), status(BuildState.DELETED, b"", code=UNKNOWN))
     assert isinstance(admission.outcome, Done) and (admission.ended, admission.withdrawn) == (None, True)
+
+
+@pytest.mark.parametrize(("sent_at", "begins"), [(995.8, 995.8), (0.0, 1000.0), (1030.0, 1000.0)])
+def test_the_timeline_begins_when_the_request_was_sent(sent_at: float, begins: float) -> None:
+    """It hid how long the request had waited in its queue: 4.2 s of 20.8. A client's clock may be ahead."""
+    pending = taken(sent_at=sent_at)
+    (line,) = new_build(pending, Author("s", 1000.0)).timeline
+    assert (line.what, line.at) == ("requested", begins)
