@@ -40,8 +40,7 @@ class ConductorConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """
     report_grace_s: Seconds = 30.0
     """Seconds after an instance's last change during which a host's report does not count against it: a report that
-    differs from a younger record causes no new scan, because most of what it lacks is under way. Also how far the
-    clocks of a fenced host and of the conductors may be apart.
+    differs from a younger record causes no new scan, because most of what it lacks is under way.
     """
     report_interval_s: Seconds = 300.0
     """Seconds between two requests for reports from all hosts, which also report by themselves."""

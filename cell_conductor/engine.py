@@ -143,7 +143,6 @@ class Engine:
             answer_timeout_s=config.answer_timeout_s,
             destroy_retry_s=config.destroy_retry_s,
             destroy_retry_max_s=config.destroy_retry_max_s,
-            report_grace_s=config.report_grace_s,
             doubt_limit_s=config.doubt_limit_s,
             live_copy_mb_s=config.live_copy_mb_s,
         )

@@ -4,7 +4,7 @@ fences.
 Every conductor has all fences of its cell; they are few. The effects of a fence are recorded with the host's losses, in
 one transaction that holds the fence. The order to destroy a loss waits in the service's queue; a host that comes back
 and lists the loss is sent the order again, and a loss is deleted from the record when the host has destroyed it, or
-reports without it, long enough after. A fence is lifted when its host has no losses left.
+reports without it by a scan from after it. A fence is lifted when its host has no losses left.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class FenceKeeper:
         self._cell = cell
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
-        self._ordered: dict[tuple[str, str], float] = {}  # losses that were ordered to be destroyed again, and when
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
         self._still_running: dict[str, RunningAfterFence] = {}
         self._is_fresh = False
@@ -69,10 +68,7 @@ class FenceKeeper:
 
     @property
     def still_running(self) -> Mapping[str, RunningAfterFence]:
-        """By fenced host: the machines that the last scan from after the fence has found to run there.
-
-        The allowance for clocks that differ is `report_grace_s`.
-        """
+        """By fenced host: the machines that the last scan from after the fence has found to run there."""
         return self._still_running
 
     @property
@@ -249,13 +245,15 @@ class FenceKeeper:
         ]
         await self._delete_losses(gone)
 
-    async def without_losses(self, report: ComputeHosts, seen_at: float, deployment: str) -> ComputeHosts:
-        """A report without the machines that their hosts have lost: these are ordered to be destroyed.
+    async def without_losses(self, report: ComputeHosts, deployment: str) -> tuple[ComputeHosts, list[tuple[str, str]]]:
+        """A report without the machines that their hosts have lost: these are ordered to be destroyed; and (host,
+        rescan) of what a later scan has to show.
 
         The fence is the proof: no record has to explain them, and no breaker counts them.
         """
+        rescans: list[tuple[str, str]] = []
         if not any(host.uuid in self._fences for host in report.hosts):
-            return report
+            return report, rescans
         gone: list[Loss] = []
         hosts: list[HostReport] = []
         for host in report.hosts:
@@ -272,39 +270,27 @@ class FenceKeeper:
                 self._listed_by.setdefault(loss.place, set()).add(report.service)
                 if not one.destroying:
                     await self._destroy(loss, report.service, deployment)
-            self._note_running(host.uuid, report.service, kept, seen_at, deployment)
+            if (rescan := self._fences[host.uuid].rescan) in report.rescans:
+                self._note_running(host.uuid, report.service, kept, deployment)
+            elif host.uuid in self._still_running or any(one.deployment == deployment for one in kept):
+                rescans.append((host.uuid, rescan))
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
-                if seen_at > loss.at + self._config.report_grace_s:
+                if loss.rescan in report.rescans:
                     gone.append(loss)
-                elif report.service == loss.service:
-                    await self._destroy_unlisted(loss, deployment)
+                elif self._clock.time() > loss.at + self._config.report_grace_s:
+                    rescans.append((host.uuid, loss.rescan))
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
-        return replace(report, hosts=tuple(hosts))
+        return replace(report, hosts=tuple(hosts)), rescans
 
-    def _note_running(
-        self, host_uuid: str, service: str, listed: Sequence[Running], seen_at: float, deployment: str
-    ) -> None:
-        if seen_at <= self._fences[host_uuid].at + self._config.report_grace_s:
-            return
+    def _note_running(self, host_uuid: str, service: str, listed: Sequence[Running], deployment: str) -> None:
         attempts = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        self._still_running[host_uuid] = RunningAfterFence(service, seen_at, attempts)
-
-    async def _destroy_unlisted(self, loss: Loss, deployment: str) -> None:
-        """Order it again, at most once in `report_grace_s`: the host lists it no more, but its clock may be behind.
-
-        The answer ends the loss whatever the clocks show, so only the service that lost it is ordered: another one that
-        reports the host would answer at once of a machine that it never had.
-        """
-        now = self._clock.monotonic()
-        if now >= self._ordered.get(loss.place, -math.inf) + self._config.report_grace_s:
-            self._ordered[loss.place] = now
-            await self._destroy(loss, loss.service, deployment)
+        self._still_running[host_uuid] = RunningAfterFence(service, self._fences[host_uuid].version, attempts)
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(
@@ -322,5 +308,4 @@ class FenceKeeper:
         await self._store.fences.delete_losses(losses)
         gone = {loss.place for loss in losses}
         self._losses = {place: loss for place, loss in self._losses.items() if place not in gone}
-        self._ordered = {place: at for place, at in self._ordered.items() if place in self._losses}
         self._listed_by = {place: names for place, names in self._listed_by.items() if place in self._losses}

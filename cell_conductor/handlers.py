@@ -291,17 +291,18 @@ class HostHandlers:
             if not isinstance(message, ComputeHosts):
                 continue
             if self._newest.is_newer(message):
-                await self._compare(message, message.seen_at or received.meta.sent_at)
+                await self._compare(message)
                 self._newest.note(message)
             elif message.epoch < (newest := self._newest.epoch(message.service)):
                 self._outdated(message.service, newest)
         return [Done()] * len(batch)
 
-    async def _compare(self, report: ComputeHosts, seen_at: float) -> None:
+    async def _compare(self, report: ComputeHosts) -> None:
         self._note_listed(report)
         report = await self._owners.answer(report)
+        rescans: list[tuple[str, str]] = []
         if self._fences is not None:
-            report = await self._fences.without_losses(report, seen_at, self._store.deployment)
+            report, rescans = await self._fences.without_losses(report, self._store.deployment)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
@@ -320,7 +321,7 @@ class HostHandlers:
         await self._reservations.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
-        await self._request_rescan(report, found.rescans)
+        await self._request_rescan(report, [*rescans, *found.rescans])
 
     def _may_have(self, service: str, host: str) -> bool:
         up = self._up()

@@ -133,6 +133,9 @@ def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, conf
     for consumer in _writers(api, handlers, config):
         service.add_consumer(consumer)
     service.add_consumer(
+        api.consumer("placement.releases", handlers.requests, max_batch=config.claim_batch, concurrency=1)
+    )
+    service.add_consumer(
         api.consumer("placement.reads", handlers.reads, max_batch=config.read_batch, concurrency=config.concurrency)
     )
 

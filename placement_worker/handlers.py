@@ -119,8 +119,8 @@ class PlacementHandlers:
         self._publish = publish
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
-        """Handle placement.requests: all claims, releases, reverts and swaps of the batch are one group in one
-        transaction, or several where they name very many providers.
+        """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
+        one group in one transaction, or several where they name very many providers.
         """
         items: list[ClaimItem] = [r.message for r in batch if isinstance(r.message, ClaimItem)]
         applied: list[ClaimReply] = []

@@ -111,6 +111,7 @@ def build(
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
+    _add_watch(parts, engine, links)
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     keeper = _add_cells(parts, registry, links)
@@ -331,13 +332,18 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
         rng=random.Random(f"evacuations {parts.env.process}"),
     )
     parts.service.add_task("evacuations", evacuations.run)
+
+
+def _add_watch(parts: SchedulerParts, engine: SchedulingEngine, links: CellLinks) -> None:
+    """The task that looks after requests without an event."""
     unanswered = UnansweredRequests(
         parts.store,
         links.buses,
         lambda: parts.selector.config,
-        clock=clock,
+        clock=parts.env.clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.move_query_s,
+        resume=engine.resume,
         process=parts.process,
     )
     parts.service.add_task("unanswered", unanswered.run)

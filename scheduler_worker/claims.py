@@ -5,8 +5,10 @@ Every method answers for each message, in order. A missing answer is a fault; it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.base import Message
@@ -16,30 +18,27 @@ from bus.contracts.placement import (
     Claim,
     ClaimAll,
     ClaimAllResult,
+    ClaimOption,
+    ClaimOutcome,
     ClaimResult,
     LocatePage,
     LocateRequest,
-    Release,
-    ReleaseResult,
 )
 from bus.faults import Fault, Transient
 from bus.port import BusError
-from scheduler_worker.domain.placement import PlacementUnavailable
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementUnavailable, unavailable_after
 
 Reply = TypeVar("Reply", bound=Message)
 
 
 class ClaimPort(Protocol):
-    """Claims and releases of instances. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
+    """Claims of instances, and reads of the book. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
 
     async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
         """Claim for many consumers at once, each claim by itself. A repeated claim has the same result."""
 
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         """Claim for all members of each gang or for none of them. A repeated claim has the same result."""
-
-    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        """Release what the consumers hold, and fence claims of that attempt that are still in flight."""
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """Return the hosts of server group members and of named instances, as of now."""
@@ -65,10 +64,6 @@ class BusClaims:
     async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
         """All in one round trip."""
         return await self._request(gangs, ClaimAllResult, [gang.claims[0].consumer for gang in gangs])
-
-    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        """All in one round trip."""
-        return await self._request(releases, ReleaseResult, [release.consumer for release in releases])
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         """All in one round trip."""
@@ -97,6 +92,61 @@ class BusClaims:
         except (BusError, Transient) as error:
             # No placement is running, or the bus is unavailable: the messages may or may not have been delivered.
             return [PlacementUnavailable(str(error)) for _ in messages]
+
+
+class HeldClaims:
+    """What instances hold already: the one proof that a build may end without its cell. One per scheduler process.
+
+    The record alone does not prove it: a database that was set back to before the dispatch has the build as not
+    dispatched, and its machine runs.
+    """
+
+    def __init__(self, claims: ClaimPort, cell_of_host: Callable[[str], str | None]) -> None:
+        """`cell_of_host(uuid)`: the cell that last announced a host."""
+        self._claims = claims
+        self._cell_of_host = cell_of_host
+
+    async def of(self, projects: Mapping[str, str]) -> dict[str, HeldAllocation]:
+        """What instances hold, and in which cell, if that is known. projects: {instance: project}. Raises
+        PlacementUnavailable when placement does not answer.
+        """
+        held: dict[str, HeldAllocation] = {}
+        for answer in await self._claims.holding(list(projects)) if projects else ():
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            if answer is not None:
+                announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
+                held[answer.consumer] = replace(answer, cell=answer.cell or next(announced, None))
+        return held
+
+    async def of_builds(self, projects: Mapping[str, str]) -> dict[str, HeldAllocation]:
+        """The same, of what was claimed for a build of its own project. Raises as `of`."""
+        held = await self.of(projects)
+        return {uuid: one for uuid, one in held.items() if one.attempt and one.project_id == projects[uuid]}
+
+    async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
+        """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
+        the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Raises
+        PlacementUnavailable when that is not known to have happened.
+        """
+        others = [one for one in held if one.run not in ("", runs[one.consumer]) and one.attempt == FIRST_ATTEMPT]
+        claims = [
+            Claim(
+                consumer=one.consumer,
+                attempt=one.attempt,
+                by=runs[one.consumer],
+                takes_over=one.run,
+                consumer_generation=one.consumer_generation,
+                options=(ClaimOption(allocations=one.holding, host=next(iter(one.hosts), None)),),
+                project_id=one.project_id,
+            )
+            for one in others
+        ]
+        for answer in await self._claims.submit(claims) if claims else ():
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            if answer.outcome is not ClaimOutcome.CLAIMED:
+                raise PlacementUnavailable("what the instance holds has changed meanwhile")
 
 
 async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildState, member_uuids
+from bus.contracts.cell import CellBuild
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
+from bus.faults import Forbidden, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
+from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort
+from scheduler_worker.claims import ClaimPort, HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import (
@@ -41,7 +44,7 @@ from scheduler_worker.domain.admission import (
     is_clash_of_first,
 )
 from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
-from scheduler_worker.domain.decision_messages import cell_build, to_clients
+from scheduler_worker.domain.decision_messages import build_query, cell_build
 from scheduler_worker.domain.decisions import (
     Circumstances,
     Conclusion,
@@ -49,15 +52,17 @@ from scheduler_worker.domain.decisions import (
     PlacedBuild,
     by_request,
     conclude_all,
+    ended_where_held,
     prepare,
     with_stages,
 )
 from scheduler_worker.domain.deletes import PendingDelete
-from scheduler_worker.domain.effects import effects
+from scheduler_worker.domain.effects import effects, releases_of
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, stamps_of
-from scheduler_worker.domain.placement import PlacementRequest, PlacementState, PlacementUnavailable
+from scheduler_worker.domain.pending import PendingBuild, accepted, new_build, pending_again, stamps_of
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementRequest, PlacementState, PlacementUnavailable
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.step import stranded
 from scheduler_worker.placing import Placer, ReplicaFollower
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
@@ -72,9 +77,8 @@ BUILDS_AT_ONCE = 64
 class RequestRecorder:
     """Puts build requests on record, a batch in one transaction. One per scheduler process."""
 
-    def __init__(self, store: SchedulerStore, deletes: Deletes, *, clock: Clock, process: str) -> None:
+    def __init__(self, store: SchedulerStore, *, clock: Clock, process: str) -> None:
         self._store = store
-        self._deletes = deletes
         self._clock = clock
         self._who = process
 
@@ -95,7 +99,6 @@ class RequestRecorder:
             metrics.count_requests("build", one.label)
         if any(isinstance(one.outcome, Done) for one in answered):
             await self._store.flush()  # the record acknowledges those, and nothing else is written
-        await self._deletes.release([one.ended for one in answered if one.ended is not None])
         return admissions
 
     async def _insert(
@@ -125,7 +128,10 @@ class RequestRecorder:
         ]
         for admission in admissions:
             if isinstance(admission, Answered) and admission.event is not None:
-                unit.emit(to_clients(admission.event))
+                unit.emit(admission.event)
+            if isinstance(admission, Answered) and admission.ended is not None:
+                for message in releases_of(admission.ended):
+                    unit.emit(message)
         return admissions
 
 
@@ -148,9 +154,10 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._deletes = Deletes(store, claims, selector.table.last_cell_of, clock=clock, process=self._who)
-        self._recorder = RequestRecorder(store, self._deletes, clock=clock, process=self._who)
-        self._placer = Placer(claims, selector, follower, clock=clock, rng=rng, config=config)
+        self._held = HeldClaims(claims, selector.table.last_cell_of)
+        self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
+        self._recorder = RequestRecorder(store, clock=clock, process=self._who)
+        self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
 
     async def process(
         self, builds: Sequence[PendingBuild], deletes: Sequence[PendingDelete]
@@ -169,7 +176,9 @@ class SchedulingEngine:
             to_place: list[PendingBuild] = []
             withdrawn = withdrawn_by_gang(builds, admissions, deleted)
             for taken, admission in zip(builds, admissions, strict=True):
-                pending = replace(taken, run=admission.run) if isinstance(admission, Continue) else taken
+                pending = taken
+                if isinstance(admission, Continue):
+                    pending = replace(taken, run=admission.run, attempt=FIRST_ATTEMPT)
                 if isinstance(admission, Answered):
                     outcomes[pending.position] = admission.outcome
                 elif pending.instance_uuid in deleted:
@@ -191,13 +200,44 @@ class SchedulingEngine:
             return list(requests)
         async with self._store.unit() as unit:
             known = await unit.read([one.instance_uuid for one in expired])
-        claimed = await self._deletes.may_have_claimed([one for one in expired if one.instance_uuid not in known])
+        claimed = await self._may_have_claimed([one for one in expired if one.instance_uuid not in known])
         return [
             admit_expired(one, may_be_begun=one.instance_uuid in known or one.instance_uuid in claimed)
             if one.delivery.is_expired
             else one
             for one in requests
         ]
+
+    async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
+        """The requests of these of which an instance holds what they may have claimed."""
+        looks = {uuid: one for one in builds for uuid in member_uuids(one.request)}
+        held = await self._held.of_builds({uuid: one.request.project_id for uuid, one in looks.items()})
+        return {looks[uuid].instance_uuid for uuid in held}
+
+    async def resume(self, instances: Mapping[str, int]) -> None:
+        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
+        by a record that the database has lost. A gang with all its members; one whose handling crashes ends.
+
+        instances: {instance: how often this was done before}. Raises Transient.
+        """
+        now = self._clock.time()
+        requests: dict[str, list[PendingBuild]] = {}
+        for new in await self._store.requests_of(list(instances)):
+            uuid = new.build.instance_uuid
+            key = uuid if new.gang is None else new.gang.uuid
+            members = requests.setdefault(key, [])
+            members.append(pending_again(new, len(members), tries=instances.get(uuid, 0), now=now))
+        for members in requests.values():
+            first = members[0]
+            if first.is_later_member:
+                continue  # the record that stands for its gang is purged: this one's is too, in a moment
+            try:
+                await self.process(members, ())
+            except (Transient, Forbidden, BusError):
+                raise
+            except Exception:  # any other: it would be taken up again and again
+                log.exception("scheduler.given_up_crashed", cause=first.instance_uuid)
+                await self.process([replace(one, delivery=one.delivery.crashed()) for one in members], ())
 
     async def _record(
         self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState], *, speculate: bool
@@ -239,6 +279,7 @@ class SchedulingEngine:
                     placing.append((pending, prepared))
                 else:
                     concluded.append((pending, prepared))
+        concluded = await self._ended_where_held(concluded)
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
         unavailable: PlacementUnavailable | None = None
@@ -253,6 +294,26 @@ class SchedulingEngine:
             # repeated ones.
             raise unavailable
         return outcomes
+
+    async def _ended_where_held(
+        self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
+    ) -> list[tuple[PendingBuild, Conclusion]]:
+        """The conclusions about builds that are not placed, where a claim is held. A message that was given up is no
+        proof of its publisher: it is the end of what it has put on record itself.
+        """
+        ended = {
+            one.instance_uuid: (one, end)
+            for one, end in concluded
+            if isinstance(end, DecidedBuild) and (one.attempt or one.delivery.why is None)
+        }
+        held = await self._held.of_builds({uuid: one.request.project_id for uuid, (one, _) in ended.items()})
+        await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
+        author = self._circumstances().author
+        queried: dict[str, Conclusion] = {}
+        for uuid, one in held.items():
+            pending, end = ended[uuid]
+            queried[uuid] = ended_where_held(pending, stranded(one, end.decision.build.reason), author)
+        return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
         """The decisions, the cell map and the messages to publish, in one transaction."""
@@ -282,38 +343,42 @@ class SchedulingEngine:
         with metrics.timed_stage("write", self._clock):
             written = await run_optimistic(lambda optimistic: self._store.unit(optimistic=optimistic), write_decisions)
         metrics.observe_decisions(stages)
-        metrics.count_ended(one.decision.build for one in scheduled if one.pending.instance_uuid in written)
-        await self._follow_up(scheduled, written)
-        return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
-
-    def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
-        claimed = one.claimed
-        command = (
-            None if claimed is None else cell_build(one.pending.request, claimed, now, stamps, self._selector.config)
-        )
-        return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
-
-    async def _follow_up(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
-        """Release the claims of builds that have ended: those that failed, and those that another scheduler, or a
-        delete, has ended meanwhile. Raises Transient: a record is gone, or placement did not answer.
-        """
         ended = [one.decision.build for one in scheduled if one.pending.instance_uuid in written]
+        metrics.count_ended(ended)
         for build in ended:
             if build.terminal:
                 uuid = build.instance_uuid
                 log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
+        await self._withdraw(scheduled, written)
+        return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
+
+    def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
+        request, config = one.pending.request, self._selector.config
+        command: CellBuild | CellBuildQuery | None = None
+        if one.claimed is not None:
+            command = cell_build(request, one.claimed, now, stamps, config)
+        elif not decided.build.terminal:
+            command = build_query(request, decided.build, now, config)
+        return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
+
+    async def _withdraw(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
+        """Release the claims for builds that another scheduler, or a delete, has ended meanwhile. By the run of this
+        decision: where the record has another, nothing was ever dispatched for this one. Raises Transient: a record is
+        gone.
+        """
         runs = {one.pending.instance_uuid: one.pending.run for one in scheduled}
         unwritten = [uuid for uuid in runs if uuid not in written]
-        if unwritten:
-            async with self._store.unit() as unit:
-                known = await unit.read(unwritten)
-            if len(known) < len(unwritten):
-                # The transaction of a record does not wait for the disk, and the database has crashed since: record and
-                # decide again.
-                raise Transient("a request is not on record any more", code="request.forgotten")
-            # By the run of this decision: where the record has another, nothing was ever dispatched for this one.
-            ended += [replace(known[uuid].build, run=runs[uuid]) for uuid in unwritten]
-        await self._deletes.release(ended)
+        if not unwritten:
+            return
+        async with self._store.unit() as unit:
+            known = await unit.read(unwritten)
+            for uuid, one in known.items():
+                for message in releases_of(replace(one.build, run=runs[uuid])):
+                    unit.emit(message)
+        if len(known) < len(unwritten):
+            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
+            # decide again.
+            raise Transient("a request is not on record any more", code="request.forgotten")
 
     def _circumstances(self) -> Circumstances:
         author = Author(self._who, self._clock.time())

@@ -4,8 +4,8 @@ Decide: one pass over the replica, without a message. Each choice is assumed the
 pass is made in parts, with a turn of the event loop after each.
 Claim: the claims of all requests travel together. The answers step each placement; a placement without a result is
 decided and claimed again, within the bounds of one delivery. A claim is idempotent by (instance, attempt 1, run).
-Its answer shows what an earlier run holds. Of a request that found no host, and so sent no claim, that is asked: the
-record of the earlier one may be lost, and not its claim.
+Held: of each request that ends without a host placement is asked what its instance holds; the record of an earlier one
+may be lost, and not its claim. What another run has claimed is taken over before a cell gets the build.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.contracts.book import HeldAllocation
 from bus.contracts.placement import Claim, ClaimAll, ClaimOutcome, ClaimResult
 from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
 from placement_worker.replica.request import QueryTooWide
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, claim_gangs
+from scheduler_worker.claims import ClaimPort, HeldClaims, claim_gangs
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import (
@@ -41,17 +40,19 @@ from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     Assume,
+    ClaimStranded,
     Forget,
     HostClaimed,
     PlacementRequest,
     PlacementResult,
     PlacementState,
     PlacementStep,
+    PlacementUnavailable,
     Settle,
     claim_of,
     initial_state,
     is_lost,
-    is_without_any_claim,
+    is_without_host,
     result_of,
     unavailable_after,
 )
@@ -79,6 +80,7 @@ class Placer:
     def __init__(
         self,
         claims: ClaimPort,
+        held: HeldClaims,
         selector: Selector,
         follower: ReplicaFollower,
         *,
@@ -87,6 +89,7 @@ class Placer:
         config: SchedulerConfig,
     ) -> None:
         self._claims = claims
+        self._held = held
         self._selector = selector
         self._follower = follower
         self._clock = clock
@@ -132,7 +135,7 @@ class Placer:
             return all(state.result is not None for state in states)
 
         await rounds.until(next_round)
-        return [result_of(state) for state in await self._recover_forgotten(states)]
+        return [result_of(state) for state in await self._recover(states)]
 
     async def _round(self, states: Sequence[PlacementState]) -> list[PlacementState]:
         """One round for all placements without a result: decide, claim them together, apply the answers."""
@@ -282,20 +285,27 @@ class Placer:
                 answered[uuid] = replace(state, spec=spec)
         return [answered.get(state.request.instance_uuid, state) for state in states]
 
-    async def _recover_forgotten(self, states: list[PlacementState]) -> list[PlacementState]:
-        """The claims of instances that no host has room for, and that run already: the record of their request is lost,
-        as after a restore. They may be why there is no room.
+    async def _recover(self, states: list[PlacementState]) -> list[PlacementState]:
+        """The claims that instances hold, where no claim of this pass was granted: by another scheduler, or for a
+        request whose record is lost, as after a restore. They may be why there is no room.
         """
-        ended = [one for one in states if is_without_any_claim(one)]
-        if not ended:
-            return states
-        answers = await self._claims.holding([one.request.instance_uuid for one in ended])
-        now, after = self._clock.time(), list[PlacementState]()
-        for state, held in zip(ended, answers, strict=True):
-            if isinstance(held, HeldAllocation):
-                stepped = found(state, held, self._selector, now=now)
-                self._carry_out(stepped)
-                after.append(stepped.state)
-            elif held is not None:
-                after.append(replace(state, result=unavailable_after(held)))
+        unsure = [one for one in states if is_without_host(one) or one.recovered is not None]
+        after: list[PlacementState] = []
+        try:
+            held = await self._held.of({one.request.instance_uuid: one.request.project_id for one in unsure})
+            for state in unsure:
+                if is_without_host(state) and (found_now := held.get(state.request.instance_uuid)) is not None:
+                    stepped = found(state, found_now, self._selector, now=self._clock.time())
+                    self._carry_out(stepped)
+                    after.append(stepped.state)
+                else:
+                    after.append(state)
+            owners = {
+                one.request.instance_uuid: one.run
+                for one in after
+                if isinstance(one.result, HostClaimed | ClaimStranded)
+            }
+            await self._held.take_over([held[uuid] for uuid in owners if uuid in held], owners)
+        except PlacementUnavailable as fault:
+            after = [replace(one, result=fault) for one in unsure]
         return merged(states, after)

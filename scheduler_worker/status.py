@@ -207,8 +207,9 @@ def _record(
 def _why_not_in_book(one: _Host, selector: Selector) -> str:
     if one.is_in_book or selector.table.live_service_of(one.uuid) is None:
         return ""
-    if others := selector.roots_named(one.name):
-        return f"the book has another host of this name: {', '.join(others)}"
+    namesakes = [uuid for uuid in selector.table.find(one.name) if selector.book.row_of(uuid) is not None]
+    if namesakes:
+        return f"the book has another host of this name: {', '.join(namesakes)}"
     return "its inventory has not come, or was refused"
 
 

@@ -1,6 +1,9 @@
-"""Queries cells about requests that have had no event for a long time. Any number of schedulers do so side by side.
+"""Looks after requests that have had no event for a long time. Any number of schedulers do so side by side.
 
-A request is a build, the delete of one, or a move. A cell that has lost it, or its end, answers with an end
+A request is a build, the delete of one, or a move. One that no cell has is scheduled again, as if its message came once
+more: a database that was set back may have it as accepted after the message was acknowledged.
+
+A cell that has lost it, or its end, answers with an end
 (`cell.build.query.v1`, `cell.move.query.v1`), or carries the delete out that it is commanded once more. One that does
 not answer is queried again, less and less often; the record of the request states it, and a metric counts them.
 
@@ -13,7 +16,7 @@ next pass the next one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -63,15 +66,19 @@ class UnansweredRequests:
         clock: Clock,
         rng: random.Random,
         after_s: float,
+        resume: Callable[[Mapping[str, int]], Awaitable[None]],
         process: str = "",
     ) -> None:
-        """`config()`: the settings and operators' objects that are in force now."""
+        """`config()`: the settings and operators' objects that are in force now. `resume(instances)`: schedules builds,
+        {instance: how often before}.
+        """
         self._store = store
         self._cells = cells
         self._config = config
         self._clock = clock
         self._rng = rng
         self._after_s = after_s
+        self._resume = resume
         self._who = process or "scheduler"
         self._watched: dict[Key, Watched] = {}
         self._examined = FROM_THE_FIRST  # the last build of the page before
@@ -95,8 +102,11 @@ class UnansweredRequests:
         self._watched = found.watched
         metrics.SILENT_MOVES.set(found.waiting)
         for is_move in (True, False):
-            if queries := [one for one in found.query if one.is_move is is_move]:
+            if queries := [one for one in found.query if one.cell and one.is_move is is_move]:
                 await self._send(queries, found)
+        await self._resume(
+            {one.instance_uuid: found.watched[one.key].queried - 1 for one in found.query if not one.cell}
+        )
         return found
 
     async def _open_moves(self) -> list[AwaitedRequest]:

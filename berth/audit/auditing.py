@@ -22,8 +22,9 @@ SELECT instance_uuid::text FROM build_requests WHERE NOT terminal OR state = 'de
 """
 # Of one that is deleted, its cell or the schedulers' record has proved that nothing of it is left.
 _ENDED = """
-SELECT instance_uuid::text, run FROM build_requests
-WHERE instance_uuid = ANY($1::uuid[]) AND state IN ('failed', 'refused') AND cell IS NULL
+SELECT b.instance_uuid::text
+FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
+WHERE b.state IN ('failed', 'refused') AND b.cell IS NULL AND (b.run <> held.run OR b.code = 'claim.stranded')
 """
 _CHANGED = "SELECT instance_uuid::text FROM instances WHERE under_way IS NOT NULL OR condition = 'moving'"
 # Requests of moves: of one that is under way, or awaits its confirm, the id is the consumer that holds its source.
@@ -68,7 +69,7 @@ async def read_facts(site: Site, unread: Collection[str] = ()) -> AuditFacts:
             held = dict(await connection.fetch(_HELD_BY_BUS))
         async with scheduler.raw() as connection:
             migrations = dict(await connection.fetch(_MIGRATIONS, list(facts.allocations)))
-            in_doubt = {uuid for uuid, run in await connection.fetch(_ENDED, list(held)) if held[uuid] != run}
+            in_doubt = {row[0] for row in await connection.fetch(_ENDED, list(held), list(held.values()))}
         zones = await _outside_zones(site, facts, scheduler, book)
         busy |= await _busy(scheduler) | facts.in_unread_cells()
         return AuditFacts(

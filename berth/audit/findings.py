@@ -184,7 +184,7 @@ def _holdings(
             continue
         providers = ", ".join(sorted(facts.allocations[consumer]))
         if consumer in audited.in_doubt:
-            reason = f"claim.in_doubt: its request has ended, and another run claimed, on {providers}"
+            reason = f"claim.in_doubt: its request has ended, and what was claimed may be in use, on {providers}"
             yield _finding(Kind.IN_DOUBT, consumer, reason)
             continue
         what = "of a move that is over" if consumer in audited.migrations else "of no instance"

@@ -28,7 +28,7 @@ from berth.commands.common import (
 from berth.render import printable
 from berth.settings import Settings
 from berth.site import Site, with_added_cells
-from bus.contracts.placement import Release
+from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnprepared
 from bus.persistence.database import Database
 from placement_worker.book import ResourceBook
@@ -49,8 +49,12 @@ MAX_PASSES = 50
 # Consumers that hold an allocation by the bus, have held it for a while, and are in no state that may hold anything, in
 # any cell.
 HOLDERS = """
-SELECT uuid::text, run FROM consumers
+SELECT uuid::text, attempt, run FROM consumers
 WHERE released_at IS NULL AND attempt > 0 AND updated_at < now() - make_interval(secs => $1) ORDER BY uuid
+"""
+HELD = """
+SELECT uuid::text, attempt, run FROM consumers c
+WHERE released_at IS NULL AND EXISTS (SELECT FROM allocations a WHERE a.consumer = c.uuid) ORDER BY uuid
 """
 OVER = {"deleted", "tombstone", "failed"}
 # An instance that became active a moment ago, by an adoption after a restore for example, may still get its claim.
@@ -61,12 +65,14 @@ FROM instances WHERE uuid = ANY($1::uuid[])
 """
 # Consumers that hold the source of a move, by its instance: while it awaits its confirm, perhaps for days.
 MIGRATIONS = "SELECT record #>> '{move,request_id}' FROM instances WHERE record #>> '{move,request_id}' = ANY($1)"
-# Also a claim of another run than that of the record which has ended (`berth audit`): it may be that of a running
-# instance whose record is lost, and no age shows that it is not.
+# Also a claim of another run than that of the record which has ended (`berth audit`), and one of a build that ended
+# because its claim was on a host of no known cell: it may be that of a running instance whose record is lost, and no
+# age shows that it is not.
 UNDER_WAY = """
 SELECT b.instance_uuid::text
 FROM build_requests b JOIN unnest($1::uuid[], $2::text[]) AS held (uuid, run) ON b.instance_uuid = held.uuid
-WHERE NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused') AND b.run <> held.run)
+WHERE NOT b.terminal OR (b.cell IS NULL AND b.state IN ('failed', 'refused')
+    AND (b.run <> held.run OR b.code = 'claim.stranded'))
 """
 
 
@@ -112,7 +118,7 @@ async def audited(
     grace_s: a younger one may still be on its way, and is left alone.
     """
 
-    async def lost(database: Database) -> tuple[list[str], list[str | Doubled]]:
+    async def lost(database: Database) -> tuple[list[Release], list[str | Doubled]]:
         return await (_lost(here, database, grace_s) if consumers is None else _unnamed(database, consumers))
 
     if consumers is None:
@@ -130,7 +136,7 @@ async def audited(
             wrong = await questions.findings(connection)
             over = await overcommit.beyond_capacity(connection)
     return {
-        "orphaned": orphans,
+        "orphaned": [each.consumer for each in orphans],
         "doubled": [each if isinstance(each, str) else each.line() for each in doubled],
         "unclaimed": [each.line() for each in bare],
         "unsound": wrong,
@@ -282,10 +288,12 @@ def _print_pass(as_json: bool, number: int, text: str, **fields: object) -> None
         print_line(f"pass {number}: {text}")
 
 
-async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[str], list[str | Doubled]]:
-    """(consumers that no worker knows as alive, those that also hold something of another host than their own)."""
+async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[Release], list[str | Doubled]]:
+    """(releases of consumers that no worker knows as alive, those that also hold something of another host than their
+    own). A release is of the attempt and the run that were read: what is claimed or taken over after that stays.
+    """
     async with database.raw() as connection:
-        runs = dict(await connection.fetch(HOLDERS, grace_s))
+        holding = [_release(*row) for row in await connection.fetch(HOLDERS, grace_s)]
         generations = await overcommit.generations(connection)  # first: a consumer that moves from now on is left alone
         held = await questions.allocations(connection)
         roots = dict(
@@ -294,10 +302,10 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[st
             )
         )
         sharing = await overcommit.sharers(connection)
-    if not runs:
+    if not holding:
         return [], []
-    holders = list(runs)
-    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders, list(runs.values())))
+    holders = [each.consumer for each in holding]
+    alive: set[str] = set(await _column(here, "scheduler", UNDER_WAY, holders, [each.by or "" for each in holding]))
     doubled: list[str | Doubled] = []
     for cell in here.cells:
         alive.update(await _column(here, f"cell_{cell}", MIGRATIONS, holders))
@@ -307,17 +315,22 @@ async def _lost(here: Site, database: Database, grace_s: float) -> tuple[list[st
             if settled and host is not None:
                 known = generations.get(uuid, 0)
                 doubled += overcommit.doubled(uuid, host, held.get(uuid, {}), roots, sharing, known)
-    return [uuid for uuid in holders if uuid not in alive], doubled
+    return [each for each in holding if each.consumer not in alive], doubled
 
 
-async def _unnamed(database: Database, path: Path) -> tuple[list[str], list[str | Doubled]]:
+async def _unnamed(database: Database, path: Path) -> tuple[list[Release], list[str | Doubled]]:
     """The same, by a list of all that may hold something."""
     # Before the list is read: a consumer that holds something was known by then.
     async with database.raw() as connection:
-        held = await questions.allocations(connection)
+        held = [_release(*row) for row in await connection.fetch(HELD)]
         doubled: list[str | Doubled] = [*await questions.doubled(connection)]
     alive = uuids_of(path)
-    return [uuid for uuid in held if uuid not in alive], doubled
+    return [each for each in held if each.consumer not in alive], doubled
+
+
+def _release(consumer: str, attempt: int, run: str) -> Release:
+    """The release of what a consumer holds by this attempt of this run (0, '': of no build)."""
+    return Release(consumer=consumer, attempt=attempt or None, by=run or None)
 
 
 def uuids_of(path: Path) -> frozenset[str]:
@@ -360,19 +373,28 @@ async def _column(here: Site, schema: str, statement: str, *arguments: object) -
 
 
 async def _repair(
-    store: ResourceBook, database: Database, orphans: Sequence[str], doubled: Sequence[str | Doubled], evict: bool
+    store: ResourceBook, database: Database, orphans: Sequence[Release], doubled: Sequence[str | Doubled], evict: bool
 ) -> list[str]:
-    for start in range(0, len(orphans), RELEASES_AT_ONCE):
-        await store.apply([Release(consumer=uuid) for uuid in orphans[start : start + RELEASES_AT_ONCE]])
+    done = await _released(store, orphans)
     async with database.raw() as connection:
         mended = await repair(connection)
     async with database.raw() as connection:
         mended += await overcommit.give_back(store, connection, [each for each in doubled if isinstance(each, Doubled)])
+        held = {row[0]: _release(*row) for row in await connection.fetch(HELD)}
         over = [each for each in await overcommit.beyond_capacity(connection) if not each.stranded] if evict else []
-    evicted = sorted({uuid for each in over for uuid, _ in each.newest})
-    for start in range(0, len(evicted), RELEASES_AT_ONCE):
-        await store.apply([Release(consumer=uuid) for uuid in evicted[start : start + RELEASES_AT_ONCE]])
-    return [f"{uuid}: released" for uuid in [*orphans, *evicted]] + mended
+    evicted = sorted({uuid for each in over for uuid, _ in each.newest} & held.keys())
+    return [*done, *await _released(store, [held[uuid] for uuid in evicted]), *mended]
+
+
+async def _released(store: ResourceBook, releases: Sequence[Release]) -> list[str]:
+    """Carry out releases; a line for each."""
+    lines: list[str] = []
+    for start in range(0, len(releases), RELEASES_AT_ONCE):
+        part = releases[start : start + RELEASES_AT_ONCE]
+        for one, reply in zip(part, await store.apply(part), strict=True):
+            outcome = reply.outcome if isinstance(reply, ReleaseResult) else "refused"
+            lines.append(f"{one.consumer}: {outcome if outcome == 'released' else f'left alone, {outcome}'}")
+    return lines
 
 
 def _print_found(found: dict[str, list[str]], as_json: bool) -> None:

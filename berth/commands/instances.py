@@ -61,7 +61,7 @@ ImageSha256 = Annotated[str | None, typer.Option("--image-sha256", help="Its SHA
 class BootOptions(Struct, frozen=True, kw_only=True):
     """The build requested, its placement, and the event to wait for."""
 
-    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth config` lists the flavors.")]
+    flavor: Annotated[str, typer.Option(help="The flavor to build; `berth flavors list` lists them.")]
     count: Annotated[int, typer.Option(min=1, max=MAX_COUNT, help="How many.")] = 1
     together: Annotated[
         bool, typer.Option("--together", help="One request for all of them: they start together or not at all.")

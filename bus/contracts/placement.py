@@ -232,6 +232,8 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     already holds an allocation is answered `claimed` with it; one with an older attempt is answered `consumer_changed`.
     by: the run that claims, which owns the allocation from then on. An allocation of another run is none of this
     claim's, whatever its attempt. Without it the owner stays whose it was.
+    takes_over: the run that owns the consumer's allocation now. If that is of this attempt, it is this claim's from
+    then on, as it stands: no later Release by that run gives it back.
     release_first: the consumer's allocation is released whether or not an option fits (one transaction).
     server_group: the consumer is a member from now on, for as long as it holds something; a hard rule is held to
     against all members of the group, those of the same transaction too.
@@ -248,6 +250,7 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     consumer: Uuid
     attempt: Annotated[int, Bound(ge=1, le=1_000_000)] = 1
     by: Word | None = None
+    takes_over: Word | None = None
     consumer_generation: Generation | None = None
     release_first: bool = False
     options: Annotated[tuple[ClaimOption, ...], Bound(max_length=16)]
@@ -343,6 +346,14 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     project_id: Word | None = None
     of_migration: bool = False
     by: Word | None = None
+
+
+class ReleaseRun(Release, frozen=True, kw_only=True, tag="placement.release_run.v1"):
+    """A Release that nobody waits for: of what a run has claimed, when its build has ended without a cell.
+
+    It is kept until placement has carried it out, however late: by then the name finds only its own claim, and the
+    fence refuses one that is still in flight.
+    """
 
 
 class ReleaseResult(Message, frozen=True, kw_only=True, tag="placement.release.result.v1"):

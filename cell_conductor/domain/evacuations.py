@@ -16,7 +16,7 @@ from bus.contracts.moves import MoveKind
 from .desires import EVACUATED, EVACUATED_IN_DOUBT, desire_of
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
-from .leases import LeaseState
+from .leases import Lease, LeaseState
 from .move_events import move_of
 from .steps import StepContext
 
@@ -51,7 +51,12 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
         if lease.state is LeaseState.STOPPED:
             # A service that was stopped on purpose is no proof: its machines go on.
             return NotProved(NOT_FENCED, "the service of its host was stopped, and its machines may run")
-    if not force and _still_runs(instance.uuid, attempt, context.still_running.get(where.host_uuid), fence, context):
+    found = context.still_running.get(where.host_uuid)
+    if (
+        not force
+        and found is not None
+        and _still_runs(found, fence, context.down.get(found.service), instance, attempt)
+    ):
         reason = (
             "its host has reported that it runs since the host was fenced: switch it off, and fence it once more when "
             "its compute service is down"
@@ -61,7 +66,7 @@ def why_not_evacuated(instance: Instance, context: StepContext, *, fenced: bool,
 
 
 def _still_runs(
-    uuid: str, attempt: int, found: RunningAfterFence | None, fence: Fence | None, context: StepContext
+    found: RunningAfterFence, fence: Fence | None, lease: Lease | None, instance: Instance, attempt: int
 ) -> bool:
     """Whether a report shows that the host's fence did not hold for this machine.
 
@@ -69,12 +74,11 @@ def _still_runs(
     that the host is off (its reason may have been corrected), nor does silence that came later (it may be cut off). A
     report that is newer than the fence counts in any case: a lease is renewed by heartbeats alone.
     """
-    if found is None or found.attempts.get(uuid) != attempt:
+    if found.attempts.get(instance.uuid) != attempt:
         return False
-    lease = context.down.get(found.service)
     if fence is None or fence.lifting or lease is None:
         return True
-    return lease.since > fence.at or found.at > fence.at + context.report_grace_s
+    return lease.since > fence.at or found.version == fence.version
 
 
 def misses_proof(before: Instance, after: Instance) -> bool:

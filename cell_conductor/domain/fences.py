@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from .instance import Instance
-from .proof import is_over
+from .proof import is_over, rescan_of
 
 FENCED = "host.fenced"  # the code of what ended because its host was fenced
 
@@ -24,6 +24,11 @@ class Fence(Struct, frozen=True, kw_only=True):
     reason: str = ""
     by: str = ""
     at: float = 0.0
+
+    @property
+    def rescan(self) -> str:
+        """Of the rescan that shows what runs there since the decision."""
+        return rescan_of("fence", self.host_uuid, self.version)
 
 
 class Loss(Struct, frozen=True, kw_only=True):
@@ -43,15 +48,20 @@ class Loss(Struct, frozen=True, kw_only=True):
         """(host, instance): there is at most one loss of these, the one with the highest attempt."""
         return self.host_uuid, self.instance_uuid
 
+    @property
+    def rescan(self) -> str:
+        """Of the rescan that shows whether its machine is still there."""
+        return rescan_of("loss", self.host_uuid, self.instance_uuid, self.attempt, self.at)
+
 
 class RunningAfterFence(Struct, frozen=True):
     """The machines that a service found running on a fenced host by a scan from after the fence: it did not hold.
 
-    at: of the scan, seconds since the epoch. attempts: {instance: attempt}.
+    version: of the decision that the scan is later than. attempts: {instance: attempt}.
     """
 
     service: str
-    at: float
+    version: int
     attempts: Mapping[str, int]
 
 

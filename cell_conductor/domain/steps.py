@@ -50,7 +50,6 @@ class StepContext(Struct, frozen=True, kw_only=True):
     destroy_retry_s: float = 30.0
     destroy_retry_max_s: float = 600.0
     doubt_limit_s: float = 3600.0
-    report_grace_s: float = 30.0
     live_copy_mb_s: float = 0.0
 
     def may_lack(self, at: float) -> bool:

@@ -9,9 +9,9 @@ from cell_conductor.domain.report import UnexplainedKind
 from lab.simulation.plan import Action
 from lab.simulation.widening import Widening
 from lab.simulation.world import World
-from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
+from scheduler_worker.domain.builds import OPEN, RecordedBuild
 from scheduler_worker.domain.decisions import INCOMPLETE, NO_HOST
-from scheduler_worker.domain.deletes import STRANDED
+from scheduler_worker.domain.placement import STRANDED
 
 
 def standing(world: World, build: RecordedBuild) -> str:
@@ -43,11 +43,11 @@ def forgotten_have_ends(world: World, stranded: Collection[str]) -> Iterator[str
     ended = {uuid for (uuid, _), event in world.listener.events.items() if event.terminal}
     for uuid in sorted({*world.taken_back, *world.listener.exempt}):
         build = world.builds.recorded.get(uuid)
-        if build is None or build.cell is None or uuid in stranded:
+        if build is None or uuid in stranded:
             continue
-        if build.state is BuildState.DELETING and _is_anothers(world, build.cell, uuid):
+        if build.state is BuildState.DELETING and build.cell is not None and _is_anothers(world, build.cell, uuid):
             continue
-        if build.state in IN_CELL:
+        if build.state in OPEN:
             yield f"one_terminal_event: {uuid} is {build.state} at the top"
         elif uuid not in ended:
             yield f"one_terminal_event: {uuid} is {build.state} at the top, and clients have had no end"

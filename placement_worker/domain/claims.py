@@ -204,7 +204,8 @@ def _claim_all(ledger: ClaimLedger, item: ClaimAll) -> ClaimVerdict:
 
 def _is_repeated(claim: Claim, known: ConsumerState) -> bool:
     """Whether what the consumer holds is this very claim's."""
-    return (known.attempt, known.project_id) == (claim.attempt, claim.project_id) and claim.by in (None, known.run)
+    is_owners = claim.by in (None, known.run) or claim.takes_over == known.run
+    return (known.attempt, known.project_id) == (claim.attempt, claim.project_id) and is_owners
 
 
 def _may_claim(known: ConsumerState | None, claim: Claim) -> bool:
@@ -233,6 +234,8 @@ def _changed(claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
 
 
 def _claimed_before(ledger: ClaimLedger, claim: Claim, known: ConsumerState) -> ClaimVerdict:
+    if claim.by is not None and claim.by != known.run:
+        ledger.write(claim.consumer, replace(known, run=claim.by))
     option = next((n for n, option in enumerate(claim.options) if option.allocations == known.holding), None)
     return ClaimVerdict(
         outcome=_CLAIMED,

@@ -186,12 +186,13 @@ _TREE_HELD = (
     .where(ids(allocations.c.provider_id), uuids(allocations.c.consumer))
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
+_MIGRATIONS = literal(sorted(MIGRATION_TYPES), ARRAY(Text))
 _HOLDING = (
     select(
         consumers.c.uuid,
         consumers.c.project_id,
         consumers.c.run,
-        case((consumers.c.consumer_type.in_(sorted(MIGRATION_TYPES)), 0), else_=consumers.c.attempt),
+        case((consumers.c.consumer_type == any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
         consumers.c.generation,
         func.array_agg(providers.c.uuid),
         func.array_agg(CLASSES.name),

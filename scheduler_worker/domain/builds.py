@@ -25,8 +25,9 @@ OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
-# A build in one of these states is in a cell, which has to announce its end, or that of its delete.
-IN_CELL = (BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
+# A build in one of these states has no end yet, or its delete has none: of an accepted one by the schedulers, of the
+# others by their cell.
+OPEN = (BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING, BuildState.DELETING)
 
 
 def is_search(query: BuildQuery) -> bool:
@@ -49,7 +50,8 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     """The part of a build's record that a cell's announcement is compared with.
 
     terminal: the request's one terminal event was announced. history: the attempts that its cell has reported. attempt:
-    that holds its claim, as its cell has announced it last (0: none was claimed for it). run: the name by which
+    that holds its claim, as its cell has announced it last; of one that ended without a cell, that a delivery
+    may have claimed (0: no claim was sent for it). run: the name by which
     schedulers claim and release for this record. An earlier record of the same request, which is lost, had another.
     """
 
@@ -93,13 +95,16 @@ class Gang(Struct, frozen=True, kw_only=True):
 
 
 class NewBuild(Struct, frozen=True, kw_only=True):
-    """A request to put on record. digest: of its whole content, which distinguishes a repeated request from a clash."""
+    """A request to put on record, or as it was put there. digest: of its whole content, which distinguishes a repeated
+    request from a clash. created_at: seconds since the epoch (0: now).
+    """
 
     request: BuildRequest
     digest: bytes
     build: RecordedBuild
     timeline: tuple[TimelineEntry, ...] = ()
     gang: Gang | None = None
+    created_at: float = 0.0
 
 
 class BuildDecision(Struct, frozen=True, kw_only=True):

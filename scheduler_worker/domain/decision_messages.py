@@ -1,4 +1,6 @@
-"""The command to the cell that a build is dispatched to, and events of requests that are not on record. Pure."""
+"""The command to the cell that a build is dispatched to, the query of it, and events of requests that are not on
+record. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +10,17 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.builds import OFF_RECORD
+from scheduler_worker.domain.builds import OFF_RECORD, RecordedBuild
 from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
-from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, HostClaimed
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not
 # the node's own), and the capabilities that Ironic gets as the instance's.
@@ -69,9 +70,15 @@ def cell_build(
     )
 
 
-def to_clients(event: BuildEvent) -> OutboxMessage:
-    """An event on the API bus."""
-    return OutboxMessage(API, event, event.instance_uuid)
+def build_query(request: BuildRequest, build: RecordedBuild, at: float, config: SchedulerConfig) -> CellBuildQuery:
+    """The query of its cell about a build that has had no event for long, or whose claim was found there."""
+    return CellBuildQuery(
+        spec=instance_spec(request, config),
+        attempt=build.attempt or FIRST_ATTEMPT,
+        build_timeout_s=request.build_timeout_s or config.build_timeout_s,
+        sequence=build.sequence,
+        requested_at=at,
+    )
 
 
 class _Named(Struct):

@@ -15,12 +15,13 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
-from scheduler_worker.domain.deletes import STRANDED
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
+    STRANDED,
     ClaimsContended,
     ClaimStranded,
     DecidedResult,
@@ -92,9 +93,17 @@ def prepare(
     return _decided_of(pending, unsatisfiable(pending.request, spec, hosts, author))
 
 
-def _decided_of(pending: PendingBuild, one: BuildDecision, claimed: HostClaimed | None = None) -> DecidedBuild:
-    """The decision about the record of this run."""
-    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run)), claimed)
+def _decided_of(pending: PendingBuild, one: BuildDecision, result: PlacementResult | None = None) -> DecidedBuild:
+    """The decision about the record of this run. A claim that was refused may be delivered to placement once more."""
+    claimed = result if isinstance(result, HostClaimed) else None
+    was_sent = result is not None and not isinstance(result, PlacementUnavailable) and result.claims
+    attempt = one.build.attempt or pending.attempt or (FIRST_ATTEMPT if was_sent else 0)
+    return DecidedBuild(pending, replace(one, build=replace(one.build, run=pending.run, attempt=attempt)), claimed)
+
+
+def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
+    """The decision about a build that is not placed, while a claim of it is held."""
+    return _decided_of(pending, _stranded(pending.request, held, author))
 
 
 def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
@@ -124,7 +133,7 @@ def conclude_all(
 def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
     """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry.
 
-    A member that its cell has claimed for has started with its gang before.
+    The cell of a member that has a claim and whose gang is short is queried: the member may have started before.
     """
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
@@ -135,8 +144,9 @@ def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> li
     concluded: list[tuple[PendingBuild, Conclusion]] = []
     for one in members:
         result = one.result
-        if gang is not None and is_short and isinstance(result, HostClaimed) and not result.held_by_cell:
-            result = GangIncomplete(gang, started, result.claims, result.lost)
+        if gang is not None and is_short and isinstance(result, HostClaimed):
+            why = GangIncomplete(gang, started, result.claims).reason
+            result = ClaimStranded(why, result.cell, result.selections[0].host_uuid, result.attempt, result.lost)
         concluded.append((one.pending, _decided(one, result, circumstances)))
     return concluded
 
@@ -153,7 +163,7 @@ def _decided(placed: PlacedBuild, result: PlacementResult, circumstances: Circum
     """The decision to write of a placement's result."""
     request, nearest = placed.request, circumstances.nearest
     decided = decision(request.request, request.spec, result, circumstances.author, nearest=nearest)
-    return _decided_of(placed.pending, decided, result if isinstance(result, HostClaimed) else None)
+    return _decided_of(placed.pending, decided, result)
 
 
 def decision(
@@ -180,13 +190,9 @@ def _decision(
             reason = f"{result.claims} claims in the last delivery alone were lost to others, after every retry"
             return _failed(request, CONTENDED, reason, author)
         case ClaimStranded():
-            return _failed(request, STRANDED, result.reason, author)
-        case GangIncomplete(gang=gang, placed=placed):
-            reason = (
-                f"{placed} of the {gang.size} members of gang {gang.uuid} had a host, and {gang.min_count} start "
-                "together or none; each other member has its own reason"
-            )
-            return _failed(request, INCOMPLETE, reason, author)
+            return _stranded(request, result, author)
+        case GangIncomplete():
+            return _failed(request, INCOMPLETE, result.reason, author)
 
 
 def retry_of(result: PlacementResult) -> Retry | None:
@@ -230,6 +236,26 @@ def _dispatched(request: BuildRequest, claimed: HostClaimed, author: Author) -> 
             author.entry("claimed", f"{main.host} after {claimed.claims} claim(s); alternates: {alternates}"),
             author.entry("dispatched", f"to cell {claimed.cell}"),
         ),
+    )
+
+
+def _stranded(request: BuildRequest, held: ClaimStranded, author: Author) -> BuildDecision:
+    """The build is given to the cell of its claim, which is queried: a machine of it is adopted, and without one the
+    cell ends it. While its cell is not known it fails, and its claim stays.
+    """
+    if held.cell is None:
+        return _failed(request, STRANDED, held.reason, author)
+    return BuildDecision(
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.SCHEDULED,
+            sequence=SCHEDULED,
+            attempt=held.attempt,
+            cell=held.cell,
+            host_uuid=held.host_uuid,
+        ),
+        timeline=(author.entry("queried", f"cell {held.cell}, where a claim is held: {held.reason}"),),
     )
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
@@ -28,10 +29,9 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.effects import effects
-from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
 UNKNOWN = "instance.unknown"
-STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, or of no known cell
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
 UNKNOWN_REASON = "there is no such instance in this project"
 UNKNOWN_FLAVOR = "unknown"
@@ -46,26 +46,16 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
-    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; ended: their records that have
-    ended by now; unknown: without a record, late; unbuilt: of builds that no cell has, which are planned once it is
-    known what their instances hold.
+    """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
+    late; unbuilt: of builds that no cell has, which are planned once it is known what their instances hold.
     """
 
     outcomes: dict[int, Outcome]
     accepted: set[str]
-    ended: list[RecordedBuild]
     updates: list[BuildUpdate]
     messages: list[OutboxMessage]
     unknown: list[PendingDelete]
     unbuilt: list[PendingDelete]
-
-
-class KeptAllocation(Struct, frozen=True):
-    """What an instance holds: by which run and attempt, and in which cell (None: it is not known)."""
-
-    run: str
-    attempt: int
-    cell: str | None
 
 
 def pending_delete(received: Received, delivery: RequestDelivery, position: int) -> PendingDelete:
@@ -78,13 +68,13 @@ def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
     author: Author,
-    kept: Mapping[str, KeptAllocation] | None = None,
+    held: Mapping[str, HeldAllocation] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
 
-    kept: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
+    held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
-    plan = DeletePlan(outcomes={}, accepted=set(), ended=[], updates=[], messages=[], unknown=[], unbuilt=[])
+    plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
@@ -99,31 +89,31 @@ def plan_deletes(
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
             plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
-        elif kept is None and build.cell is None and build.state is not BuildState.DELETED:
+        elif held is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
-                _delete(plan, build, author, (kept or {}).get(uuid))
+                _delete(plan, build, author, (held or {}).get(uuid))
             plan.accepted.add(uuid)
     return plan
 
 
-def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: KeptAllocation | None) -> None:
-    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. An allocation of
-    another run is not released: its record is lost, as after a restore, and the instance may run.
+def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
+    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. The cell of the
+    claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
     """
-    is_own = held is None or (held.run, held.attempt) == (build.run, FIRST_ATTEMPT)
-    cell = build.cell or (None if held is None or is_own else held.cell)
+    cell = build.cell or (None if held is None else held.cell)
     after, lines = build, tuple[TimelineEntry, ...]()
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         pass  # it was requested before
     elif cell is not None:
         after = replace(build, state=BuildState.DELETING, cell=cell)
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
-    elif is_own:
+    elif held is None:
         detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
-        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True)
+        attempt = FIRST_ATTEMPT if build.awaits_decision else 0  # a scheduler may be claiming for it
+        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=attempt)
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
@@ -136,7 +126,6 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: KeptAl
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
     plan.messages.extend(effects(build.state, after, author.at))
-    plan.ended.append(after)
 
 
 def _failed(build: RecordedBuild, why: Refusal) -> RecordedBuild:

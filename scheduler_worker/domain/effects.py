@@ -1,6 +1,7 @@
 """What follows from a build's record: the messages of a change to it, and what placement is told of it. Pure.
 
-The twin of the cell's `question_of`: nothing else decides whether the claim of a build is released.
+The twin of the cell's `question_of`: nothing else decides whether the claim of a build is released. The release is
+committed with what it follows from, is sent at least once, and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -10,25 +11,26 @@ from collections.abc import Sequence
 from bus.bus import API
 from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.cell import CellBuild, CellDelete
-from bus.contracts.placement import Release
+from bus.contracts.cell_queries import CellBuildQuery
+from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
 
 def effects(  # noqa: PLR0917  (hot, so no keywords)
     before: BuildState | None,
     after: RecordedBuild,
     at: float,
-    command: CellBuild | None = None,
+    command: CellBuild | CellBuildQuery | None = None,
     stamps: Stamps | None = None,
     funnel: Sequence[FunnelStep] = (),
 ) -> list[OutboxMessage]:
-    """The messages of a change to a record, which are published with it: to its cell, and to clients.
+    """The messages of a change to a record, which are published with it: to its cell, to clients, and to placement.
 
-    before: its state (None: it is new). command: of one that is dispatched. stamps, funnel: of its event. at: seconds
-    since the epoch.
+    before: its state (None: it is new). command: to its cell, of one that is scheduled. stamps, funnel: of its event.
+    at: seconds since the epoch.
     """
     uuid = after.instance_uuid
     if after.state is before:
@@ -57,16 +59,22 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
         stamps=stamps if after.terminal else None,
     )
     to_clients = OutboxMessage(API, event, uuid)
-    if command is None:
-        return [to_clients]
-    assert after.cell is not None, after
-    return [OutboxMessage(after.cell, command, uuid), to_clients]
+    if command is not None:
+        assert after.cell is not None, after
+        return [OutboxMessage(after.cell, command, uuid), to_clients]
+    if before is BuildState.ACCEPTED and after.attempt:
+        return [to_clients, *releases_of(after)]
+    return [to_clients]
 
 
-def release_of(build: RecordedBuild) -> Release | None:
-    """What placement is told of a record, as often as it is read: one that has ended and that no cell has holds
-    nothing, and no claim of its run is granted any more. None: it may hold something, or never did.
+def releases_of(build: RecordedBuild) -> list[OutboxMessage]:
+    """What placement is told of a record that another process may have claimed for, and of one that is read again: if
+    it has ended and no cell has it, no claim of its run is granted any more. Its instance held nothing when it ended,
+    so what it holds now was never dispatched.
     """
-    if build.state not in (BuildState.FAILED, BuildState.DELETED) or build.cell is not None or not build.run:
-        return None
-    return Release(consumer=build.instance_uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
+    is_over = build.state in (BuildState.FAILED, BuildState.DELETED) and build.cell is None
+    if not is_over or not build.run or build.code == STRANDED:
+        return []
+    uuid = build.instance_uuid
+    release = ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
+    return [OutboxMessage(API, release, uuid)]

@@ -23,7 +23,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.delivery import RETRIES, RequestDelivery
 from scheduler_worker.domain.placement import HostClaimed
 
 TOO_OLD = "request.too_old"
@@ -56,7 +56,8 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
 
     position: among those that are processed with it; of a request for several, each member has one. requested_at,
     taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
-    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild.
+    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier
+    delivery may have claimed for its record (0: the record is new).
     """
 
     position: int
@@ -68,6 +69,7 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     gang: Gang | None = None
     run: str = ""
+    attempt: int = 0
 
     @property
     def is_later_member(self) -> bool:
@@ -107,6 +109,20 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
         delivery=delivery,
         refusal=refusal,
         run=_run(meta.id or digest.hex(), now),
+    )
+
+
+def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on. tries: as often as this was done."""
+    return PendingBuild(
+        position=position,
+        request=new.request,
+        digest=new.digest,
+        requested_at=new.created_at,
+        taken_at=now,
+        delivery=RequestDelivery(attempt=tries, last=tries >= RETRIES),
+        gang=new.gang,
+        run=new.build.run,
     )
 
 
@@ -176,10 +192,16 @@ def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
 
 
 def new_build(pending: PendingBuild, author: Author) -> NewBuild:
-    """The first record of a new request: accepted, or refused at once."""
+    """The first record of a new request: accepted, or refused at once.
+
+    Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
+    """
     request, refusal = pending.request, pending.refusal
     of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
-    requested = author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}")
+    requested = replace(
+        author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+        at=min(pending.requested_at, author.at),
+    )
     return NewBuild(
         request=request,
         digest=pending.digest,

@@ -18,6 +18,7 @@ from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
 
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
+STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell
 FIRST_ATTEMPT = 1  # the scheduler's claim; the conductor's claims of alternates are the next
 
 # Outcomes after which the request claims again.
@@ -29,7 +30,8 @@ def is_lost(answer: ClaimResult | Fault) -> bool:
     return isinstance(answer, ClaimResult) and answer.outcome in LOST
 
 
-# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order.
+# --- results. Of each that leads to a decision, lost: the claims that got nothing before it, in order; claims: how many
+# were sent for it.
 
 
 class PlacementUnavailable(Transient):
@@ -64,11 +66,6 @@ class HostClaimed(Struct, frozen=True, kw_only=True):
     scores: tuple[HostScore, ...] = ()
     attempt: int = FIRST_ATTEMPT
 
-    @property
-    def held_by_cell(self) -> bool:
-        """Whether the cell has claimed it, which has had the build since an earlier run of the request."""
-        return self.attempt > FIRST_ATTEMPT
-
 
 class PlacementRefused(Struct, frozen=True):
     """Placement refused for good; the request must not be tried again. is_fenced: what was claimed for it has been
@@ -79,6 +76,7 @@ class PlacementRefused(Struct, frozen=True):
     reason: str
     lost: tuple[ClaimLoss, ...] = ()
     is_fenced: bool = False
+    claims: int = 0
 
 
 class ClaimsContended(Struct, frozen=True):
@@ -89,10 +87,17 @@ class ClaimsContended(Struct, frozen=True):
 
 
 class ClaimStranded(Struct, frozen=True):
-    """A claim is held, by this run or an earlier one, on a host that no compute service announces any more."""
+    """A claim is held, by this run or an earlier one, and its request is not placed there: no compute service announces
+    the host any more, or the request ends. Its machine may run. cell: that can be queried (None: it is not known).
+    host_uuid, attempt: of the claim.
+    """
 
     reason: str
+    cell: str | None = None
+    host_uuid: str | None = None
+    attempt: int = FIRST_ATTEMPT
     lost: tuple[ClaimLoss, ...] = ()
+    claims: int = 0
 
 
 class GangIncomplete(Struct, frozen=True):
@@ -104,6 +109,14 @@ class GangIncomplete(Struct, frozen=True):
     placed: int
     claims: int
     lost: tuple[ClaimLoss, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        return (
+            f"{self.placed} of the {self.gang.size} members of gang {self.gang.uuid} had a host, and"
+            f" {self.gang.min_count} start together or none; each other member has its own reason"
+        )
 
 
 DecidedResult = HostClaimed | NoValidHost | PlacementRefused | ClaimsContended | ClaimStranded | GangIncomplete
@@ -176,15 +189,17 @@ def initial_state(placement: PlacementRequest, selector: Selector) -> PlacementS
     )
 
 
-def is_without_any_claim(state: PlacementState) -> bool:
-    """Whether it ends without a host, and placement was sent no claim of it, whose answer shows what it holds."""
-    return isinstance(state.result, NoValidHost | GangIncomplete) and not state.claims
+def is_without_host(state: PlacementState) -> bool:
+    """Whether it ends without a host, as far as is known. Then what its instance holds counts: by another run, whose
+    record is lost, or by this one.
+    """
+    return not isinstance(state.result, HostClaimed | PlacementUnavailable)
 
 
 def result_of(state: PlacementState) -> PlacementResult:
     """The result after the last round, with the claims that got nothing before it."""
     result = state.result or ClaimsContended(state.claims)
-    return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost)
+    return result if isinstance(result, PlacementUnavailable) else replace(result, lost=state.lost, claims=state.claims)
 
 
 def claim_of(state: PlacementState, limits: Mapping[str, int]) -> Claim:

@@ -76,7 +76,16 @@ def found(state: PlacementState, held: HeldAllocation, selector: Selector, *, no
     """Apply what the instance holds already. now: wall clock."""
     if held.project_id != state.request.project_id or not held.attempt:
         return PlacementStep(replace(state, result=PlacementRefused(CONSUMER_CHANGED, ANOTHERS)))
-    return _recover(state, (), _Held(held.holding, held.consumer_generation, held.attempt), selector, now=now)
+    stepped = _recover(state, (), _Held(held.holding, held.consumer_generation, held.attempt), selector, now=now)
+    result = stepped.state.result
+    if isinstance(result, ClaimStranded):
+        return replace(stepped, state=replace(stepped.state, result=stranded(held, result.reason)))
+    return stepped
+
+
+def stranded(held: HeldAllocation, reason: str) -> ClaimStranded:
+    """The result of a request that is not placed where its claim is held."""
+    return ClaimStranded(reason, held.cell, next(iter(held.hosts), None), held.attempt)
 
 
 class _Held(Struct, frozen=True):

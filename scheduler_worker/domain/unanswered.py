@@ -1,4 +1,4 @@
-"""Which requests have had no event from their cells for too long, and what their cells are sent. Pure.
+"""Which requests have had no event for too long, and what their cells are sent. Pure.
 
 Times are one process's own (monotonic): clocks of different hosts do not decide how old an event is.
 """
@@ -14,12 +14,10 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.builds import IN_CELL, RecordedBuild
-from scheduler_worker.domain.decision_messages import instance_spec
-from scheduler_worker.domain.placement import FIRST_ATTEMPT
+from scheduler_worker.domain.builds import OPEN, RecordedBuild
+from scheduler_worker.domain.decision_messages import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import repeated
 
@@ -35,8 +33,8 @@ Key: TypeAlias = tuple[bool, str]
 
 
 class AwaitedRequest(Struct, frozen=True):
-    """A request that a cell has to end: a build, the delete of one, or a move. sequence: of its newest event; code: of
-    its record.
+    """A request without an end: a build, the delete of one, or a move. cell: that has to end it ("": none has it yet).
+    sequence: of its newest event; code: of its record.
     """
 
     request_id: str
@@ -58,11 +56,11 @@ class AwaitedRequest(Struct, frozen=True):
 
 
 def open_build(build: RecordedBuild) -> AwaitedRequest | None:
-    """The build, or its delete, if a cell has to end it. Its id is its instance's."""
-    if build.state not in IN_CELL or build.cell is None:
+    """The build, or its delete, if it has no end. Its id is its instance's."""
+    if build.state not in OPEN:
         return None
     kind = DELETE if build.state is BuildState.DELETING else BUILD
-    return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell, build.sequence, build.code)
+    return AwaitedRequest(build.instance_uuid, build.instance_uuid, kind, build.cell or "", build.sequence, build.code)
 
 
 def open_move(move: RecordedMove) -> AwaitedRequest | None:
@@ -128,7 +126,7 @@ def look(watched: dict[Key, Watched], requests: Iterable[AwaitedRequest], *, now
         due_s = now_s + _pause(queried, pause_s)
         after[one.key] = replace(before, due_s=due_s, queried=queried, unanswered=before.unanswered + 1)
         query.append(one)
-        if before.unanswered >= SILENT_AFTER and one.code not in (CELL_SILENT, CELL_UNKNOWN):
+        if one.cell and before.unanswered >= SILENT_AFTER and one.code not in (CELL_SILENT, CELL_UNKNOWN):
             silent.append(one)
     waiting = sum(one.unanswered >= SILENT_AFTER for one in after.values())
     return Watching(after, tuple(query), tuple(silent), waiting)
@@ -158,14 +156,7 @@ def messages_to_cell(
     if request.kind == DELETE:
         return (_delete(build, begun=True),)
     assert requested is not None
-    query = CellBuildQuery(
-        spec=instance_spec(requested, config),
-        attempt=build.attempt or FIRST_ATTEMPT,
-        build_timeout_s=requested.build_timeout_s or config.build_timeout_s,
-        sequence=build.sequence,
-        requested_at=at,
-    )
-    return (query,)
+    return (build_query(requested, build, at, config),)
 
 
 def _about_move(move: RecordedMove, build: RecordedBuild | None) -> tuple[Message, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -19,7 +20,9 @@ from bus.persistence.unit_of_work import published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
-    IN_CELL,
+    OPEN,
+    Gang,
+    NewBuild,
     RecordedBuild,
     is_search,
 )
@@ -183,7 +186,28 @@ class MemoryBuilds:
     def _is_open(self, build: RecordedBuild) -> bool:
         instance = self._table.instances.get(build.instance_uuid)
         waits = build.state is BuildState.DELETING and instance is not None and instance.under_way is not None
-        return build.state in IN_CELL and build.cell is not None and not waits
+        return build.state in OPEN and not waits
+
+    async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
+        """A scan."""
+        table = self._table
+        async with self._session.transaction():
+            gangs = {table.records[uuid].gang for uuid in instances if uuid in table.records}
+            members = [one for one in table.records.values() if _is_of(one, instances, gangs)]
+            members.sort(
+                key=lambda one: (one.gang or one.instance_uuid, one.instance_uuid != one.gang, one.instance_uuid)
+            )
+            sizes = Counter(one.gang for one in members)
+            return [
+                NewBuild(
+                    request=table.requests[one.instance_uuid],
+                    digest=table.digests[one.instance_uuid],
+                    build=table.recorded[one.instance_uuid],
+                    gang=Gang(uuid=one.gang, size=sizes[one.gang], min_count=one.gang_min) if one.gang else None,
+                    created_at=one.created_at,
+                )
+                for one in members
+            ]
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan."""
@@ -271,3 +295,7 @@ def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildReco
         return record
     flavor = instance.flavor or record.flavor
     return replace(record, flavor=flavor, condition=instance.condition.value, under_way=instance.under_way)
+
+
+def _is_of(one: BuildRecord, instances: Collection[str], gangs: Collection[str | None]) -> bool:
+    return one.instance_uuid in instances or (one.gang is not None and one.gang in gangs)

@@ -31,7 +31,7 @@ class Purged(Struct, frozen=True):
 
 
 class OpenBuilds(Struct, frozen=True):
-    """Builds that a cell has to end. last: when the last build that was examined was requested, and its instance, where
+    """Builds that have no end. last: when the last build that was examined was requested, and its instance, where
     the next page begins (None: there is none after it).
     """
 
@@ -180,11 +180,14 @@ class SchedulerStore(Protocol):
     async def open_builds(
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
     ) -> OpenBuilds:
-        """The builds among these that a cell has to end; and those of a page of all builds, in the order in which they
+        """The builds among these that have no end; and those of a page of all builds, in the order in which they
         were requested, that have not changed since that time. A delete is left out while a move of its instance is
         under way. limit: builds of the page, in whatever state.
         """
         ...
+
+    async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
+        """The requests of these builds and of the other members of their gangs; the first member of a gang first."""
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""

@@ -25,7 +25,7 @@ from bus.persistence.unit_of_work import Committed, published
 from bus.persistence.version_cache import VersionCache
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
-    IN_CELL,
+    OPEN,
     BuildDecision,
     BuildStatus,
     BuildUpdate,
@@ -112,17 +112,23 @@ ORDER BY request_id LIMIT $2
 # Along the index on created_at, as PURGE: an index on the state would make every write of a build dearer.
 OLD_BUILDS = """
 WITH page AS MATERIALIZED (
-    SELECT created_at, instance_uuid, state, cell, updated_at FROM build_requests
+    SELECT created_at, instance_uuid, state, updated_at FROM build_requests
     WHERE created_at >= $1 AND (created_at > $1 OR instance_uuid > $2) ORDER BY created_at, instance_uuid LIMIT $3)
 SELECT created_at, instance_uuid, (SELECT count(*) FROM page),
-    ARRAY(SELECT instance_uuid FROM page WHERE state = ANY($5::text[]) AND cell IS NOT NULL AND updated_at < $4)
+    ARRAY(SELECT instance_uuid FROM page WHERE state = ANY($5::text[]) AND updated_at < $4)
 FROM page ORDER BY created_at DESC, instance_uuid DESC LIMIT 1
 """
 OPEN_BUILDS = f"""
 SELECT {rows.BUILD} FROM build_requests b
-WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) AND cell IS NOT NULL AND NOT (state = 'deleting'
+WHERE instance_uuid = ANY($1::uuid[]) AND state = ANY($2::text[]) AND NOT (state = 'deleting'
     AND EXISTS (SELECT FROM instances i WHERE i.instance_uuid = b.instance_uuid AND i.under_way IS NOT NULL))
 ORDER BY instance_uuid
+"""
+REQUESTS_OF = f"""
+SELECT {rows.BUILD}, digest, request, gang, gang_min, created_at, count(*) OVER (PARTITION BY gang) AS size
+FROM build_requests WHERE instance_uuid = ANY($1::uuid[])
+   OR gang IN (SELECT gang FROM build_requests WHERE instance_uuid = ANY($1::uuid[]) AND gang IS NOT NULL)
+ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
 """
 IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
@@ -428,13 +434,18 @@ class PostgresBuilds:
         self, watched: Collection[str], after: tuple[float, str], unchanged_since: float, limit: int
     ) -> OpenBuilds:
         """Along the index on the time of the request."""
-        states = [state.value for state in IN_CELL]
+        states = [state.value for state in OPEN]
         async with self._database.raw() as connection:
             page = await connection.fetchrow(OLD_BUILDS, *after, limit, unchanged_since, states)
             uuids = {*watched, *(page[3] if page is not None else ())}
             found = await connection.fetch(OPEN_BUILDS, sorted(uuids), states) if uuids else ()
         last = (page[0], page[1]) if page is not None and page[2] == limit else None
         return OpenBuilds([rows.recorded(one) for one in found], last)
+
+    async def requests_of(self, instances: Sequence[str]) -> list[NewBuild]:
+        """By the primary key and the index on gangs."""
+        async with self._database.raw() as connection:
+            return [rows.new_build(row) for row in await connection.fetch(REQUESTS_OF, instances)]
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan: an index on a column that changes would make every write of a build dearer."""

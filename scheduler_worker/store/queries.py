@@ -7,7 +7,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, cast, func, literal, or_, select, tuple_, union_all
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    Select,
+    Text,
+    and_,
+    any_,
+    cast,
+    func,
+    literal,
+    or_,
+    select,
+    tuple_,
+    union_all,
+)
 from sqlalchemy.dialects.postgresql import JSON
 
 from bus.contracts.moves import MoveQuery
@@ -64,7 +78,8 @@ def log_of(query: ObjectLogQuery) -> Select[Any]:
 
 
 def _builds(*conditions: ColumnElement[bool]) -> Select[int]:
-    return select(literal(1)).where(build_requests.c.state.in_(BUILDS_WITH_A_MACHINE), *conditions)
+    has_machine = build_requests.c.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text)))
+    return select(literal(1)).where(has_machine, *conditions)
 
 
 def _count(found: Any) -> Select[int]:

@@ -11,7 +11,7 @@ import msgspec
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
 from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveState
 from bus.turns import InParts
-from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, NewBuild, RecordedBuild
+from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
 
 T = TypeVar("T")
@@ -188,6 +188,18 @@ def recorded(row: asyncpg.Record) -> RecordedBuild:
         reason=row["reason"],
         history=_histories.decode(row["history"]),
         run=row["run"],
+    )
+
+
+def new_build(row: asyncpg.Record) -> NewBuild:
+    """A row of BUILD with its request, as it was put on record. size: of its gang."""
+    gang = row["gang"]
+    return NewBuild(
+        request=build_request(row["request"]),
+        digest=row["digest"],
+        build=recorded(row),
+        gang=None if gang is None else Gang(uuid=gang, size=row["size"], min_count=row["gang_min"]),
+        created_at=row["created_at"],
     )
 
 

@@ -493,8 +493,7 @@ def link_of_up_logs_in(person: Person) -> None:
     address, _, token = person.link.partition("/login#")
     person.driver.get(f"{address}/fleet")
     expect("a token is asked for", "Log in" in person.text("h1"))
-    person.driver.get("about:blank")  # else only what is behind the # changes, and nothing is loaded
-    person.driver.get(person.link)
+    person.driver.get(person.link)  # in the tab that shows the page: only what is behind the # changes
     person.until("it is logged in", lambda: person.text("h1") == "Now")
     expect("the token is not in the address", token not in person.driver.current_url)
     person.driver.find_element(By.CSS_SELECTOR, "header form button").click()

@@ -56,6 +56,19 @@ async def test_a_claim_of_another_run_is_shown_what_is_held_and_gets_none_of_it(
     assert another.consumer_generation == 1 and await used(store) == at(0, 4)
 
 
+async def test_a_run_takes_over_what_a_run_that_it_names_has_claimed(store: ResourceBook) -> None:
+    """As after a restore, when the record of the other is lost; its Release may still be on its way."""
+    await claimed(store, build(0, 0, by=MINE))
+    (wrong,) = await claimed(store, build(0, 0, by=ANOTHER, takes_over="run-3"))
+    (later,) = await claimed(store, build(0, 0, by=ANOTHER, takes_over=MINE, attempt=2))
+    assert [wrong.outcome, later.outcome] == ["consumer_changed", "consumer_changed"]
+    (taken,) = await claimed(store, build(0, 0, by=ANOTHER, takes_over=MINE))
+    assert (taken.outcome, taken.consumer_generation, await used(store)) == ("claimed", 1, at(0, 4))
+    (held,) = await store.reads.holding([INSTANCE])
+    assert (held.run, held.attempt, held.holding) == (ANOTHER, 1, at(0, 4))
+    assert [await released(store, by) for by in (MINE, ANOTHER)] == ["consumer_changed", "released"]
+
+
 async def test_a_claim_of_the_cell_leaves_the_owner_whose_it_was(store: ResourceBook) -> None:
     await claimed(store, build(0, 0, by=MINE))
     (later,) = await claimed(store, build(0, 1, attempt=2, consumer_generation=1))

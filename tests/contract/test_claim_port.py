@@ -19,8 +19,6 @@ from bus.contracts.placement import (
     ClaimResult,
     LocatePage,
     LocateRequest,
-    Release,
-    ReleaseResult,
 )
 from bus.faults import Transient
 from bus.memory import MemoryBroker, MemoryTransport
@@ -132,19 +130,6 @@ async def test_a_gang_is_claimed_whole_or_not_at_all(rig: Rig) -> None:
     assert await rig.port.submit_gangs([]) == []
 
 
-async def test_a_release_gives_back_and_fences_its_attempt(rig: Rig) -> None:
-    assert await outcomes(rig.port, claim(VMS[0], 100)) == [ClaimOutcome.CLAIMED]
-    released = await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")])
-    assert [isinstance(one, ReleaseResult) for one in released] == [True]
-    late = await outcomes(rig.port, claim(VMS[0], 100), claim(VMS[1], 100))
-    assert late == [ClaimOutcome.CONSUMER_CHANGED, ClaimOutcome.CLAIMED]
-
-
-async def test_a_release_of_nothing_fences_too(rig: Rig) -> None:
-    await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")])
-    assert await outcomes(rig.port, claim(VMS[0])) == [ClaimOutcome.CONSUMER_CHANGED]
-
-
 async def test_instances_are_located_by_what_they_hold(rig: Rig) -> None:
     await rig.port.submit([claim(VMS[0])])
     requests = [LocateRequest(project_id=p, besides=VMS[2], consumers=(VMS[0], VMS[1])) for p in ("p", "q")]
@@ -158,7 +143,6 @@ async def test_without_an_answer_each_message_has_a_transient_fault(rig: Rig) ->
     answers = [
         *await rig.port.submit([claim(VMS[0]), claim(VMS[1])]),
         *await rig.port.submit_gangs([ClaimAll(claims=(claim(VMS[2]),))]),
-        *await rig.port.release([Release(consumer=VMS[0], attempt=1, project_id="p")]),
         *await rig.port.locate([LocateRequest(project_id="p", besides=VMS[2], consumers=(VMS[0],))]),
     ]
-    assert [isinstance(answer, Transient) for answer in answers] == [True] * 5
+    assert [isinstance(answer, Transient) for answer in answers] == [True] * 4

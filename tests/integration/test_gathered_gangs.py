@@ -6,6 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from berth.audit.gather import _gangs
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.persistence.database import Database
 from scheduler_worker.domain.builds import (
@@ -17,7 +18,7 @@ from scheduler_worker.domain.builds import (
     NewBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.deletes import KeptAllocation, PendingDelete, plan_deletes
+from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
 from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
@@ -54,7 +55,17 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
     async with store.unit() as unit:
         await unit.write_decisions([decided(uuid) for uuid in (SENT, FAILED, KEPT)], 2.0)
         builds = await unit.lock([KEPT, KEPT_DELETED, DELETED])
-        kept = dict.fromkeys((KEPT, KEPT_DELETED), KeptAllocation("another", 1, "c1"))
+        held = HeldAllocation(
+            consumer=KEPT,
+            project_id="p",
+            run="another",
+            attempt=1,
+            consumer_generation=1,
+            holding={},
+            hosts=(),
+            cell="c1",
+        )
+        kept = dict.fromkeys((KEPT, KEPT_DELETED), held)
         deletes = [
             PendingDelete(
                 position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=RequestDelivery()

@@ -7,12 +7,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from berth.audit.invariants import RunningFact
-from berth.audit.unclaimed import HostReports, catch_up, claim_again, find_unclaimed
+from berth.audit.unclaimed import HostReports, Unclaimed, catch_up, claim_again, find_unclaimed
+from berth.commands import book
 from berth.commands.book import audited
 from berth.settings import DatabaseSettings, Settings
 from berth.site import Site
@@ -349,3 +351,27 @@ async def test_what_became_active_a_moment_ago_is_not_called_doubled(restored: R
         young: {restored.hosts[0]: {"VCPU": 2}},
         old: {restored.hosts[1]: {"VCPU": 2}},
     }
+
+
+@pytest.mark.parametrize("is_taken", [True, False], ids=["taken over meanwhile", "orphaned"])
+async def test_a_repair_releases_only_the_claim_that_it_has_read(
+    restored: Restored, monkeypatch: pytest.MonkeyPatch, *, is_taken: bool
+) -> None:
+    """A client repeats its request while the audit reads. What runs was released without a name."""
+    for schema, migrations in (("scheduler", SCHEDULER_MIGRATIONS), ("cell_cell2", MIGRATIONS)):
+        database = Database(restored.url, schema, pool_size=1)
+        await database.open(migrations)
+        await database.close()
+    uuid, holds = new_uuid(restored.rng), {restored.hosts[0]: {"VCPU": 2}}
+    await restored.book.store.apply([claim(uuid, holds, by="lost")])
+    real = book.find_unclaimed
+
+    async def meanwhile(*arguments: Any) -> list[Unclaimed]:
+        if is_taken:
+            await restored.book.store.apply([claim(uuid, holds, by="repeated", takes_over="lost")])
+        return await real(*arguments)
+
+    monkeypatch.setattr(book, "find_unclaimed", meanwhile)
+    found = await audited(restored.site, repair=True, grace_s=0.0)
+    assert await restored.book.allocations() == ({uuid: holds} if is_taken else {})
+    assert found["repaired"] == [f"{uuid}: {'left alone, consumer_changed' if is_taken else 'released'}"]

@@ -14,8 +14,6 @@ from bus.contracts.placement import (
     ClaimResult,
     LocatePage,
     LocateRequest,
-    Release,
-    ReleaseResult,
 )
 from bus.faults import Fault, RequestRefused, RequestTimeout
 from placement_worker.book import ResourceBook
@@ -56,12 +54,6 @@ class BookClaims:
             return [RequestTimeout("unavailable") for _ in gangs]
         replies = await self.book.apply(list(gangs))
         return [reply for reply in replies if isinstance(reply, ClaimAllResult)]
-
-    async def release(self, releases: Sequence[Release]) -> list[ReleaseResult | Fault]:
-        if self.unavailable:
-            return [RequestTimeout("unavailable") for _ in releases]
-        replies = await self.book.apply(list(releases))
-        return [reply for reply in replies if isinstance(reply, ReleaseResult)]
 
     async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
         self.located += requests

@@ -29,12 +29,10 @@ from placement_worker.domain import claims
 from placement_worker.domain.report_group import ReportGroup
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from scheduler_worker import announcements, deletes
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.effects import release_of
+from scheduler_worker import announcements
 from tests.sim.mutants_of_disks import MUTANTS_OF_DISKS, UNPROVEN_OF_DISKS
 from tests.sim.mutants_of_hosts import MUTANTS_OF_HOSTS
-from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES
+from tests.sim.mutants_of_messages import MUTANTS_OF_MESSAGES, UNPROVEN_OF_MESSAGES, releases
 from tests.sim.mutants_of_peers import MUTANTS_OF_PEERS, UNPROVEN_OF_PEERS
 
 Mutant = Callable[[], AbstractContextManager[Any]]
@@ -219,10 +217,7 @@ def deadline_forgotten() -> AbstractContextManager[Any]:
 def delete_keeps_the_claim() -> AbstractContextManager[Any]:
     """A build that is deleted while it is scheduled is written off, and its claim is not released."""
 
-    def release(build: RecordedBuild) -> Release | None:
-        return None if build.state is BuildState.DELETED else release_of(build)
-
-    return patch.object(deletes, "release_of", release)
+    return releases(lambda build, sent: [] if build.state is BuildState.DELETED else sent)
 
 
 def handled_twice() -> AbstractContextManager[Any]:

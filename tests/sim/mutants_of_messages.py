@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -14,8 +14,9 @@ from bus.consuming.consumer import Consumer
 from bus.consuming.in_flight import InFlightDelivery
 from bus.consuming.outcome_handling import OutcomeHandler
 from bus.contracts.build import BuildState
-from bus.contracts.placement import ClaimOutcome, ClaimResult, Release
+from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
 from bus.port import BusUnavailable
 from bus.publishing import Waiter
@@ -24,10 +25,11 @@ from cell_conductor.domain.report import Newest
 from cell_conductor.engine import Engine
 from compute_sim.agent import Agent
 from placement_worker.domain import claims
-from scheduler_worker import deletes, placing
-from scheduler_worker.domain import step
+from scheduler_worker import engine as scheduling
+from scheduler_worker import placing
+from scheduler_worker.domain import effects, step
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.effects import release_of
+from scheduler_worker.domain.effects import releases_of
 from scheduler_worker.hosts_listener import HostsListener
 
 
@@ -77,13 +79,21 @@ def progress_lingers_for_ever() -> AbstractContextManager[Any]:
     return patch.object(Relay, "_end_lingering", end_lingering)
 
 
+@contextmanager
+def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxMessage]]) -> Iterator[None]:
+    """What placement is told of a record is changed."""
+
+    def changed(build: RecordedBuild) -> list[OutboxMessage]:
+        return change(build, releases_of(build))
+
+    with patch.object(effects, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
+        yield
+
+
 def failed_build_keeps_its_claim() -> AbstractContextManager[Any]:
     """A request that has failed releases nothing, though a claim of it may stand, or may still land."""
 
-    def release(build: RecordedBuild) -> Release | None:
-        return None if build.state is BuildState.FAILED else release_of(build)
-
-    return patch.object(deletes, "release_of", release)
+    return releases(lambda build, sent: [] if build.state is BuildState.FAILED else sent)
 
 
 def release_leaves_no_fence() -> AbstractContextManager[Any]:
@@ -158,13 +168,14 @@ def overtaken_write_given_up() -> AbstractContextManager[Any]:
     return patch.object(Engine, "_apply", once)
 
 
-MUTANTS_OF_MESSAGES = (progress_lingers_for_ever, failed_build_keeps_its_claim)
+MUTANTS_OF_MESSAGES = (progress_lingers_for_ever,)
 # Looked for in fewer than sixty seeds so far, or repaired by something else before any check could notice.
 UNPROVEN_OF_MESSAGES = (
     full_queue_forgets,
     retry_not_confirmed,
     parcel_acked_at_its_first,
     release_leaves_no_fence,
+    failed_build_keeps_its_claim,  # a claim that may stand is left to its cell; one that lands later: test_twins
     draining_acknowledges,
     destroys_given_up,
     whatever_is_held_is_what_was_claimed,

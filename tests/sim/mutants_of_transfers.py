@@ -167,6 +167,6 @@ FOUND_BY: dict[str, int] = {
     "kept_one_starts_when_time_is_over": 5,
     "kept_one_is_destroyed_too_early": 1,
     "allocation_is_released_before_the_machine_is_gone": 2,
-    "given_back_with_its_machine": 1,
-    "delete_does_not_go_back": 5,
+    "given_back_with_its_machine": 4,
+    "delete_does_not_go_back": 2,
 }

@@ -33,6 +33,7 @@ from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
 from compute_sim.config import ComputeConfig
 from tests.kit.forks import run_berth
+from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
@@ -65,18 +66,18 @@ class Whole:
         return await self.client.bus.request(requested, ObjectsChanged, timeout_s=WAIT_S)
 
     async def linked(self, state: LinkState) -> CellsPage:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                page = await self.client.bus.request(CellsQuery(), CellsPage, timeout_s=WAIT_S)
-                if [one.link for one in page.cells if one.name == "cell2"] == [state]:
-                    return page
+        async def reached() -> CellsPage | None:
+            page = await self.client.bus.request(CellsQuery(), CellsPage, timeout_s=WAIT_S)
+            return page if [one.link for one in page.cells if one.name == "cell2"] == [state] else None
+
+        return await until(reached, WAIT_S)
 
     async def hosts_known(self) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while not (
-                await self.client.bus.request(HostsQuery(cell="cell2", up=True), HostsPage, timeout_s=WAIT_S)
-            ).hosts:
-                pass
+        async def known() -> object:
+            query = HostsQuery(cell="cell2", up=True)
+            return (await self.client.bus.request(query, HostsPage, timeout_s=WAIT_S)).hosts
+
+        await until(known, WAIT_S)
 
     async def built(self) -> BuildRecord:
         request = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p")
@@ -92,6 +93,12 @@ class Whole:
         assert [(one.cell, one.state) for one in facts.instances] == [("cell2", "active")]
         assert facts.running is not None and len(facts.running) == 1
         assert not any((await audited(self.place, repair=True, grace_s=0.0)).values())
+
+    async def deleted(self, build: BuildRecord) -> None:
+        async def gone() -> bool:
+            return (await self.record(build.instance_uuid)).state == "deleted"
+
+        await until(gone, WAIT_S)
 
     async def record(self, uuid: str) -> BuildRecord:
         return (await self.client.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=WAIT_S)).builds[0]
@@ -148,9 +155,7 @@ async def test_a_cell_is_added_used_emptied_and_removed(whole: Whole) -> None:
     with pytest.raises(RequestRefused, match="1 instance,"):
         await whole.decide("cell2", state="removed", bus=bus)
     await whole.client.delete([build])
-    async with asyncio.timeout(WAIT_S):
-        while (await whole.record(build.instance_uuid)).state != "deleted":
-            pass
+    await whole.deleted(build)
     await whole.decide("cell2", state="removed", bus=bus)
     await whole.linked(LinkState.CLOSED)
     assert (await whole.built()).cell == "cell1"

@@ -367,10 +367,16 @@ document.addEventListener("DOMContentLoaded", () => {
   if (followed) followBuild(followed);
   // A link to the login page may carry the token behind the #, which no browser sends or logs.
   const login = document.querySelector("form.login");
-  if (login && location.hash.length > 1) {
+  const signIn = () => {
+    if (location.hash.length < 2) return;
     login.elements.token.value = decodeURIComponent(location.hash.slice(1));
     history.replaceState(null, "", location.pathname);
     login.submit();
+  };
+  if (login) {
+    signIn();
+    // The link opened in a tab that shows the page already changes what is behind the #, and loads nothing.
+    addEventListener("hashchange", signIn);
   }
   document.querySelectorAll("form.action").forEach(startAction);
   document.querySelectorAll("form.object").forEach(startObject);

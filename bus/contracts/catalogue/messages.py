@@ -165,13 +165,22 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.Release,
         owner="placement_worker",
-        publishers=("scheduler_worker", "cell_conductor"),
+        publishers=("cell_conductor",),
         where=Where.BOTH,
         exchange=COMMANDS,
         key="placement.release",
         reply=placement.ReleaseResult,
         persistent=False,
         idempotency="consumer and attempt",
+    ),
+    MessageRow(
+        message=placement.ReleaseRun,
+        owner="placement_worker",
+        publishers=("scheduler_worker",),
+        where=Where.API,
+        exchange=COMMANDS,
+        key="placement.release_run",
+        idempotency="consumer, attempt and run",
     ),
     MessageRow(
         message=placement.Revert,

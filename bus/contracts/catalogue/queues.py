@@ -136,6 +136,14 @@ QUEUES: tuple[QueueRow, ...] = (
         ttl_s=60.0,
     ),
     QueueRow(
+        name="placement.releases",
+        where=Where.API,
+        kind=QueueKind.DURABLE,
+        consumer="placement_worker",
+        bindings=((COMMANDS, "placement.release_run"),),
+        retry_s=RETRY_S,
+    ),
+    QueueRow(
         name="placement.reads",
         where=Where.API,
         kind=QueueKind.EXPIRING,

@@ -357,7 +357,7 @@ async def test_a_critical_node_takes_no_build_until_it_is_well(metal: Metal, wat
     metal.node["health"] = "Critical"
     await watched.until(lambda host: not host.enabled)
     assert (await watched.host()).disabled_reason == "health is Critical"
-    assert metal.first in watched.changed
+    await until(lambda: metal.first in watched.changed)
     assert await fault(watched.build("acme")) == (Reschedule, "node.unhealthy")
     metal.node["health"] = "OK"
     await watched.until(lambda host: host.enabled)

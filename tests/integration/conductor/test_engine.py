@@ -24,6 +24,7 @@ from bus.contracts.cell import (
 from bus.faults import Transient
 from cell_conductor.domain.events import DeleteRequested, InstanceEvent
 from cell_conductor.domain.instance import State
+from cell_conductor.domain.proof import rescan_id
 from cell_conductor.handlers import RequestHandlers, build_requested
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 
@@ -202,7 +203,8 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
     await cell.around.bus.publish_all([(quiet, ""), (doomed, "")])
     await cell.around.until(lambda: len(cell.around.spawns) == 2 and bool(cell.around.ends(doomed.spec.instance_uuid)))
     cell.around.running = {(cell.host(1), quiet.spec.instance_uuid): 1, (cell.host(1), orphan): 4}
-    cell.clock.offset += 40.0  # past the grace in which a report does not count against an instance
+    cell.clock.offset += 40.0
+    (lost,) = await cell.store.briefs([], [doomed.spec.instance_uuid])
     report = ComputeHosts(
         service="s1",
         cell=CELL,
@@ -220,6 +222,7 @@ async def test_reports_repair_lost_results_and_lost_machines_and_leave_what_no_r
             ),
             HostReport(uuid=cell.host(2), name="host-2", running=()),
         ),
+        rescans=(rescan_id(lost),),
     )
     await cell.around.bus.publish_all([(report, ""), (report, "")])
     failed = BuildState.FAILED

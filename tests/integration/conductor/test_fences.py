@@ -34,6 +34,7 @@ class FencedCell(Cell):
         await super().open(stack)
         self.published: list[HostFence] = []
         self.sequence = self.compared = 0
+        self.scans_are_old = False
         for consumer in self.consumers:
             await consumer.drain(WAIT_S)
         self.consumers.clear()
@@ -92,7 +93,11 @@ class FencedCell(Cell):
         await self.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
 
     async def report(self, n: int, *running: Running) -> None:
+        """By a scan that began after what is on record of the host by now."""
         self.sequence += 1
+        known = self.fences.known.get(self.host(n))
+        losses = await self.store.fences.losses()
+        rescans = [one.rescan for one in losses] + ([] if known is None else [known.rescan])
         host = HostReport(uuid=self.host(n), name=f"host-{n}", running=running)
         await self.around.bus.publish(
             ComputeHosts(
@@ -103,7 +108,7 @@ class FencedCell(Cell):
                 hosts=(host,),
                 complete=True,
                 first_sequence=self.sequence,
-                seen_at=self.clock.time(),
+                rescans=() if self.scans_are_old else tuple(rescans),
             )
         )
 
@@ -288,10 +293,11 @@ async def test_a_machine_that_a_returned_host_does_not_have_is_no_loss_after_a_w
     await cell.around.until(lambda: cell.around.ends(uuid)[-1] is BuildState.DELETED)
     await cell.fence(1, 2, lift=True)
     await cell.around.until(lambda: cell.states(2) == [FenceState.LIFTING])
-    await cell.report(1)  # made too soon after: it may be of before
+    cell.scans_are_old = True
+    await cell.report(1)
     await cell.settled_reports()
     assert [one.instance_uuid for one in await cell.store.fences.losses()] == [uuid]
-    cell.clock.offset += cell.config.report_grace_s + 1
+    cell.scans_are_old = False
     await cell.report(1)
     await cell.around.until(lambda: FenceState.LIFTED in cell.states(2))
 

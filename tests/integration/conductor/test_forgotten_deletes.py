@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
@@ -28,6 +28,10 @@ async def cell(postgres_url: str) -> AsyncIterator[Cell]:
         yield made
 
 
+async def none_is_accepted(instances: Mapping[str, int]) -> None:
+    assert not instances
+
+
 @asynccontextmanager
 async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[UnansweredRequests]:
     """The task of a scheduler that has the delete on record, and waits for its end."""
@@ -44,7 +48,9 @@ async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[Unanswer
     request = BuildRequest(instance_uuid=uuid, project_id="p", flavor="m1.small")
     async with store.unit() as unit:
         await unit.insert([NewBuild(request=request, digest=b"", build=record)], cell.clock.time())
-    yield UnansweredRequests(store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01)
+    yield UnansweredRequests(
+        store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01, resume=none_is_accepted
+    )
     publishing.cancel()
     await asyncio.gather(publishing, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""The claim of an expired request whose record was lost is released or built on, with a deadline or without."""
+"""The claim of an expired request whose record was lost is built on or left to its cell, with a deadline or without."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import asyncio
 import asyncpg
 import pytest
 
+from bus.contracts.cell import CellBuild
+from bus.contracts.cell_queries import CellBuildQuery
 from scheduler_worker.engine import SchedulingEngine
 from tests.integration.scheduler.test_given_up import BEGUN_S
 from tests.integration.scheduler.test_twins import Gate, forgotten
@@ -18,7 +20,7 @@ SOON_S = 8.0
 
 @pytest.mark.parametrize("has_deadline", [False, True])
 @pytest.mark.parametrize("is_forgotten", [False, True])
-async def test_what_an_expired_request_had_claimed_is_released_or_built(
+async def test_what_an_expired_request_had_claimed_is_built_or_left_to_its_cell(
     world: World, monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool, is_forgotten: bool
 ) -> None:
     await world.scheduler()
@@ -39,7 +41,9 @@ async def test_what_an_expired_request_had_claimed_is_released_or_built(
 
     async def cared_for() -> bool:
         return not await world.used() or any(
-            build.spec.instance_uuid == request.instance_uuid for _, build in world.builds
+            one.spec.instance_uuid == request.instance_uuid
+            for _, one in [*world.builds, *world.queries]
+            if isinstance(one, CellBuild | CellBuildQuery)
         )
 
     try:

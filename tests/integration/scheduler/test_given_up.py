@@ -8,23 +8,17 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from bus.bus import API
-from bus.consuming import in_flight
 from bus.consuming.dead_letters import list_dead
-from bus.consuming.in_flight import CLOCKS_APART_S
-from bus.consuming.outcome import Outcome
-from bus.contracts.base import Message, Refusal, encode
+from bus.contracts.base import Message, encode
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, routing_key
 from bus.faults import DatabaseUnavailable, RequestTimeout
-from bus.port import Outgoing, Transport
+from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission
-from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.decisions import DecidedBuild, given_up
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import PlacementState
@@ -183,11 +177,10 @@ async def test_a_request_that_a_scheduler_gave_up_ends_with_one_event(
 
 
 class Planted:
-    """A scheduler's steps, as those of a server that is away, and of a request that fails after its claim."""
+    """A scheduler's steps, as those of a server that is away."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
-        self._write, self._release = SchedulingEngine._write, Deletes.release
         self.begun = asyncio.Event()
         self.is_unavailable = True
 
@@ -202,27 +195,8 @@ class Planted:
 
         self._patch.setattr(owner, step, call)
 
-    def fails_without_release(self, error: Exception) -> None:
-        """Builds fail once they have claimed, and their release meets this error."""
 
-        async def fails(engine: SchedulingEngine, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
-            why, author = Refusal(code="planted", reason=""), engine._circumstances().author
-            ends = [(one.pending, given_up(one.pending.request, why, author)) for one in scheduled]
-            decided = [DecidedBuild(one, replace(end, build=replace(end.build, run=one.run))) for one, end in ends]
-            return await self._write(engine, decided)
-
-        async def unanswered(engine: Deletes, releases: Sequence[RecordedBuild]) -> None:
-            if releases and self.is_unavailable:
-                self.begun.set()
-                self.is_unavailable = isinstance(error, DatabaseUnavailable)  # any other is met once
-                raise error
-            await self._release(engine, releases)
-
-        self._patch.setattr(SchedulingEngine, "_write", fails)
-        self._patch.setattr(Deletes, "release", unanswered)
-
-
-@pytest.mark.parametrize("step", ["claim", "write", "release"])
+@pytest.mark.parametrize("step", ["claim", "write"])
 async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_waiting(
     world: World, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -231,21 +205,14 @@ async def test_a_request_on_record_goes_on_though_its_requester_has_stopped_wait
     await world.add_hosts("c1", 1)
     request: BuildRequest = world.request()
     planted = Planted(monkeypatch)
-    if step == "release":
-        planted.fails_without_release(DatabaseUnavailable("planted"))
-    else:
-        planted.unavailable(*((Placer, "place") if step == "claim" else (SchedulingEngine, "_write")))
+    planted.unavailable(*((Placer, "place") if step == "claim" else (SchedulingEngine, "_write")))
     asking = asyncio.create_task(world.buses[API].request(request, BuildAccepted, timeout_s=BEGUN_S))
     await planted.begun.wait()
     with pytest.raises(RequestTimeout):
         await asking
     planted.is_unavailable = False
-    if step != "release":
-        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-        assert len(await world.until(lambda: world.builds)) == 1
-        return
-    assert (await world.ended(request.instance_uuid, BuildState.FAILED)).code == "planted"
-    await world.holds_nothing()
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert len(await world.until(lambda: world.builds)) == 1
 
 
 async def test_a_repeat_of_a_request_whose_requester_has_stopped_waiting_is_built(world: World) -> None:
@@ -377,26 +344,6 @@ async def test_a_delete_that_ends_every_scheduler_is_refused_and_deletes_nothing
     assert not world.deletes
 
 
-@pytest.mark.parametrize("has_deadline", [False, True])
-async def test_what_a_request_had_claimed_before_it_expired_is_released(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, has_deadline: bool
-) -> None:
-    """Its scheduler put the failure on record and ended before the release; no other was there in time."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    with monkeypatch.context() as patched:
-        planted = Planted(patched)
-        planted.fails_without_release(DatabaseUnavailable("planted"))
-        await world.expires(request, patience_s=BEGUN_S if has_deadline else None, after_s=BEGUN_S)
-        await planted.begun.wait()
-        await world.kill("s1")
-        await world.eventually(lambda: world.brokers[API].queue("scheduler.given_up").next_number)
-    await world.scheduler("s2")
-    await world.until_expired_are_handled()
-    await world.holds_nothing()
-
-
 async def test_a_build_that_comes_on_record_after_its_request_expired_goes_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,29 +397,6 @@ async def test_a_delete_that_expired_with_its_deadline_is_not_refused(world: Wor
     await world.until_expired_are_handled()
     assert set(world.states(request.instance_uuid)) <= {"accepted", "scheduled"}
     assert not world.deletes
-
-
-@pytest.mark.parametrize("ahead_s", [0.0, 2 * CLOCKS_APART_S])
-async def test_what_a_given_up_request_has_claimed_is_released_whatever_its_clients_clock(
-    world: World, monkeypatch: pytest.MonkeyPatch, ahead_s: float
-) -> None:
-    """Its handler crashed between the record of its failure and the release."""
-    await world.scheduler()
-    await world.add_hosts("c1", 1)
-    request: BuildRequest = world.request()
-    Planted(monkeypatch).fails_without_release(RuntimeError("planted"))
-    sent_at = world.clock.time() - CLOCKS_APART_S - 1.0 + ahead_s
-    monkeypatch.setattr(in_flight, "CLOCKS_APART_S", 0.0)
-    await world.buses[API].transport.publish(
-        Outgoing(
-            exchange=COMMANDS,
-            routing_key=routing_key(request),
-            body=encode(request),
-            headers={"berth-sent-at-ms": int(sent_at * 1000)},
-        )
-    )
-    assert (await world.ended(request.instance_uuid, BuildState.FAILED)).code == "planted"
-    await world.holds_nothing()
 
 
 async def test_a_delete_that_a_scheduler_gave_up_is_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from scheduler_worker import engine
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain import delivery
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.scheduler.world import PATIENCE_S, World
@@ -200,7 +199,7 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     await world.until(lambda: world.builds)
     await world.delete(request)
     await world.until(lambda: world.deletes)
-    done = Gate(monkeypatch, Deletes, "release")
+    done = Gate(monkeypatch, engine.SchedulingEngine, "_withdraw")
     done.open.set()
     writing.open.set()
     await done.wait()
@@ -208,9 +207,10 @@ async def test_a_slow_copy_does_not_free_what_the_other_one_has_dispatched(
     assert list(await world.used()) == [host]  # the cell frees it, once the host has destroyed what it builds
 
 
-async def test_a_claim_on_a_host_without_a_service_blocks_no_request_and_is_freed(
+async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_and_stays(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """No cell can be queried whether its machine runs: `berth audit` names it."""
     monkeypatch.setattr(delivery, "RETRIES", 1)
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
@@ -227,7 +227,7 @@ async def test_a_claim_on_a_host_without_a_service_blocks_no_request_and_is_free
     assert (await world.ended(healthy.instance_uuid, BuildState.SCHEDULED)).cell == "c2"
     failed = await world.ended(stranded.instance_uuid)
     assert (failed.state, failed.code) == (BuildState.FAILED, "claim.stranded")
-    await _until_used(world, {alive})
+    await _until_used(world, {alive, lost})
 
 
 async def test_a_build_deleted_under_the_uuid_of_a_foreign_consumer_frees_nothing_of_it(world: World) -> None:

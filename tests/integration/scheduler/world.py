@@ -326,6 +326,17 @@ class World:
         assert event is not None
         return event
 
+    async def queried(self, request: BuildRequest) -> str:
+        """The cell that is queried about this build, once it is."""
+
+        def found() -> str | None:
+            named = ((cell, one) for cell, one in self.queries if isinstance(one, CellBuildQuery))
+            return next((cell for cell, one in named if one.spec.instance_uuid == request.instance_uuid), None)
+
+        cell = await self.until(found)
+        assert cell is not None
+        return cell
+
     def states(self, uuid: str) -> list[str]:
         return [event.state.value for event in self.events if event.instance_uuid == uuid]
 

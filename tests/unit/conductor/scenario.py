@@ -14,7 +14,7 @@ from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
-PATIENCE = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0, report_grace_s=30.0)
+PATIENCE = StepContext(cell="c1", deployment=DEPLOYMENT, claim_retry_s=15.0, destroy_retry_s=30.0)
 UUID = "00000000-0000-4000-8000-000000000001"
 
 

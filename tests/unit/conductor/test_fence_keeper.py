@@ -90,15 +90,15 @@ class SentOrders:
         self.orders.append(message)
 
 
-async def test_a_loss_is_ordered_again_from_a_host_whose_clock_is_behind() -> None:
+async def test_a_loss_ends_by_a_scan_from_after_it_whatever_its_hosts_clock_reads() -> None:
     """Seed 93608: by the host's clock no report was later than the loss, so its fence was not lifted for minutes."""
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1, at=1_000.0))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
-    sent = keeper._bus = SentOrders()  # type: ignore[assignment]
-    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)])
+    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=1_000.0)
+    keeper.note_losses([loss])
     report = ComputeHosts(
         service="s",
         cell="c1",
@@ -107,18 +107,24 @@ async def test_a_loss_is_ordered_again_from_a_host_whose_clock_is_behind() -> No
         hosts=(HostReport(uuid=HOST, name="h1", running=()),),
         complete=True,
     )
-    await keeper.without_losses(replace(report, service="another"), 800.0, "d")
-    assert not sent.orders, "it never had the machine, and would answer at once"
-    for _ in range(2):
-        await keeper.without_losses(report, 800.0, "d")
-    (order,) = sent.orders
-    assert (order.instance_uuid, order.attempt, order.host_uuid) == (INSTANCE, 2, HOST)
-    destroyed = ComputeResult(
-        instance_uuid=INSTANCE, attempt=2, host_uuid=HOST, service="s", outcome=ComputeOutcome.DESTROYED, at=801.0
-    )
-    await keeper.on_results([destroyed])
-    await keeper.without_losses(report, 801.0, "d")
-    assert not keeper._losses and not keeper._ordered and len(sent.orders) == 1
+    _, rescans = await keeper.without_losses(report, "d")
+    assert rescans == [(HOST, loss.rescan)] and keeper._losses
+    _, rescans = await keeper.without_losses(replace(report, rescans=(loss.rescan,)), "d")
+    assert (rescans, keeper._losses) == ([], {})
+
+
+async def test_a_young_loss_causes_no_scan() -> None:
+    """The order that its host has to carry out first may be behind others."""
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    now = SystemClock().time()
+    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=now)])
+    host = HostReport(uuid=HOST, name="h1", running=())
+    report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
+    assert await keeper.without_losses(report, "d") == (report, [])
 
 
 async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
@@ -145,7 +151,7 @@ async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:
         sequence=1,
         hosts=(HostReport(uuid=HOST, name="h1", running=(runs,)),),
     )
-    await keeper.without_losses(report, 1_001.0, "d")
+    await keeper.without_losses(report, "d")
     assert [one.service for one in sent.orders] == ["another"]
     await keeper.on_results([replace(by_another, attempt=1)])
     assert keeper._losses
@@ -164,18 +170,19 @@ async def test_what_a_host_ran_after_its_fence_is_known_also_after_it_was_fenced
         await store.fences.put(Fence(host_uuid=HOST, host="h1", version=version, at=at))
         await keeper.load()
 
-    async def scanned(at: float, *running: Running) -> None:
+    async def scanned(*running: Running, later_than: int = 0) -> list[tuple[str, str]]:
         hosts = (HostReport(uuid=HOST, name="h1", running=running),)
-        report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True)
-        await keeper.without_losses(report, at, "d")
+        rescans = (Fence(host_uuid=HOST, host="h1", version=later_than).rescan,)
+        report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=hosts, complete=True, rescans=rescans)
+        return (await keeper.without_losses(report, "d"))[1]
 
     await fenced(1, 1_000.0)
-    await scanned(1_010.0, runs)
+    assert await scanned(runs) == [(HOST, keeper.known[HOST].rescan)]
     assert not keeper.still_running
-    await scanned(1_100.0, runs)
-    assert keeper.still_running[HOST] == RunningAfterFence("s", 1_100.0, {INSTANCE: 1})
+    assert await scanned(runs, later_than=1) == []
+    assert keeper.still_running[HOST] == RunningAfterFence("s", 1, {INSTANCE: 1})
     await fenced(2, 1_200.0)
-    await scanned(1_210.0)
-    assert keeper.still_running[HOST] == RunningAfterFence("s", 1_100.0, {INSTANCE: 1})
-    await scanned(1_300.0)
+    assert await scanned(later_than=1) == [(HOST, keeper.known[HOST].rescan)]
+    assert keeper.still_running[HOST] == RunningAfterFence("s", 1, {INSTANCE: 1})
+    assert await scanned(later_than=2) == []
     assert keeper.still_running[HOST].attempts == {}

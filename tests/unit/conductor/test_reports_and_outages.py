@@ -19,7 +19,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
     """It was noted as received before it was compared: the same report, handed in again, was outdated."""
     looks: list[int] = []
 
-    async def compare(self: HostHandlers, report: ComputeHosts, seen_at: float) -> None:
+    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
         looks.append(report.sequence)
         if len(looks) == 1:
             raise DatabaseUnavailable("it restarts")
@@ -40,7 +40,7 @@ async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again
 async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_outgrow() -> None:
     reported: list[tuple[str, int]] = []
 
-    async def compare(self: HostHandlers, report: ComputeHosts, seen_at: float) -> None:
+    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
         pass
 
     with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):

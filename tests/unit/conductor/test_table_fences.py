@@ -39,8 +39,8 @@ def fenced(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
 
 
-def found_running(attempt: int = 1, at: float = 200.0) -> RunningAfterFence:
-    return RunningAfterFence(active().here.service, at, {UUID: attempt})
+def found_running(attempt: int = 1, version: int = 1) -> RunningAfterFence:
+    return RunningAfterFence(active().here.service, version, {UUID: attempt})
 
 
 def fence(n: int, at: float = 300.0) -> e.HostFenced:
@@ -138,24 +138,24 @@ def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced(
 
 
 @pytest.mark.parametrize(
-    ("state", "down_since", "seen_at", "lifting", "code"),
+    ("state", "down_since", "version", "lifting", "code"),
     [
-        (LeaseState.SILENT, 250.0, 200.0, False, None),
-        (LeaseState.STOPPED, 250.0, 200.0, False, None),
-        (LeaseState.UP, 0.0, 200.0, False, STILL_RUNNING),  # the reason of the fence may have been corrected
-        (LeaseState.SILENT, 310.0, 200.0, False, STILL_RUNNING),  # its link broke later
-        (LeaseState.STOPPED, 310.0, 200.0, False, STILL_RUNNING),  # it is restarted
-        (LeaseState.SILENT, 250.0, 331.0, False, STILL_RUNNING),  # its link is back, and its next heartbeat not yet
-        (LeaseState.SILENT, 250.0, 200.0, True, STILL_RUNNING),  # it is to be used again: it is on
+        (LeaseState.SILENT, 250.0, 1, False, None),
+        (LeaseState.STOPPED, 250.0, 1, False, None),
+        (LeaseState.UP, 0.0, 1, False, STILL_RUNNING),  # the reason of the fence may have been corrected
+        (LeaseState.SILENT, 310.0, 1, False, STILL_RUNNING),  # its link broke later
+        (LeaseState.STOPPED, 310.0, 1, False, STILL_RUNNING),  # it is restarted
+        (LeaseState.SILENT, 250.0, 2, False, STILL_RUNNING),  # its link is back, and its next heartbeat not yet
+        (LeaseState.SILENT, 250.0, 1, True, STILL_RUNNING),  # it is to be used again: it is on
     ],
 )
 def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
-    state: LeaseState, down_since: float, seen_at: float, lifting: bool, code: str | None
+    state: LeaseState, down_since: float, version: int, lifting: bool, code: str | None
 ) -> None:
     """The service that reported was down when the host was fenced again."""
-    fences = {host(1): replace(fenced(1)[host(1)], at=300.0, lifting=lifting)}
+    fences = {host(1): replace(fenced(1)[host(1)], version=2, at=300.0, lifting=lifting)}
     lease = Lease(service="s1", epoch=1, state=state, since=down_since)
-    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(at=seen_at)})
+    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(version=version)})
     context = replace(context, down={} if state is LeaseState.UP else {"s1": lease})
     unproved = why_not_evacuated(active(), context, fenced=True, force=False)
     assert (None if unproved is None else unproved.code) == code

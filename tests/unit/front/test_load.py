@@ -16,6 +16,7 @@ from berth.client import Track
 from berth.commands.as_toml import as_toml
 from berth.commands.load import differing
 from berth.load import LoadPlan, LoadRun, PlanError, draw_requests, percentiles, run_load, sampler, sum_up
+from berth.load import run as run_module
 from berth.load.fleet import GPU_CLASS, HostKind, flavor_of, read_hosts, settings_like
 from berth.load.plan import arrivals, draw, parse_mix, parse_ramp, phase_boots, ramp_boots
 from berth.load.record import Operations, decode, encode
@@ -192,6 +193,13 @@ async def test_churn_deletes_what_became_active_and_times_it(client_world: Clien
     assert all(deletes.latency_s(row) is not None for row in range(len(deletes)))
 
 
+@pytest.fixture
+def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an interrupt and the end of a run wait for is waited for by the system's clock."""
+    monkeypatch.setattr(run_module, "INTERRUPT_GRACE_S", 0.05)
+
+
+@pytest.mark.usefixtures("no_grace")
 async def test_what_never_ends_is_lost_and_reported(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     plan = LoadPlan(boots=5, mix={"f": 1.0}, timeout_s=5.0)
@@ -203,6 +211,7 @@ async def test_what_never_ends_is_lost_and_reported(client_world: ClientWorld) -
     assert outcomes(run) == {"active": 2, "lost": 3}
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not_lost(
     client_world: ClientWorld,
 ) -> None:
@@ -217,6 +226,7 @@ async def test_what_a_scheduler_still_has_under_way_at_the_bound_is_late_and_not
     assert outcomes(run) == {"active": 2, "late": 1, "lost": 2}
 
 
+@pytest.mark.usefixtures("no_grace")
 async def test_interrupted_nothing_more_is_offered_and_nothing_counts_as_lost(client_world: ClientWorld) -> None:
     client_world.answer_at_once = False
     plan = LoadPlan(boots=500, mix={"f": 1.0}, concurrency=10, timeout_s=60.0)

@@ -282,7 +282,7 @@ def line(found: Comparison, what: str) -> Line:
 
 
 def test_a_run_that_is_slower_is_called_slower_and_the_faster_one_faster() -> None:
-    calm, slow = made_up(5_000, seed=1), made_up(5_000, seed=2, slower=1.3)
+    calm, slow = made_up(2_000, seed=1), made_up(2_000, seed=2, slower=1.3)
     found = compare(calm, slow, names=("calm", "slow"))
     for what in ("latency p50, ms", "latency p99, ms", "queued p50, ms", "announced p99, ms"):
         one = line(found, what)
@@ -336,7 +336,7 @@ def test_other_requests_are_named_first() -> None:
 
 
 def test_no_run_is_faster_at_requests_that_the_other_did_not_have() -> None:
-    calm, slow = made_up(5_000, seed=1), made_up(5_000, seed=2, slower=1.3)
+    calm, slow = made_up(2_000, seed=1), made_up(2_000, seed=2, slower=1.3)
     calm = replace(calm, settings=replace(calm.settings, rate_per_s=500.0))
     for found, word in ((compare(calm, slow), "higher"), (compare(slow, calm), "lower")):
         assert line(found, "latency p50, ms").word == word

@@ -124,7 +124,7 @@ def test_what_config_prints_is_a_settings_file(tmp_path: Path) -> None:
 plain = st.recursive(
     st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=12,
+    max_leaves=6,
 )
 
 
@@ -263,8 +263,9 @@ def raw_uses(handler: ast.ExceptHandler) -> Iterator[int]:
 def test_no_handler_shows_what_msgspec_printed() -> None:
     wrong = []
     for path in sorted(path for package in OURS for path in (ROOT / package).rglob("*.py")):
-        name = str(path.relative_to(ROOT))
-        for node in ast.walk(ast.parse(path.read_text())) if name not in PLACEMENTS_WORDS else ():
+        name, text = str(path.relative_to(ROOT)), path.read_text()
+        looked_at = name not in PLACEMENTS_WORDS and any(kind in text for kind in DECODING)
+        for node in ast.walk(ast.parse(text)) if looked_at else ():
             if isinstance(node, ast.ExceptHandler) and node.type is not None and node.name is not None:
                 caught = set(re.findall(r"\w+", ast.unparse(node.type)))
                 wrong += [f"{name}:{line}" for line in raw_uses(node) if caught & DECODING]

@@ -8,9 +8,10 @@ from msgspec.structs import replace
 from bus.bus import API
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellBuild, CellDelete, InstanceSpec, Selection
+from bus.contracts.placement import ReleaseRun
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.effects import effects, release_of
+from scheduler_worker.domain.effects import effects, releases_of
 
 UUID = "00000000-0000-4000-8000-000000000001"
 BUILD = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=1, run="mine")
@@ -29,8 +30,9 @@ def after(state: BuildState, cell: str | None = None) -> RecordedBuild:
     [
         (None, after(S.ACCEPTED), [API], [BuildEvent]),
         (None, after(S.REFUSED), [API], [BuildEvent]),
-        (S.ACCEPTED, after(S.FAILED), [API], [BuildEvent]),
-        (S.ACCEPTED, after(S.DELETED), [API], [BuildEvent]),
+        (S.ACCEPTED, after(S.FAILED), [API, API], [BuildEvent, ReleaseRun]),
+        (S.ACCEPTED, after(S.DELETED), [API, API], [BuildEvent, ReleaseRun]),
+        (S.ACCEPTED, replace(after(S.FAILED), attempt=0), [API], [BuildEvent]),  # nobody has claimed for it
         (S.FAILED, after(S.DELETED), [API], [BuildEvent]),
         (S.SCHEDULED, after(S.DELETING, "c1"), ["c1"], [CellDelete]),
         (S.DELETING, after(S.DELETING, "c1"), [], []),
@@ -77,10 +79,12 @@ def test_a_delete_shows_its_cell_whether_that_has_announced_the_build(before: Bu
         (after(S.DELETED, "c1"), False),
         (after(S.SCHEDULED, "c1"), False),
         (replace(after(S.DELETED), run=""), False),  # a delete came, and no build
+        (replace(after(S.FAILED), code="claim.stranded"), False),  # its machine may run, and its cell is not known
     ],
 )
 def test_what_has_ended_without_a_cell_is_released_by_its_run(record: RecordedBuild, is_released: bool) -> None:
-    release = release_of(record)
-    assert (release is not None) is is_released
-    if release is not None:
+    releases = [one.message for one in releases_of(record)]
+    assert len(releases) == is_released
+    for release in releases:
+        assert isinstance(release, ReleaseRun)
         assert (release.consumer, release.attempt, release.project_id, release.by) == (UUID, 1, "p", "mine")

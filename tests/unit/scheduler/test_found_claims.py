@@ -28,7 +28,14 @@ from tests.unit.scheduler.test_placing import CONFIG, RUN, Cluster, cluster, now
 __all__ = ["cluster"]  # a fixture
 
 
-def hold(cluster: Cluster, *requests: BuildRequest, on: int = 4, attempt: int = 1, run: str = "another") -> None:
+def hold(
+    cluster: Cluster,
+    *requests: BuildRequest,
+    on: int = 4,
+    attempt: int = 1,
+    run: str = "another",
+    cell: str | None = None,
+) -> None:
     """Their instances hold something on this host."""
     uuid = cluster.hosts.uuids[on] if on >= 0 else "gone"
     for one in requests:
@@ -40,6 +47,7 @@ def hold(cluster: Cluster, *requests: BuildRequest, on: int = 4, attempt: int = 
             consumer_generation=2,
             holding={uuid: {"VCPU": 1}},
             hosts=(uuid,),
+            cell=cell,
         )
 
 
@@ -52,7 +60,7 @@ async def test_members_of_a_gang_that_no_host_can_take_are_looked_up_before_they
     gang = Gang(uuid=first.instance_uuid, size=2, min_count=min_count)
     hold(cluster, first, second, attempt=2)
     placed = await cluster.placer.place([structs.replace(cluster.asking(one), gang=gang) for one in (first, second)])
-    found = [isinstance(one, HostClaimed) and one.held_by_cell for one in placed]
+    found = [isinstance(one, HostClaimed) and one.attempt > 1 for one in placed]
     if min_count == 2:
         assert found == [True, True], "the member that has room fails with its gang, and is looked for, too"
     assert found[0] and cluster.port.asked[0] == first.instance_uuid
@@ -67,7 +75,10 @@ async def test_what_no_host_can_take_is_looked_up_before_it_fails(cluster: Clust
     assert cluster.port.asked == [ruled_out.instance_uuid]
     hold(cluster, ruled_out, on=4 if is_announced else -1)
     (found,) = await cluster.place(ruled_out)
-    assert isinstance(found, HostClaimed if is_announced else ClaimStranded) and cluster.claims == []
+    assert isinstance(found, HostClaimed if is_announced else ClaimStranded)
+    taken = [(one.by, one.takes_over, one.attempt, one.options[0].allocations) for one in cluster.claims]
+    holding = cluster.port.held[ruled_out.instance_uuid].holding
+    assert taken == [(RUN, "another", 1, holding)], "a late Release of the other run releases nothing"
     hold(cluster, ruled_out, attempt=0)
     (foreign,) = await cluster.place(ruled_out)
     assert isinstance(foreign, PlacementRefused) and foreign.code == CONSUMER_CHANGED
@@ -115,3 +126,32 @@ async def test_a_member_whose_earlier_claim_has_the_last_host_is_recovered(polic
     (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed) and placed.selections[0].host == "h0"
     assert placed.selections[0].allocations == holding
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+async def test_whoever_has_claimed_and_ends_without_a_host_is_looked_up_too(cluster: Cluster, attempt: int) -> None:
+    """Another scheduler has claimed for it meanwhile. Only an end without any claim was looked up."""
+    request = cluster.hosts.request()
+    over = ClaimResult(outcome=ClaimOutcome.OVER_LIMIT, reason="VCPU")
+    hold(cluster, request, run=RUN, attempt=attempt)
+    cluster.answer = lambda _: over
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, HostClaimed) and placed.attempt == attempt
+
+
+async def test_what_is_held_on_a_host_that_nothing_announces_is_left_to_the_cell_that_the_book_knows(
+    cluster: Cluster,
+) -> None:
+    request = nowhere(cluster)
+    hold(cluster, request, on=-1, run=RUN, cell="c7")
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, ClaimStranded)
+    assert (placed.cell, placed.host_uuid, placed.attempt) == ("c7", "gone", 1) and cluster.claims == []
+
+
+async def test_what_cannot_be_taken_over_is_tried_again(cluster: Cluster) -> None:
+    request = nowhere(cluster)
+    hold(cluster, request)
+    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, PlacementUnavailable)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta, encode
-from bus.contracts.build import BuildRequest, FlavorCount, member_uuids
+from bus.contracts.build import BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -141,11 +141,9 @@ def test_what_one_member_means_for_the_others(
     assert tuple(plain) == after
 
 
-@pytest.mark.parametrize(("attempt", "started"), [(1, False), (2, True)])
-def test_a_member_that_its_cell_has_claimed_for_goes_to_its_cell_without_the_others(
-    attempt: int, *, started: bool
-) -> None:
-    """A restore: it failed with its gang, and its machine ran on with its allocation."""
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_the_cell_of_a_member_that_has_a_claim_is_queried_without_the_others(attempt: int) -> None:
+    """A restore: it failed with its gang, and its machine ran on, with its allocation or without."""
     there = replace(CLAIMED, attempt=attempt, selections=(SELECTION,))
     members = members_of(taken(replace(REQUEST, count=2, min_count=2)), start=1)
     requests = [PlacementRequest(request=one.request, spec=Hosts([]).spec(), gang=one.gang) for one in members]
@@ -156,7 +154,9 @@ def test_a_member_that_its_cell_has_claimed_for_goes_to_its_cell_without_the_oth
     around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
     (_, first), (_, second) = conclude(placed, around)
     assert isinstance(first, DecidedBuild) and isinstance(second, DecidedBuild)
-    assert (first.claimed is not None, second.claimed) == (started, None)
+    ends = [(one.decision.build.state, one.decision.build.cell, one.claimed) for one in (first, second)]
+    assert ends == [(BuildState.SCHEDULED, "c1", None), (BuildState.FAILED, None, None)]
+    assert first.decision.build.attempt == attempt
 
 
 def test_members_of_no_gang_mean_nothing_for_each_other() -> None:
@@ -193,3 +193,14 @@ def test_a_member_that_is_fenced_meanwhile_is_withdrawn_and_the_others_start_wit
     assert isinstance(left, GangIncomplete), "any other refusal leaves the gang short"
     gang = Gang(uuid=UUID_, size=3, min_count=3)
     assert needed(gang, [CLAIMED, CLAIMED, fenced]) == 2 and needed(gang, [fenced] * 3) == 1
+
+
+@pytest.mark.parametrize("claims", [0, 1])
+def test_a_build_fences_its_claims_if_one_was_sent(claims: int) -> None:
+    """One that was refused for a quota came to placement once more, and there was room (requests-forgotten, 9)."""
+    (pending,) = members_of(taken(REQUEST), start=0)
+    request = PlacementRequest(request=pending.request, spec=Hosts([]).spec())
+    over = PlacementRefused("quota.exceeded", "VCPU", claims=claims)
+    around = Circumstances(author=Author(who="s", at=1.0), nearest=3)
+    ((_, decided),) = conclude([PlacedBuild(pending, request, over)], around)
+    assert isinstance(decided, DecidedBuild) and decided.decision.build.attempt == claims

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bus.consuming.given_up import EXPIRED
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.faults import Transient
 from scheduler_worker.domain.admission import (
     Admission,
@@ -83,8 +83,9 @@ def test_other_content_under_a_known_instance_is_a_clash() -> None:
 
 def assert_clash(admission: Admission) -> None:
     """Requesters that wait for a reply and listeners to events receive it, and it overtakes nothing."""
-    outcome, event = admission.outcome, admission.event
-    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and event is not None
+    assert isinstance(admission, Answered) and admission.event is not None
+    outcome, event = admission.outcome, admission.event.message
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and isinstance(event, BuildEvent)
     assert outcome.reply.code == event.code == "request.duplicate"
     assert (event.state, event.terminal, event.sequence) == (BuildState.REFUSED, True, 0)
     assert (event.instance_uuid, event.project_id) == (REQUEST.instance_uuid, REQUEST.project_id)
@@ -134,3 +135,11 @@ def test_a_repeated_request_changes_nothing_and_what_follows_from_its_record_is_
 def test_what_was_deleted_before_it_came_never_had_a_claim() -> None:
     admission = admit_known(taken(), status(BuildState.DELETED, b"", code=UNKNOWN))
     assert isinstance(admission.outcome, Done) and (admission.ended, admission.withdrawn) == (None, True)
+
+
+@pytest.mark.parametrize(("sent_at", "begins"), [(995.8, 995.8), (0.0, 1000.0), (1030.0, 1000.0)])
+def test_the_timeline_begins_when_the_request_was_sent(sent_at: float, begins: float) -> None:
+    """It hid how long the request had waited in its queue: 4.2 s of 20.8. A client's clock may be ahead."""
+    pending = taken(sent_at=sent_at)
+    (line,) = new_build(pending, Author("s", 1000.0)).timeline
+    assert (line.what, line.at) == ("requested", begins)

@@ -16,6 +16,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ProviderState
 from placement_worker.replica.request import Group, Query
 from scheduler_worker import placing
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.pending import PendingBuild
@@ -47,7 +48,8 @@ class Cluster:
         self.placer = self.make_placer(config)
 
     def make_placer(self, config: SchedulerConfig) -> Placer:
-        return Placer(self.port, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+        held = HeldClaims(self.port, self.hosts.table.last_cell_of)
+        return Placer(self.port, held, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
 
     @property
     def claims(self) -> list[Claim]:

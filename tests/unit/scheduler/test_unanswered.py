@@ -119,10 +119,19 @@ def test_one_pass_queries_a_bounded_number_and_the_next_one_the_others() -> None
     assert sorted(uuid for one in queried for uuid in one) == uuids
 
 
-@pytest.mark.parametrize("state", [BuildState.ACCEPTED, BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
-def test_a_build_that_its_cell_need_not_end_is_not_watched(state: BuildState) -> None:
+@pytest.mark.parametrize("state", [BuildState.ACTIVE, BuildState.FAILED, BuildState.DELETED])
+def test_a_build_that_has_ended_is_not_watched(state: BuildState) -> None:
     assert open_build(replace(BUILD, state=state)) is None
-    assert open_build(replace(BUILD, cell=None)) is None
+
+
+def test_a_build_that_no_cell_has_is_watched_and_its_silence_is_no_cells() -> None:
+    """A database that was set back has it as accepted, and its message was acknowledged."""
+    accepted = opened(replace(BUILD, state=BuildState.ACCEPTED, cell=None))
+    assert queried_at([(float(second), accepted) for second in range(0, 500, 10)]) == [60.0, 180.0, 420.0]
+    watching = Watching({})
+    for second in range(0, 2000, 10):
+        watching = look(watching.watched, [accepted], now_s=float(second), pause_s=60.0)
+        assert not watching.silent
 
 
 def test_a_delete_waits_while_a_move_of_its_instance_is_under_way() -> None:
