@@ -408,3 +408,18 @@ async def test_a_request_without_a_confirm_is_distinguished_from_one_without_a_r
         await bus.request(BuildQuery(), BuildPage, timeout_s=0.3)
     assert type(found.value) is fault and found.value.code == "request.timeout"
     await bus.close()
+
+
+@on_virtual_time
+async def test_a_publisher_that_closes_while_nothing_can_leave_leaves_the_loop_to_others() -> None:
+    """The simulation's seed 26: it looked again and again for messages on their way."""
+    clock = SystemClock()
+    transport = MemoryTransport(MemoryBroker(clock), "c1")
+    bus = Bus("c1", transport, process="t", clock=clock, rng=random.Random(1), limits=BusLimits(in_flight=0))
+    await bus.open()
+    waiters = [Waiter() for _ in range(5)]
+    message = CellDelete(instance_uuid=boot(1).instance_uuid, project_id="p")
+    bus.post_all([(message, "")] * 5, [""] * 5, waiters, lambda _: None)
+    await asyncio.sleep(0)
+    await bus.close()
+    assert [type(waiter.error) for waiter in waiters] == [BusUnavailable] * 5
