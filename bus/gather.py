@@ -78,6 +78,11 @@ class Gather(Generic[T]):
         self.under_way += 1
         self._spawn(self._run(batch))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way, or about to begin."""
+        return bool(self._tasks)
+
     async def idle(self) -> None:
         """Wait until nothing waits and nothing is under way."""
         while self._tasks:

@@ -276,13 +276,11 @@ class Publisher:
         """Wait for the gathered messages within the time bound. The remaining ones fail as unavailable."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._limits.close_s):
-                while any(link.flights.under_way or link.entries for link in self._links.values()):
-                    flying = [link.flights.idle() for link in self._links.values() if link.flights.under_way]
-                    await (asyncio.gather(*flying) if flying else asyncio.sleep(0))
+                while busy := [link.flights for link in self._links.values() if link.flights.is_busy]:
+                    await asyncio.gather(*(flights.idle() for flights in busy))
         self._closing = True  # what ends now makes room for nothing
-        links = list(self._links.values())
-        await asyncio.gather(*(link.flights.close() for link in links))
-        for link in links:
+        await asyncio.gather(*(link.flights.close() for link in self._links.values()))
+        for link in self._links.values():
             self.end(link, BusUnavailable("the bus is closed"))
         self._links.clear()
         self._stalled.clear()

@@ -44,7 +44,7 @@ from scheduler_worker.domain.admission import (
     is_clash_of_first,
 )
 from scheduler_worker.domain.builds import Author, BuildDecision, BuildStatus, NewBuild
-from scheduler_worker.domain.decision_messages import build_query, cell_build, to_clients
+from scheduler_worker.domain.decision_messages import build_query, cell_build
 from scheduler_worker.domain.decisions import (
     Circumstances,
     Conclusion,
@@ -128,7 +128,7 @@ class RequestRecorder:
         ]
         for admission in admissions:
             if isinstance(admission, Answered) and admission.event is not None:
-                unit.emit(to_clients(admission.event))
+                unit.emit(admission.event)
             if isinstance(admission, Answered) and admission.ended is not None:
                 for message in releases_of(admission.ended):
                     unit.emit(message)

@@ -41,15 +41,15 @@ from bus.persistence.outbox import OutboxMessage
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort
+from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decision_messages import instance_spec
 from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
-from scheduler_worker.domain.move_events import clash_event, event_of, recorded
+from scheduler_worker.domain.move_events import event_of, recorded
 from scheduler_worker.domain.moves import (
     CHANGED,
-    Clash,
     accepted,
     changes_image,
     check_move,
@@ -165,7 +165,7 @@ class MoveEngine:
         outcomes |= await self._write([one for one in moves if one.position not in outcomes], known, chosen)
         return outcomes
 
-    def check(self, pending: PendingMove, known: MoveContext) -> Outcome | Clash | Refusal | None:
+    def check(self, pending: PendingMove, known: MoveContext) -> Answered | Refusal | None:
         """Whether the request can be made of the instance as it is on record (see `check_move`)."""
         return check_move(pending, known, self._selector, same_host=self._selector.config.allow_resize_to_same_host)
 
@@ -420,12 +420,11 @@ class MoveEngine:
         verdict = self.check(pending, found)
         if verdict is None and (found.build, found.instance) != (before.build, before.instance):
             verdict = overtaken(pending)
-        if isinstance(verdict, Clash):
-            unit.emit(OutboxMessage(API, clash_event(pending, verdict.refusal), request.request_id))
-            batch.labels.append("duplicate")
-            return Done(reply=verdict.refusal)
-        if isinstance(verdict, Outcome):
-            return verdict
+        if isinstance(verdict, Answered):
+            if verdict.event is not None:
+                unit.emit(verdict.event)
+            batch.labels.append(verdict.label)
+            return verdict.outcome
         move, command = self._decided(pending, found, verdict, chosen, author)
         if not await unit.insert_moves([move], author.at):
             # Another scheduler has just put it on record.

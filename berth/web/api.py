@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
@@ -267,7 +267,7 @@ class WebApi(Handlers):
         caller = caller_of(request)
 
         async def events() -> AsyncIterator[bytes]:
-            with self._live.follow(wanted, project=caller.sees) as follower:
+            with self._live.follow(wanted, caller=caller.name, project=caller.sees) as follower:
                 if uuid:
                     # Read after the follower listens, so no event falls in between.
                     record = await self.build(uuid, caller)
@@ -372,6 +372,8 @@ async def body_of(request: Request, most: int = MAX_BODY_BYTES) -> bytes:
                 received += piece
                 if len(received) > most:
                     raise Problem(413, "request.too_large", f"at most {most} bytes")
+    except ClientDisconnect:
+        raise Problem(400, "request.cut_short", "its sender has left before its body had come") from None
     except TimeoutError:
         raise Problem(408, "request.timeout", f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     return bytes(received)

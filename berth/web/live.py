@@ -17,6 +17,8 @@ from bus.contracts.build import TERMINAL_STATES, BuildEvent, BuildState
 # Events that one follower may fall behind by; then it gets an event to read anew.
 MAX_BEHIND = 1_000
 MAX_FOLLOWERS = 200
+# Of these, those of one caller: one reader alone would take all, and nobody would see the first page move.
+MAX_FOLLOWERS_OF_CALLER = 50
 # Of these, those of one project's callers, and of all projects' callers: the others are for readers and operators.
 MAX_FOLLOWERS_OF_PROJECT = 20
 MAX_FOLLOWERS_OF_PROJECTS = 150
@@ -100,7 +102,7 @@ class Live:
         self._bus = bus
         self._clock = clock
         self._process = process
-        self._followers: dict[EventFollower, str | None] = {}  # with the project whose caller it is
+        self._followers: dict[EventFollower, tuple[str, str | None]] = {}  # with the caller, and whose project it is
         self._closing = False
         self._seconds: deque[Second] = deque(maxlen=HISTORY_S)
         self._accepted_at: dict[str, float] = {}
@@ -138,19 +140,22 @@ class Live:
         await self._consumer.drain(1.0)
 
     @contextmanager
-    def follow(self, wanted: Callable[[BuildEvent], bool], *, project: str | None = None) -> Iterator[EventFollower]:
-        """A follower for as long as the block runs. project: whose caller it is; None: of no project.
+    def follow(
+        self, wanted: Callable[[BuildEvent], bool], *, caller: str = "", project: str | None = None
+    ) -> Iterator[EventFollower]:
+        """A follower for as long as the block runs. caller: its name; project: whose it is; None: of no project.
 
         Raises TooManyEventFollowers.
         """
-        if len(self._followers) >= MAX_FOLLOWERS:
+        of_caller = sum(one == caller for one, _ in self._followers.values())
+        if len(self._followers) >= MAX_FOLLOWERS or of_caller >= MAX_FOLLOWERS_OF_CALLER:
             raise TooManyEventFollowers
         if project is not None:
-            of_projects = Counter(one for one in self._followers.values() if one is not None)
+            of_projects = Counter(one for _, one in self._followers.values() if one is not None)
             if of_projects[project] >= MAX_FOLLOWERS_OF_PROJECT or of_projects.total() >= MAX_FOLLOWERS_OF_PROJECTS:
                 raise TooManyEventFollowers
         follower = EventFollower(wanted)
-        self._followers[follower] = project
+        self._followers[follower] = caller, project
         if self._closing:
             follower.close()
         try:

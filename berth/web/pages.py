@@ -152,10 +152,12 @@ class Pages:
 
     async def now_events(self, request: Request) -> Response:
         """The figures of the first page, every second for as long as it is open."""
-        need(caller_of(request), WebRole.READER)
+        caller = caller_of(request)
+        need(caller, WebRole.READER)
 
         async def states() -> AsyncIterator[bytes]:
-            with self._live.follow(lambda event: event.state in (BuildState.FAILED, BuildState.REFUSED)) as follower:
+            ended_badly = (BuildState.FAILED, BuildState.REFUSED)
+            with self._live.follow(lambda event: event.state in ended_badly, caller=caller.name) as follower:
                 yield sse("now", await self._state())
                 while not follower.closed:
                     until = self._clock.monotonic() + NOW_EVERY_S

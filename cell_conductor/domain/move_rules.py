@@ -8,10 +8,14 @@ destination up, has the book reverted, and starts the source again if it was com
 
 from __future__ import annotations
 
+from collections import Counter
+
 from msgspec.structs import replace
 
+from bus.contracts.cell import Selection
 from bus.contracts.moves import (
     MACHINE_ABSENT,
+    CellMove,
     MoveKind,
     MoveState,
 )
@@ -72,7 +76,6 @@ from .move_steps import (
     undo,
 )
 from .orders import change_of, numbered, repeated, step_s
-from .revert_quota import past_quota
 from .steps import Step, StepContext, is_doubted
 
 ABORTED = "move.aborted"
@@ -154,7 +157,7 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
         if not may_end(instance, event):
             return refuse_doubted(instance, event, context)
         instance = replace(instance, doubted=False)
-    if request.kind is MoveKind.REVERT and (past := past_quota(instance, request)):
+    if request.kind is MoveKind.REVERT and (past := _past_quota(instance, request)):
         return refuse_request(instance, event, context, OVER_QUOTA, past)
     if request.kind is MoveKind.REVERT:
         return way_back.revert(instance, event, context, REVERTED)
@@ -164,6 +167,31 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
     if not waits or source is None or source.host_uuid in context.fences or source.service not in context.down:
         return confirmed
     return after(confirmed, report_silent(confirmed.instance, way_back.SOURCE_SILENT, source, event.at, context))
+
+
+def _past_quota(instance: Instance, request: CellMove) -> str:
+    """Which class the project would hold too much of, if the instance had the amounts of its move's source again; "":
+    none.
+
+    A smaller instance may have left room that the project has used since. A move that fails is not compared: it has to
+    go back.
+    """
+    source = move_of(instance).source
+    if source is None:
+        return ""
+    before, now = _by_class(source), _by_class(instance.here)
+    for name, left in sorted(request.room.items()):
+        more = before[name] - now[name]
+        if more > left:
+            return f"{name}: {more} more than now, and {left} of the quota are left; confirm it, or make room"
+    return ""
+
+
+def _by_class(selection: Selection) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for resources in selection.allocations.values():
+        total.update(resources)
+    return total
 
 
 def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Step:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol
 from uuid import UUID, uuid5
 
 from bus.contracts.cell import UNKNOWN_ATTEMPT
 from bus.contracts.moves import Condition
 
-from .desires import DELETE_REQUESTED, OVER, WANTED, Wish, Work, desire_of, in_text
+from .desires import AT_REST, DELETE_REQUESTED, OVER, WANTED, Wish, Work, desire_of, in_text
 from .events import Event, HostMissing, HostRuns
 from .instance import Instance, Phase, State
 
@@ -171,3 +172,11 @@ def is_ordered(instance: Instance, event: Event) -> bool:
     return event.attempt in instance.ended_attempts or any(
         one.attempt == event.attempt and one.outcome in LEFT_WITH_ORDER for one in tried
     )
+
+
+def is_at(instance: Instance, service: str, fenced: Container[str]) -> bool:
+    """Whether it is on this service's hosts, or moves from one. Not on fenced ones: a machine there is a loss."""
+    places = [] if desire_of(instance).here is Wish.NONE else list(instance.selections[instance.position :][:1])
+    if instance.phase not in AT_REST and instance.move is not None and instance.move.source is not None:
+        places.append(instance.move.source)
+    return any(one.service == service and one.host_uuid not in fenced for one in places)

@@ -67,13 +67,14 @@ def is_doubted_request(event: BuildRequested, set_back_at: float) -> bool:
 def start_build(instance: Instance, event: BuildRequested, context: StepContext) -> Step:
     """The first selection is commanded; unless it is fenced, or its service is down and another's is not."""
     adopted = with_request(instance, event)
-    is_doubted = is_doubted_request(event, context.set_back_at)
+    if is_doubted_request(event, context.set_back_at):
+        # It may have been handed in before, to a record that the database has lost. Whatever becomes of it, this
+        # record's actions do not prove that a machine is over.
+        adopted = replace(numbered_on(adopted, event), doubted=True, reused_from=1)
     if event.given_up is not None:
-        return _end_unbuilt(adopted, event, event.given_up, context, is_doubted=is_doubted)
-    if is_doubted:
-        # It may have been handed in before, to a record that the database has lost: its host is queried, and its answer
-        # awaited. This record's actions do not prove that a machine on a service that is down is over.
-        return _spawn(replace(numbered_on(adopted, event), doubted=True, reused_from=1), event.at, context)
+        return _end_unbuilt(adopted, event, event.given_up, context)
+    if adopted.doubted:  # its host is queried, and its answer awaited, also if its service is down
+        return _spawn(adopted, event.at, context)
     closed = context.closed.why(adopted.here)
     if closed is None or (closed.code != FENCED and not _has_somewhere_to_go(adopted, context)):
         return _spawn(adopted, event.at, context)
@@ -93,25 +94,18 @@ def numbered_on(instance: Instance, event: BuildRequested | None = None) -> Inst
     return replace(instance, sequence=max(instance.sequence + SET_BACK_GAP, known + 1))
 
 
-def _end_unbuilt(
-    instance: Instance, event: BuildRequested, why: Refusal, context: StepContext, *, is_doubted: bool
-) -> Step:
+def _end_unbuilt(instance: Instance, event: BuildRequested, why: Refusal, context: StepContext) -> Step:
     """Its message was given up: nothing is commanded, its claim is released, and it ends as failed.
 
-    In doubt it may have been begun by a record that this database has lost, and its machine may run on a host that did
-    not answer: it is kept. until: workers (one gate for everything that is in doubt). If a machine of it has another
-    deployment's mark, its claim may be for that machine: nothing is released.
+    In doubt its machine may run on a host that did not answer: it is kept. If a machine of it has another deployment's
+    mark, its claim may be for that machine: nothing is released.
     """
     if event.is_query and why.code == MACHINE_EXISTS:
-        marked = replace(numbered_on(instance, event), code=why.code, reason=steps.cut(why.reason), reused_from=1)
+        marked = replace(instance, code=why.code, reason=steps.cut(why.reason))
         return _end_failed(marked, event.at, context)
-    if is_doubted:
+    if instance.doubted:
         reason = f"the cell may have lost its record of this instance; {why.code} {why.reason}".strip()
-        unsure = _with_attempt(
-            numbered_on(instance, event), "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason
-        )
-        unsure = replace(unsure, doubted=True, reused_from=1, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
-        return Step(steps.releasing(unsure, State.FAILED, event.at, context))
+        return _give_up_unsure(instance, event.at, context, reason)
     passed = _with_attempt(instance, NOT_TRIED, at=event.at, code=why.code, reason=why.reason)
     over = replace(passed, code=why.code, reason=steps.cut(why.reason))
     return Step(steps.releasing(over, State.FAILED, event.at, context))
@@ -212,9 +206,8 @@ def time_out(instance: Instance, event: TimedOut, context: StepContext) -> Step:
     doubted_for_s = event.at - max(instance.since, context.set_back_at)
     if instance.queried and instance.doubted and doubted_for_s >= context.doubt_limit_s:
         reason = f"the cell's database was set back, and host {instance.here.host} was silent since"
-        unsure = _with_attempt(instance, "unknown", at=event.at, code=OUTCOME_UNKNOWN, reason=reason)
-        unsure = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason), stamps=_stamped(unsure, event))
-        return Step(steps.releasing(unsure, State.FAILED, event.at, context))  # without an order to destroy
+        stamped = replace(instance, stamps=_stamped(instance, event))
+        return _give_up_unsure(stamped, event.at, context, reason)
     if not instance.queried or instance.doubted:
         wait_s = context.answer_timeout_s
         if instance.queried:
@@ -426,6 +419,13 @@ def _without_closed(instance: Instance, at: float, context: StepContext) -> Inst
 def _give_up(instance: Instance, at: float, context: StepContext, *, code: str, reason: str) -> Step:
     over = replace(instance, code=code, reason=steps.cut(reason))
     return Step(steps.releasing(over, State.FAILED, at, context), (steps.destroy_here(instance, context),))
+
+
+def _give_up_unsure(instance: Instance, at: float, context: StepContext, reason: str) -> Step:
+    """In doubt the build has failed for its client; a machine of it may run: no host is commanded to destroy it."""
+    unsure = _with_attempt(instance, "unknown", at=at, code=OUTCOME_UNKNOWN, reason=reason)
+    over = replace(unsure, code=OUTCOME_UNKNOWN, reason=steps.cut(reason))
+    return Step(steps.releasing(over, State.FAILED, at, context))
 
 
 def _taken(instance: Instance, event: Claimed) -> Instance:

@@ -27,8 +27,8 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.leases import Lease
+from cell_conductor.domain.proof import is_at
 from cell_conductor.domain.rules import numbered_on
-from cell_conductor.domain.service_places import is_at
 
 from . import memory_fences
 from .memory_fences import MemoryFences

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import random
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -80,7 +81,13 @@ class ChaosResult(Struct, frozen=True, kw_only=True):
 
 
 async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosReport:
-    """One run. Raises ServerFailed when a server or worker cannot be brought back."""
+    """One run. Raises ServerFailed when a server or worker cannot be brought back, CancelledError at SIGTERM.
+
+    SIGTERM ends it as SIGINT does: the processes that it started, paused ones among them, end with it.
+    """
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     async with deployment(plan, directory) as stage:
         run = Run(plan, stage, console)
         await run.client.open()
@@ -292,7 +299,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="berth-chaos-") as temporary:
         directory = options.logs or Path(temporary)
         directory.mkdir(parents=True, exist_ok=True)
-        report = uvloop.run(chaos(plan, directory.absolute(), console))
+        try:
+            report = uvloop.run(chaos(plan, directory.absolute(), console))
+        except asyncio.CancelledError:
+            return 128 + signal.SIGTERM
     render(report, console)
     if options.json is not None:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))

@@ -26,7 +26,7 @@ from bus.contracts.placement import (
 from placement_worker.domain.claim_ledger import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
-from placement_worker.domain.server_groups import HARD, group_key
+from placement_worker.domain.server_groups import HARD
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
 ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
@@ -170,21 +170,23 @@ class ClaimGroup:
         for name, limit in claim.limits.items():
             of_class = (claim.project_id, name)
             self.limits[of_class] = min(self.limits.get(of_class, limit), limit)
-        key = group_key(claim)
-        if key is None or claim.server_group is None:
+        group = claim.server_group
+        if group is None:
             self._ungrouped += named
             return
+        key = (claim.project_id, group.uuid)
         self._keys.add(key)
         self._grouped.update((*key, one) for one in named)
-        if claim.server_group.policy in HARD:
+        if group.policy in HARD:
             self._hosts.update((*key, option.host) for option in claim.options if option.host is not None)
-        if claim.server_group.policy is GroupPolicy.AFFINITY:
+        if group.policy is GroupPolicy.AFFINITY:
             self._together.add(key)
 
     def _name(self, holding: Holding) -> None:
         self.providers.update(holding)
         for resources in holding.values():
-            self.classes.update(resources)
+            if not self.classes >= resources.keys():
+                self.classes.update(resources)
 
 
 def _claims_of(item: Claim | ClaimAll, verdict: ClaimVerdict) -> Iterator[tuple[Claim, ClaimVerdict]]:

@@ -21,6 +21,7 @@ from placement_worker.domain.server_groups import (
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members, fit
 
 NO_GROUPS: Mapping[GroupKey, Members] = {}
+_UNTOUCHED: Mapping[str, int] = {}
 
 # (provider, class) pairs with too little free.
 Lacking = tuple[tuple[str, str], ...]
@@ -211,13 +212,6 @@ class ClaimLedger:
         """Whether one of these providers belongs to another cell."""
         return bool(self.foreign) and any(uuid in self.foreign for uuid in holding)
 
-    def used_of(self, uuid: str, name: str) -> int:
-        """The usage of one class of a provider after the decisions so far."""
-        touched = self.used.get(uuid)
-        if touched is not None and name in touched:
-            return touched[name]
-        return self.providers[uuid].inventories[name].used
-
     def write(self, uuid: str, consumer: ConsumerState | None) -> None:
         """Record the new state of a consumer; None: its row is deleted."""
         if self.projects:
@@ -252,7 +246,8 @@ class ClaimLedger:
     def fit(self, uuid: str, name: str, amount: int, more: int) -> Fit:
         """Whether one allocation may have this amount when the usage of a class of a provider grows by `more`."""
         inventory = self.providers[uuid].inventories.get(name)
-        return fit(amount, inventory, 0 if inventory is None else self.used_of(uuid, name), more)
+        used = self.used.get(uuid, _UNTOUCHED).get(name)
+        return fit(amount, inventory, (inventory.used if inventory else 0) if used is None else used, more)
 
     def move(self, before: Holding, after: Holding) -> None:
         """Change the usage from one holding of a consumer to another, and increment the generation of each provider

@@ -63,7 +63,8 @@ def fit(amount: int, rules: Rules | None, used: int, more: int) -> Fit:
         return Fit.NO_INVENTORY
     if used + more > rules.capacity:
         return Fit.FULL
-    return Fit.FITS if is_allowed_amount(amount, rules) else Fit.NOT_IN_UNITS
+    in_units = is_in_units(amount, rules.min_unit, rules.max_unit, rules.step_size)
+    return Fit.FITS if in_units else Fit.NOT_IN_UNITS
 
 
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}

@@ -7,10 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.faults import Transient
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild, accepted
@@ -39,7 +41,7 @@ class Answered(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     label: str = ""
     ended: RecordedBuild | None = None
-    event: BuildEvent | None = None
+    event: OutboxMessage | None = None
     withdrawn: bool = False
 
 
@@ -159,4 +161,6 @@ def _clash(pending: PendingBuild) -> Answered:
         reason=refusal.reason,
         at=pending.taken_at,
     )
-    return Answered(outcome=Done(reply=refusal), label="duplicate", event=event)
+    return Answered(
+        outcome=Done(reply=refusal), label="duplicate", event=OutboxMessage(API, event, pending.instance_uuid)
+    )

@@ -10,14 +10,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.contracts.base import MAX_REASON
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
 from bus.contracts.catalogue import project_of
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.persistence.outbox import OutboxMessage
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import OFF_RECORD, RecordedBuild
@@ -81,11 +79,6 @@ def build_query(request: BuildRequest, build: RecordedBuild, at: float, config: 
         sequence=build.sequence,
         requested_at=at,
     )
-
-
-def to_clients(event: BuildEvent) -> OutboxMessage:
-    """An event on the API bus."""
-    return OutboxMessage(API, event, event.instance_uuid)
 
 
 class _Named(Struct):

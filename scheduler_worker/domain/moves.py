@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.bus import API
+from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
@@ -25,8 +25,10 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from scheduler_worker.domain.admission import DUPLICATE
+from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.domain.admission import DUPLICATE, Answered
 from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.move_events import clash_event
 from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
@@ -64,37 +66,36 @@ def pending_move(received: Received, delivery: RequestDelivery, position: int, *
     )
 
 
-class Clash(Struct, frozen=True):
-    """The request_id is on record with other content, or is an instance's: the request is refused, and nothing goes on
-    record.
-    """
-
-    refusal: Refusal
+def _clash(pending: PendingMove, reason: str) -> Answered:
+    """It is refused, and nothing goes on record."""
+    refusal = Refusal(code=DUPLICATE, reason=reason)
+    event = OutboxMessage(API, clash_event(pending, refusal), pending.request.request_id)
+    return Answered(outcome=Done(reply=refusal), label="duplicate", event=event)
 
 
 def check_move(
     pending: PendingMove, known: MoveContext, flavors: FlavorAccess, *, same_host: bool
-) -> Outcome | Clash | Refusal | None:
-    """An outcome: the request was handled before, comes too early, or is left by its requester, who may have requested
-    something else of the instance since.
+) -> Answered | Refusal | None:
+    """Answered: it was handled before, comes too early, clashes with another one, or is left by its requester, who may
+    have requested something else of the instance since.
 
     A refusal goes on record. None: it may be carried out.
     """
     request, move, build, delivery = pending.request, known.move, known.build, pending.delivery
     if move is not None:
         if move.digest != pending.digest or move.project_id != request.project_id:
-            return Clash(Refusal(code=DUPLICATE, reason="this request_id is on record with other content"))
+            return _clash(pending, "this request_id is on record with other content")
         if move.terminal and move.state is MoveState.REFUSED:
-            return Done(reply=Refusal(code=move.code, reason=move.reason))
-        return accepted(request)
+            return Answered(outcome=Done(reply=Refusal(code=move.code, reason=move.reason)))
+        return Answered(outcome=accepted(request))
     if delivery.is_left:
-        return Done()
+        return Answered(outcome=Done())
     if known.names_instance or request.request_id == request.instance_uuid:
-        return Clash(Refusal(code=DUPLICATE, reason="the request_id is the uuid of an instance"))
+        return _clash(pending, "the request_id is the uuid of an instance")
     if build is None or build.project_id != request.project_id:
         # The answer reveals nothing to another project.
         if build is None and delivery.may_be_early:
-            return Retry(UNKNOWN, "not on record (yet)")
+            return Answered(outcome=Retry(UNKNOWN, "not on record (yet)"))
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
     if delivery.is_old:
         return Refusal(code=TOO_OLD, reason="it was sent so long ago that it may have been carried out already")
@@ -136,13 +137,15 @@ def ends_another(request: MoveRequest) -> bool:
     return request.kind is MoveKind.ABORT or (request.kind is MoveKind.REVERT and request.force)
 
 
-def overtaken(pending: PendingMove) -> Retry | Refusal:
+def overtaken(pending: PendingMove) -> Answered | Refusal:
     """The verdict on a request whose instance has changed since hosts were chosen for it, or since it was found busy.
 
     The last delivery refuses it. Any number of other requests may change the instance each time, and the waits before
     (for placement, for hosts) have used up the same deliveries: another retry would be a dead letter.
     """
-    return Refusal(code=CHANGED.code, reason=CHANGED.reason) if pending.delivery.last else CHANGED
+    if pending.delivery.last:
+        return Refusal(code=CHANGED.code, reason=CHANGED.reason)
+    return Answered(outcome=CHANGED)
 
 
 def rebuilt_from(request: MoveRequest, known: MoveContext) -> Mapping[str, str]:

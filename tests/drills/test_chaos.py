@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import signal
+import sys
 from pathlib import Path
 
 import msgspec
@@ -54,3 +57,29 @@ async def test_nothing_is_lost_doubled_leaked_or_overcommitted(tmp_path: Path) -
     assert report.moves == 120 == sum(report.moves_by_result.values()) and report.moves_by_result["done"] > 0, table
     assert report.drains == 1, table
     assert report.deletes > 0
+
+
+def of_run(directory: Path) -> dict[int, str]:
+    """The processes that name this directory in their environment or arguments, with their states (T: stopped)."""
+    found: dict[int, str] = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told = process.joinpath("environ").read_bytes() + process.joinpath("cmdline").read_bytes()
+            if str(directory).encode() in told:
+                found[int(process.name)] = process.joinpath("stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            continue
+    return {pid: state for pid, state in found.items() if state != "Z"}
+
+
+async def test_a_run_that_gets_sigterm_leaves_no_process_also_while_it_has_paused_one(tmp_path: Path) -> None:
+    """Two schedulers and a conductor ran on."""
+    options = ("--boots", "20000", "--fault-every", "0.5", "--only", "pause", "--seed", "1", "--logs", str(tmp_path))
+    run = await asyncio.create_subprocess_exec(sys.executable, "-m", "lab.chaos", *options)
+    async with asyncio.timeout(240):
+        while "T" not in of_run(tmp_path).values():
+            assert run.returncode is None
+            await asyncio.sleep(0.05)
+        run.send_signal(signal.SIGTERM)
+        assert await run.wait() == 128 + signal.SIGTERM
+    assert of_run(tmp_path) == {}

@@ -168,5 +168,5 @@ FOUND_BY: dict[str, int] = {
     "kept_one_is_destroyed_too_early": 1,
     "allocation_is_released_before_the_machine_is_gone": 2,
     "given_back_with_its_machine": 4,
-    "delete_does_not_go_back": 5,
+    "delete_does_not_go_back": 2,
 }

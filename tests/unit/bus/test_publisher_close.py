@@ -14,6 +14,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import BusUnavailable, Outgoing
 from bus.publishing import Waiter
 from tests.contract.house import boot
+from tests.kit.virtual_time import on_virtual_time
 
 MESSAGES = [CellDelete(instance_uuid=boot(number).instance_uuid, project_id="p") for number in range(5)]
 
@@ -49,3 +50,17 @@ async def test_a_publisher_that_closes_begins_nothing_and_ends_all_it_has(began:
     await asyncio.sleep(0)
     assert (transport.calls, ended) == (calls, [True] * len(MESSAGES))
     assert calls <= 1
+
+
+@on_virtual_time
+async def test_a_publisher_that_closes_while_nothing_can_leave_leaves_the_loop_to_others() -> None:
+    """The simulation's seed 26: it looked again and again for messages on their way."""
+    clock = SystemClock()
+    transport = MemoryTransport(MemoryBroker(clock), "c1")
+    bus = Bus("c1", transport, process="t", clock=clock, rng=random.Random(1), limits=BusLimits(in_flight=0))
+    await bus.open()
+    waiters = [Waiter() for _ in MESSAGES]
+    post(bus, waiters)
+    await asyncio.sleep(0)
+    await bus.close()
+    assert [type(waiter.error) for waiter in waiters] == [BusUnavailable] * len(MESSAGES)

@@ -27,7 +27,8 @@ OF_PROJECT = {
     },
     "build.delete.v1": {"instance_uuid", "project_id"},
     "instance.move.v1": {
-        "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "ignore_hosts",
+        "request_id", "instance_uuid", "project_id", "user_id", "flavor", "image", "image_properties", "image_source",
+        "ignore_hosts",
         "max_attempts", "policy", "migration", "auto_confirm_s", "offload", "rescue_password", "timeout_s",
     },
 }  # fmt: skip

@@ -21,7 +21,7 @@ from bus.contracts.cell import (
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.service_places import is_at
+from cell_conductor.domain.proof import is_at
 from cell_conductor.forgetting import LeaseForgetter
 from cell_conductor.handlers import RequestHandlers
 from cell_conductor.lease_keeper import LeaseKeeper, pages_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ from starlette.requests import Request
 from berth.settings import Settings
 from berth.web import api, dead_letters, live
 from berth.web.access import WebCaller, WebRole
-from berth.web.api import WebApi, as_seen, stream_response
+from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
 from berth.web.fleet import CHANGES_LOOKED_AT, CHANGES_SHOWN, COUNTED_AGE_S, FAILED_AGE_S, FleetReader, ProviderView
@@ -212,14 +213,41 @@ async def test_a_follower_that_falls_behind_is_notified() -> None:
     assert follower.lagged and len(await follower.next(1.0)) == live.MAX_BEHIND
 
 
+async def test_one_callers_followers_leave_room_for_others() -> None:
+    """One reader took all 200 streams, and no operator's page moved."""
+    clock = SystemClock()
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    stream = Live(bus, clock=clock, process="p")
+    with contextlib.ExitStack() as held:
+        for _ in range(live.MAX_FOLLOWERS_OF_CALLER):
+            held.enter_context(stream.follow(lambda _: True, caller="dashboard"))
+        with pytest.raises(live.TooManyEventFollowers), stream.follow(lambda _: True, caller="dashboard"):
+            pass
+        with stream.follow(lambda _: True, caller="operator"):
+            pass
+
+
+async def test_a_body_whose_sender_leaves_is_no_defect() -> None:
+    """Each one wrote two tracebacks into the log."""
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    request = Request({"type": "http", "method": "POST", "path": "/api/v1/builds", "headers": []}, receive)
+    with pytest.raises(Problem) as caught:
+        await body_of(request)
+    assert (caught.value.status, caught.value.code) == (400, "request.cut_short")
+
+
 async def test_one_projects_followers_leave_room_for_others() -> None:
     clock = SystemClock()
     bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
     stream = Live(bus, clock=clock, process="p")
     with contextlib.ExitStack() as held:
+        names = itertools.count()
 
         def follow(project: str | None) -> None:
-            held.enter_context(stream.follow(lambda _: True, project=project))
+            held.enter_context(stream.follow(lambda _: True, caller=f"c{next(names)}", project=project))
 
         for number in range(live.MAX_FOLLOWERS_OF_PROJECTS):
             follow(f"p{number // live.MAX_FOLLOWERS_OF_PROJECT}")

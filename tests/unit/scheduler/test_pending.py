@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from bus.consuming.given_up import EXPIRED
 from bus.consuming.outcome import Done, Received, Retry
 from bus.contracts.base import Meta, Refusal
-from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState
 from bus.faults import Transient
 from scheduler_worker.domain.admission import (
     Admission,
@@ -83,8 +83,9 @@ def test_other_content_under_a_known_instance_is_a_clash() -> None:
 
 def assert_clash(admission: Admission) -> None:
     """Requesters that wait for a reply and listeners to events receive it, and it overtakes nothing."""
-    outcome, event = admission.outcome, admission.event
-    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and event is not None
+    assert isinstance(admission, Answered) and admission.event is not None
+    outcome, event = admission.outcome, admission.event.message
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and isinstance(event, BuildEvent)
     assert outcome.reply.code == event.code == "request.duplicate"
     assert (event.state, event.terminal, event.sequence) == (BuildState.REFUSED, True, 0)
     assert (event.instance_uuid, event.project_id) == (REQUEST.instance_uuid, REQUEST.project_id)
