@@ -507,7 +507,7 @@ async def test_item_28_a_service_that_no_lease_calls_down_and_that_does_not_answ
     where = {REPORTS_HOSTS[0]: "s", REPORTS_HOSTS[1]: "s", REPORTS_HOSTS[2]: "half"}
     there = [InstanceFact(INSTANCE, "c", "active", host, 1, service) for host, service in where.items()]
     there.append(InstanceFact(INSTANCE, "c", "active", "00000009-0000-4000-8000-000000000000", 1, "silent"))
-    running, silent = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
+    running, silent, _ = await gather._running(Site(Settings(cells={"c": CellSettings()})), {"c": None}, there)  # type: ignore[dict-item]
     assert {fact.host_uuid for fact in running} == {REPORTS_HOSTS[0], REPORTS_HOSTS[3]}
     assert {name: (one.service, one.why, one.is_expected) for (_, name), one in silent.items()} == {
         name: (name, f"it did not answer within {SILENCE_S:g} s", False) for name in ("half", "silent")
