@@ -350,10 +350,14 @@ class Database:
             command_timeout_s=None if patient else COMMAND_TIMEOUT_S,
             settings={**settings, **planning},
         )
-        await connection.set_type_codec(
-            "uuid", schema="pg_catalog", encoder=_uuid_bytes, decoder=_uuid_text, format="binary"
-        )
-        self._note_server(await connection.fetchval("SELECT pg_postmaster_start_time()"))
+        try:
+            await connection.set_type_codec(
+                "uuid", schema="pg_catalog", encoder=_uuid_bytes, decoder=_uuid_text, format="binary"
+            )
+            self._note_server(await connection.fetchval("SELECT pg_postmaster_start_time()"))
+        except BaseException:
+            connection.terminate()  # nobody else has it yet: a cancelled caller must not leak it
+            raise
         return connection
 
     def _note_server(self, started_at: datetime) -> None:

@@ -419,6 +419,28 @@ async def test_connections_are_kept_between_transactions_and_clean(empty_databas
     await database.close()
 
 
+async def test_a_connection_is_closed_if_its_caller_is_cancelled_before_it_has_it(
+    empty_database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = Database(empty_database, "cancelled")
+    await database.open()
+    await database.close()
+    made: list[asyncpg.Connection] = []
+    connect = DatabaseAddress.connect
+
+    async def interrupted(address: DatabaseAddress, **options: Any) -> asyncpg.Connection:
+        made.append(await connect(address, **options))
+        caller.cancel()
+        return made[-1]
+
+    monkeypatch.setattr(DatabaseAddress, "connect", interrupted)
+    again = Database(empty_database, "cancelled")
+    caller = asyncio.create_task(again.open())
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert [one.is_closed() for one in made] == [True]
+
+
 async def planned(database: Database, *, single: bool) -> tuple[str, str]:
     async with database.single() if single else database.raw() as connection:
         return await connection.fetchval("SHOW plan_cache_mode"), await connection.fetchval("SHOW enable_seqscan")
