@@ -24,7 +24,8 @@ from berth.settings import AuditSettings, BusSettings, CellSettings, DatabaseSet
 from berth.site import Site, process_name
 from berth.trial.up import LocalSystem, site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildQuery, BuildRequest
+from bus.contracts.book import HoldingPage, HoldingRequest
+from bus.contracts.build import BuildQuery, BuildRequest, BuildState
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import (
@@ -42,6 +43,12 @@ from bus.contracts.placement import (
     ClaimOption,
     ClaimOutcome,
     ClaimResult,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+    Release,
+    ReleaseResult,
 )
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.rows import INSERT, columns, numbered
@@ -178,25 +185,45 @@ async def test_what_is_planted_in_book_record_and_on_a_host_is_found_and_nothing
     await watched.until(("orphaned", in_book), ("missing", on_record), ("machine_without_instance", on_host), gone=True)
 
 
-async def test_a_claim_in_doubt_is_named_and_not_released_until_its_request_is_deleted(watched: Watched) -> None:
-    """Its request has ended without a look at what its instance holds, which an earlier request may have claimed."""
-    home, uuid = watched.hosts[0], new_uuid(RNG)
-    option = ClaimOption(allocations={home: {"VCPU": 1}}, host=home)
+async def claimed(watched: Watched, host: str) -> str:
+    """A request that no host can take, of an instance that has a claim on this one. Once it has ended."""
+    uuid = new_uuid(RNG)
+    option = ClaimOption(allocations={host: {"VCPU": 1}}, host=host)
     claim = Claim(consumer=uuid, options=(option,), project_id="p")
     answer = await watched.client.bus.request(claim, ClaimResult, timeout_s=WAIT_S)
     assert answer.outcome is ClaimOutcome.CLAIMED
     await watched.client.boot([BuildRequest(instance_uuid=uuid, flavor="m1.tiny", project_id="p", host="no.such")])
     assert await watched.client.wait(WAIT_S)
+    return uuid
+
+
+async def test_a_claim_in_doubt_is_named_and_not_released(watched: Watched) -> None:
+    """Its host is of no cell that is known, so no one can be asked whether a machine of it runs there."""
+    bus, home = watched.client.bus, new_uuid(RNG)
+    provider = ProviderReport(uuid=home, name="unannounced", inventories={"VCPU": Inventory(total=4, max_unit=4)})
+    report = InventoryUpdate(source="unannounced", version=1, root_uuid=home, providers=(provider,))
+    assert (await bus.request(report, InventoryResult, timeout_s=WAIT_S)).outcome == "applied"
+    uuid = await claimed(watched, home)
     await watched.until(("in_doubt", uuid))
     found = watched.found["in_doubt", uuid]
     assert found.reason.startswith("claim.in_doubt: ") and "berth delete" in found.repair and not found.proof
     done = await audited(watched.place, repair=True, grace_s=0.0)
     assert (done["orphaned"], done["repaired"]) == ([], [])
-    query = BuildQuery(instance_uuid=uuid)
-    await watched.client.delete((await watched.client.query(query, timeout_s=WAIT_S)).builds)
-    assert await watched.client.wait(WAIT_S)
+    await bus.request(Release(consumer=uuid), ReleaseResult, timeout_s=WAIT_S)
     await watched.until(("in_doubt", uuid), gone=True)
     assert ("orphaned", uuid) not in watched.found
+
+
+async def test_a_claim_of_which_the_cell_has_no_machine_is_released(watched: Watched) -> None:
+    """Its request has ended without a host, and an earlier one may have claimed it: its cell is asked."""
+    uuid = await claimed(watched, watched.hosts[0])
+    (build,) = (await watched.client.query(BuildQuery(instance_uuid=uuid), timeout_s=WAIT_S)).builds
+    assert (build.state, build.code, build.cell) == (BuildState.FAILED, "build.outcome_unknown", CELL)
+    assert await rest(watched.place, timeout_s=WAIT_S)
+    await watched.two_looks()
+    assert not {("in_doubt", uuid), ("orphaned", uuid)} & watched.found.keys()
+    page = await watched.client.bus.request(HoldingRequest(consumers=(uuid,)), HoldingPage, timeout_s=WAIT_S)
+    assert page.held == ()
 
 
 async def test_an_allocation_of_a_deleted_instance_is_released_by_itself_and_no_other(watched: Watched) -> None:

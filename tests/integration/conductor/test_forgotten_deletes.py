@@ -61,7 +61,7 @@ async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it
     await cell.around.bus.publish(build)
     await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
     async with cell.database.raw() as connection:
-        before = await connection.fetchrow("SELECT state, record::text FROM instances")
+        before = await connection.fetchrow("SELECT state, deadline, record::text FROM instances")
     cell.around.silent = True  # the delete is on record and not carried out
     await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
     async with asyncio.timeout(WAIT_S):
@@ -70,9 +70,7 @@ async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it
         ):
             await asyncio.sleep(0.01)
     async with cell.database.raw() as connection:
-        await connection.execute(
-            "UPDATE instances SET state = $1, record = $2::text::json", before["state"], before["record"]
-        )
+        await connection.execute("UPDATE instances SET state = $1, deadline = $2, record = $3::text::json", *before)
         await connection.execute("UPDATE identity SET origin = 'another cluster'")
     cell.around.silent = False
     before_it = len(cell.around.events)
