@@ -13,6 +13,7 @@ from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildRows
+from scheduler_worker.unanswered import UnansweredRequests
 
 
 async def _at_once(self: Any) -> None:
@@ -32,14 +33,25 @@ def _hasty(store: type) -> AbstractContextManager[Any]:
     return patches
 
 
+async def unwatched(_watch: Any) -> list[Any]:
+    """No build is asked about."""
+    return []
+
+
 def conductor_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
     """A conductor acknowledges a result whose record may still be forgotten."""
     return _hasty(MemoryInstances)
 
 
 def scheduler_does_not_wait_for_the_disk() -> AbstractContextManager[Any]:
-    """A scheduler acknowledges an announcement, or a repeat, whose record may still be forgotten."""
-    return _hasty(MemoryBuilds)
+    """A scheduler acknowledges an announcement, or a repeat, whose record may still be forgotten.
+
+    Without the watch of builds, which asks their cells again, and so mends this.
+    """
+    patches = ExitStack()
+    patches.enter_context(_hasty(MemoryBuilds))
+    patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
+    return patches
 
 
 def decision_not_durable() -> AbstractContextManager[Any]:
