@@ -17,6 +17,7 @@ from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
+from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
@@ -47,7 +48,7 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
     """The effect of a batch of deletes. outcomes: by position; accepted: the instances; unknown: without a record,
-    late; unbuilt: of builds that no cell has, which are planned once it is known what their instances hold.
+    late; unbuilt: of builds that no cell has, or without a record, late: planned once it is known what instances hold.
     """
 
     outcomes: dict[int, Outcome]
@@ -84,7 +85,7 @@ def plan_deletes(
         elif build is None or build.code == UNKNOWN:
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_early:
-                plan.unknown.append(pending)
+                _delete_unknown(plan, pending, held)
         elif build.project_id != request.project_id:
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
@@ -97,6 +98,20 @@ def plan_deletes(
                 _delete(plan, build, author, (held or {}).get(uuid))
             plan.accepted.add(uuid)
     return plan
+
+
+def _delete_unknown(plan: DeletePlan, pending: PendingDelete, held: Mapping[str, HeldAllocation] | None) -> None:
+    """The effect of a late delete without a record. The record may be lost, and not what was claimed for it, or built:
+    the cell of the claim destroys and releases what there is.
+    """
+    uuid, project = pending.request.instance_uuid, pending.request.project_id
+    if held is None:
+        plan.unbuilt.append(pending)
+        return
+    plan.unknown.append(pending)
+    if uuid in held and (cell := held[uuid].cell) is not None:
+        delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
+        plan.messages.append(OutboxMessage(cell, delete, uuid))
 
 
 def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:

@@ -177,3 +177,9 @@ def test_builds_and_deletes_that_a_cell_has_forgotten_have_an_end(seed: int) -> 
     """Found when a restored database was no excuse for no end: builds (7, 20) and deletes (20, 25) waited for ever."""
     held = simulate(seed, {Widening.CELL_RESTORED})
     assert held.breach == "", held.detail
+
+
+@pytest.mark.parametrize("seed", [245, 249])
+def test_what_was_claimed_for_a_lost_record_is_given_back_after_an_unknown_delete(seed: int) -> None:
+    held = simulate(seed, {Widening.MOVES, Widening.DRAINS})
+    assert held.breach == "", held.detail

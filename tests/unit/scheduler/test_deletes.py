@@ -14,6 +14,7 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.placement import ReleaseRun
 from scheduler_worker.domain.builds import Author, RecordedBuild
 from scheduler_worker.domain.deletes import (
+    UNKNOWN,
     PendingDelete,
     pending_delete,
     plan_deletes,
@@ -132,12 +133,26 @@ def test_another_projects_delete_does_nothing() -> None:
 def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
     early = plan_deletes([requested()], {}, AUTHOR)
     assert isinstance(early.outcomes[0], Retry) and early.unknown == []
-    late = plan_deletes([requested(delivery=OVERTAKES)], {}, AUTHOR)
+    queried = plan_deletes([requested(delivery=OVERTAKES)], {}, AUTHOR)
+    assert len(queried.unbuilt) == 1 and queried.unknown == []
+    late = plan_deletes(queried.unbuilt, {}, AUTHOR, {})
+    assert late.messages == []
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
     refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR)
     assert list(refused) == [0] and len(messages) == 1
     assert refuse_unknown(late.unknown, (), AUTHOR) == ({}, []), "its build came in this moment"
+
+
+@pytest.mark.parametrize("on_record", [{}, {UUID: replace(recorded(BuildState.DELETED), code=UNKNOWN)}])
+@pytest.mark.parametrize(("held", "told"), [(kept_by("lost"), ["c1"]), (kept_by("lost", cell=None), [])])
+def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_delete(
+    on_record: dict[str, RecordedBuild], held: dict[str, HeldAllocation], told: list[str]
+) -> None:
+    """The record is lost: its claim was never released, and its build may run."""
+    plan = plan_deletes([requested(delivery=OVERTAKES)], on_record, AUTHOR, held)
+    assert isinstance(plan.outcomes[0], Retry) and len(plan.unknown) == 1
+    assert [one.bus for one in plan.messages if isinstance(one.message, CellDelete) and one.message.begun] == told
 
 
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:
