@@ -23,6 +23,7 @@ _MULTIPLE, _REQUEUE = 1, 1
 # and all processes of a machine send them at the same times (`shared_delay_s`): one flush for all of them.
 LINGER_S = 0.5
 WRITE_TIMEOUT_S = 1.0  # a connection that accepts nothing for this long is closed without a further write
+MAX_EXPIRATION_MS = 2**32 - 1  # RabbitMQ refuses more
 GATHERED_SHARE = 4  # ... but no longer than until this part of what may be delivered ahead is waiting
 
 
@@ -123,8 +124,9 @@ class Acks:
 
 
 def _seconds(expiration: str | None) -> float | None:
-    """An expiration as the broker takes it, in whole milliseconds."""
-    return int(expiration) / 1000 if expiration and expiration.isdecimal() else None
+    """An expiration as the broker takes it, in whole milliseconds; None for any other text."""
+    ms = int(expiration) if expiration and expiration.isdecimal() else MAX_EXPIRATION_MS + 1
+    return ms / 1000 if ms <= MAX_EXPIRATION_MS else None
 
 
 class RabbitDelivery:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from decimal import Decimal
 
 import pytest
+from aiormq.abc import DeliveredMessage
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pamqp import frame, header
@@ -42,8 +43,9 @@ from bus.port import CC, UNREAD, Outgoing
 from bus.publishing import BusLimits
 from bus.rabbitmq import confirms
 from bus.rabbitmq.confirms import properties_of
+from bus.rabbitmq.delivery import RabbitDelivery
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
-from bus.topology import matches
+from bus.topology import QueueNames, matches
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
 from tests.unit.bus.test_wire import arrived
 
@@ -91,6 +93,22 @@ def test_what_is_written_is_read(
         tuple(name or "" for name in (read.message_id, read.message_type, read.correlation_id, read.reply_to)) == names
     )
     assert read.expiration == (None if expiration_s is None else str(int(expiration_s * 1000)))
+
+
+@pytest.mark.parametrize(
+    ("expiration", "seconds"),
+    [("", None), ("0", 0.0), ("4294967295", 4_294_967.295), ("4294967296", None), ("9" * 255, None), ("-1", None)],
+)
+def test_an_expiration_is_one_that_the_broker_takes(expiration: str, seconds: float | None) -> None:
+    """Another would be sent on as a header, which holds no such number."""
+    properties = Basic.Properties(expiration=expiration)
+    message = DeliveredMessage(
+        delivery=Basic.Deliver("c", 1, False, "", "q"),
+        header=ContentHeader(0, 0, properties),
+        body=b"",
+        channel=None,  # type: ignore[arg-type]
+    )
+    assert RabbitDelivery(message, None, QueueNames("")).expiration_s == seconds  # type: ignore[arg-type]
 
 
 # --- properties and headers are read whatever they hold, and in time that grows with their length
