@@ -12,7 +12,13 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
@@ -193,8 +199,12 @@ class Database:
         """Done when everything that was committed here so far is on disk; see `GroupFlush.after`."""
         return self._group_flush.after(losses)
 
-    def flush_by_commit(self) -> AbstractContextManager[FlushingCommit]:
-        """Around a commit of this process: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`."""
+    def flush_by_commit(self, connection: asyncpg.Connection) -> AbstractContextManager[FlushingCommit]:
+        """Around a commit on this connection: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`.
+        On a server that was left since the connection was taken, it flushes nothing of what that waits for.
+        """
+        if connection not in self._usable:
+            return nullcontext(FlushingCommit(wanted=False))
         return self._group_flush.by_commit()
 
     @contextmanager

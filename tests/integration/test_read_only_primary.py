@@ -10,14 +10,26 @@ import asyncpg
 import pytest
 from sqlalchemy import text
 
+from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import DatabaseUnavailable
 from bus.persistence import database as database_module
+from bus.persistence import group_flush
 from bus.persistence.database import Database
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.store.postgres import PostgresBuilds
 from tests.contract.rig import Proxy
 from tests.kit.lent import DatabasePair, database_pair
+from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
 SOON_S = 10.0
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+NEW = NewBuild(
+    request=BuildRequest(instance_uuid=UUID, flavor="f", project_id="p", name="n"),
+    digest=b"1",
+    build=RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=1),
+    timeline=(),
+)
 
 
 @pytest.mark.parametrize("way", ["raw", "single"])
@@ -156,6 +168,36 @@ async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_prima
                 assert await two.fetchval("SELECT inet_server_port()") == pair.primary.port
         finally:
             await database.close()
+
+
+async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: its connection was taken before another task had connected to the stand-by."""
+    monkeypatch.setattr(group_flush, "GATHER_S", 1_000.0)  # no flush but by a commit
+    async with _two_servers() as (pair, door, url):
+        builds = PostgresBuilds(database := Database(url, "scheduler"))
+        builds.publish_through(Sent())  # type: ignore[arg-type]
+        try:
+            await builds.open()
+            await _make_asynchronous(pair.primary.url())
+            async with builds.unit(optimistic=True) as unit:  # its connection is taken
+                await _promote(pair, door)
+                async with database.single() as there:
+                    assert await there.fetchval("SELECT inet_server_port()") == pair.stand_by.port
+                flushed = builds.flushed(builds.losses)  # what was committed on the stand-by
+                assert await unit.insert([NEW], 1.0) == {UUID}
+            assert not flushed.done(), "the former primary has flushed, not the stand-by"
+            async with builds.unit(optimistic=True) as unit:
+                assert await unit.insert([NEW], 1.0) == {UUID}, "it is not on the stand-by"
+            assert flushed.done() and flushed.exception() is None
+        finally:
+            await builds.close()
+
+
+async def _make_asynchronous(url: str) -> None:
+    admin = await asyncpg.connect(url)
+    await admin.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+    await admin.execute("SELECT pg_reload_conf()")
+    await admin.close()
 
 
 async def test_a_server_is_left_by_the_statements_that_are_not_hot_too() -> None:
