@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -51,7 +51,7 @@ class FenceKeeper:
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
-        self._still_running: dict[str, RunningAfterFence] = {}
+        self._still_running: dict[str, Mapping[str, RunningAfterFence]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -67,8 +67,10 @@ class FenceKeeper:
         return self._fences
 
     @property
-    def still_running(self) -> Mapping[str, RunningAfterFence]:
-        """By fenced host: the machines that the last scan from after the fence has found to run there."""
+    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
+        """By fenced host, and by service that has it: the machines that the last scan from after the fence has found to
+        run there.
+        """
         return self._still_running
 
     @property
@@ -245,9 +247,17 @@ class FenceKeeper:
         ]
         await self._delete_losses(gone)
 
-    async def without_losses(self, report: ComputeHosts, deployment: str) -> tuple[ComputeHosts, list[tuple[str, str]]]:
+    async def without_losses(
+        self,
+        report: ComputeHosts,
+        deployment: str,
+        has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
+    ) -> tuple[ComputeHosts, list[tuple[str, str]]]:
         """A report without the machines that their hosts have lost: these are ordered to be destroyed; and (host,
         rescan) of what a later scan has to show.
+
+        has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
+        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
 
         The fence is the proof: no record has to explain them, and no breaker counts them.
         """
@@ -271,11 +281,15 @@ class FenceKeeper:
                 if not one.destroying:
                     await self._destroy(loss, report.service, deployment)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
-                self._note_running(host.uuid, report.service, kept, deployment)
-            elif host.uuid in self._still_running or any(one.deployment == deployment for one in kept):
+                self._note_running(host.uuid, report.service, kept, deployment, has_passed)
+            elif report.service in self._still_running.get(host.uuid, ()) or any(
+                one.deployment == deployment for one in kept
+            ):
                 rescans.append((host.uuid, rescan))
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
+                if loss.service != report.service and not has_passed(host.uuid, loss.service):
+                    continue
                 if loss.rescan in report.rescans:
                     gone.append(loss)
                 elif self._clock.time() > loss.at + self._config.report_grace_s:
@@ -284,13 +298,24 @@ class FenceKeeper:
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts)), rescans
 
-    def _note_running(self, host_uuid: str, service: str, listed: Sequence[Running], deployment: str) -> None:
+    def _note_running(
+        self,
+        host_uuid: str,
+        service: str,
+        listed: Sequence[Running],
+        deployment: str,
+        has_passed: Callable[[str, str], bool],
+    ) -> None:
         attempts = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        self._still_running[host_uuid] = RunningAfterFence(service, self._fences[host_uuid].version, attempts)
+        before = self._still_running.get(host_uuid, {})
+        self._still_running[host_uuid] = {
+            **{name: found for name, found in before.items() if not has_passed(host_uuid, name)},
+            service: RunningAfterFence(self._fences[host_uuid].version, attempts),
+        }
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

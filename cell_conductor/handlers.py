@@ -302,7 +302,7 @@ class HostHandlers:
         report = await self._owners.answer(report)
         rescans: list[tuple[str, str]] = []
         if self._fences is not None:
-            report, rescans = await self._fences.without_losses(report, self._store.deployment)
+            report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
