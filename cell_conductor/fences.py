@@ -27,6 +27,7 @@ from bus.port import BusError
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
 from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.proof import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -264,6 +265,7 @@ class FenceKeeper:
         rescans: list[tuple[str, str]] = []
         if not any(host.uuid in self._fences for host in report.hosts):
             return report, rescans
+        now, grace_s = self._clock.time(), self._config.report_grace_s
         gone: list[Loss] = []
         hosts: list[HostReport] = []
         for host in report.hosts:
@@ -292,7 +294,7 @@ class FenceKeeper:
                     continue
                 if loss.rescan in report.rescans:
                     gone.append(loss)
-                elif self._clock.time() > loss.at + self._config.report_grace_s:
+                elif not has_just_changed(loss.at, now=now, grace_s=grace_s):
                     rescans.append((host.uuid, loss.rescan))
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)

@@ -15,6 +15,7 @@ from .events import Event, HostMissing, HostRuns
 from .instance import State
 from .proof import (
     InstanceFacts,
+    has_just_changed,
     is_over,
     is_renumbered,
     is_unsure,
@@ -103,7 +104,7 @@ def differences(
 
     def is_proof(record: RecordedInstance, host_uuid: str) -> bool:
         rescan = rescan_id(record)
-        if rescan not in report.rescans and now > record.since + grace_s:
+        if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
             rescans.append((host_uuid, rescan))
         return rescan in report.rescans
 

@@ -7,6 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from msgspec.structs import replace
 
 from bus.bus import Bus
@@ -157,18 +158,22 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
     assert list(keeper.still_running[HOST]) == ["another"], "the first one has given the host up"
 
 
-async def test_a_young_loss_causes_no_scan() -> None:
-    """The order that its host has to carry out first may be behind others."""
+@pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
+async def test_a_young_loss_causes_no_scan(ahead_s: float, *, is_scanned: bool) -> None:
+    """The order that its host has to carry out first may be behind others. One from the future is no young one: its
+    conductor's clock was ahead, and its fence was not lifted for a day.
+    """
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     await store.fences.put(Fence(host_uuid=HOST, host="h1", version=1))
     keeper = keeper_of(HeldReads(store))
     await keeper.load()
-    now = SystemClock().time()
-    keeper.note_losses([Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=now)])
+    at = SystemClock().time() + ahead_s
+    loss = Loss(host_uuid=HOST, instance_uuid=INSTANCE, attempt=2, service="s", at=at)
+    keeper.note_losses([loss])
     host = HostReport(uuid=HOST, name="h1", running=())
     report = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(host,))
-    assert await keeper.without_losses(report, "d") == (report, [])
+    assert await keeper.without_losses(report, "d") == (report, [(HOST, loss.rescan)] if is_scanned else [])
 
 
 async def test_a_loss_is_destroyed_by_a_service_that_had_its_machine() -> None:

@@ -158,6 +158,13 @@ def test_a_young_record_causes_no_scan(made: ComputeHosts) -> None:
     assert compared(made, record, now=SINCE + 30.1).rescans == ((HOST, rescan_id(record)),)
 
 
+@pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
+def test_a_record_of_a_clock_that_was_a_day_ahead_is_no_young_one(made: ComputeHosts) -> None:
+    """The machine that its host had lost was not looked for until that day had passed."""
+    record = brief(State.ACTIVE, attempt=2)
+    assert compared(made, record, now=SINCE - 86_400.0).rescans == ((HOST, rescan_id(record)),)
+
+
 @pytest.mark.parametrize("lists", [False, True])
 def test_neither_machine_of_a_move_is_missing_where_the_service_on_record_lists_the_host(lists: bool) -> None:
     """Two hosts of one uuid: the brief named no service of a source, so another one's report released it."""
