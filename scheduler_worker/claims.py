@@ -5,7 +5,7 @@ Every method answers for each message, in order. A missing answer is a fault; it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -26,6 +26,7 @@ from bus.contracts.placement import (
 )
 from bus.faults import Fault, Transient
 from bus.port import BusError
+from scheduler_worker.domain.builds import ProjectsBuild
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementUnavailable, unavailable_after
 
 Reply = TypeVar("Reply", bound=Message)
@@ -106,12 +107,12 @@ class HeldClaims:
         self._claims = claims
         self._cell_of_host = cell_of_host
 
-    async def of(self, projects: Mapping[str, str]) -> dict[str, HeldAllocation]:
-        """What instances hold, and in which cell, if that is known. projects: {instance: project}. Raises
-        PlacementUnavailable when placement does not answer.
+    async def of(self, instances: Collection[str]) -> dict[str, HeldAllocation]:
+        """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
+        when placement does not answer.
         """
         held: dict[str, HeldAllocation] = {}
-        for answer in await self._claims.holding(list(projects)) if projects else ():
+        for answer in await self._claims.holding(list(instances)) if instances else ():
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
             if answer is not None:
@@ -119,10 +120,14 @@ class HeldClaims:
                 held[answer.consumer] = replace(answer, cell=answer.cell or next(announced, None))
         return held
 
-    async def of_builds(self, projects: Mapping[str, str]) -> dict[str, HeldAllocation]:
-        """The same, of what was claimed for a build of its own project. Raises as `of`."""
-        held = await self.of(projects)
-        return {uuid: one for uuid, one in held.items() if one.attempt and one.project_id == projects[uuid]}
+    async def of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, HeldAllocation]:
+        """The same, of what was claimed for a build of this project: two may name one instance. Raises as `of`."""
+        held = await self.of({uuid: None for uuid, _ in builds})
+        return {
+            (uuid, project): one
+            for uuid, project in builds
+            if (one := held.get(uuid)) is not None and one.attempt and one.project_id == project
+        }
 
     async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
         """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of

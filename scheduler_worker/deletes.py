@@ -13,7 +13,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildState
 from scheduler_worker import metrics
 from scheduler_worker.claims import HeldClaims
-from scheduler_worker.domain.builds import Author
+from scheduler_worker.domain.builds import Author, ProjectsBuild
 from scheduler_worker.domain.deletes import (
     DeletePlan,
     PendingDelete,
@@ -51,12 +51,12 @@ class Deletes:
         plan = await self._carry_out(deletes)
         if not plan.unbuilt:
             return plan.outcomes, plan.accepted
-        held = await self._held.of_builds({one.request.instance_uuid: one.request.project_id for one in plan.unbuilt})
+        held = await self._held.of_builds({one.key for one in plan.unbuilt})
         of_unbuilt = await self._carry_out(plan.unbuilt, held)
         return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
 
     async def _carry_out(
-        self, deletes: Sequence[PendingDelete], held: Mapping[str, HeldAllocation] | None = None
+        self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, HeldAllocation] | None = None
     ) -> DeletePlan:
         """Carry out deletes in one transaction. held: as of `plan_deletes`."""
         author = self._author()
@@ -68,10 +68,11 @@ class Deletes:
             await unit.update(plan.updates, author.at)
             for one in plan.updates:
                 uuid = one.build.instance_uuid
-                if held and uuid in held and one.build.state is not BuildState.DELETED:
-                    log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=held[uuid].cell)
+                claim = (held or {}).get((uuid, one.build.project_id))
+                if claim is not None and one.build.state is not BuildState.DELETED:
+                    log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
             inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
-            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author)
+            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author, held or {})
             for message in messages:
                 unit.emit(message)
         metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)

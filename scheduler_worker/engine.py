@@ -210,9 +210,11 @@ class SchedulingEngine:
 
     async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
         """The requests of these of which an instance holds what they may have claimed."""
-        looks = {uuid: one for one in builds for uuid in member_uuids(one.request)}
-        held = await self._held.of_builds({uuid: one.request.project_id for uuid, one in looks.items()})
-        return {looks[uuid].instance_uuid for uuid in held}
+        looks = {
+            one.instance_uuid: [(uuid, one.request.project_id) for uuid in member_uuids(one.request)] for one in builds
+        }
+        held = await self._held.of_builds({key for keys in looks.values() for key in keys})
+        return {uuid for uuid, keys in looks.items() if not held.keys().isdisjoint(keys)}
 
     async def resume(self, instances: Mapping[str, int]) -> None:
         """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
@@ -306,7 +308,8 @@ class SchedulingEngine:
             for one, end in concluded
             if isinstance(end, DecidedBuild) and (one.attempt or one.delivery.why is None)
         }
-        held = await self._held.of_builds({uuid: one.request.project_id for uuid, (one, _) in ended.items()})
+        asked = await self._held.of_builds([(uuid, one.request.project_id) for uuid, (one, _) in ended.items()])
+        held = {uuid: one for (uuid, _), one in asked.items()}
         await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
         author = self._circumstances().author
         queried: dict[str, Conclusion] = {}

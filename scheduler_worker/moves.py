@@ -44,7 +44,8 @@ from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decision_messages import instance_spec
-from scheduler_worker.domain.decisions import HOSTS_UNKNOWN, NO_HOST
+from scheduler_worker.domain.decisions import NO_HOST
+from scheduler_worker.domain.delivery import HOSTS_UNKNOWN
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.move_events import event_of, recorded

@@ -292,12 +292,16 @@ class Placer:
         unsure = [one for one in states if is_without_host(one) or one.recovered is not None]
         after: list[PlacementState] = []
         try:
-            held = await self._held.of({one.request.instance_uuid: one.request.project_id for one in unsure})
+            held = await self._held.of([one.request.instance_uuid for one in unsure])
             for state in unsure:
-                if is_without_host(state) and (found_now := held.get(state.request.instance_uuid)) is not None:
+                found_now = held.get(state.request.instance_uuid)
+                if is_without_host(state) and found_now is not None:
                     stepped = found(state, found_now, self._selector, now=self._clock.time())
                     self._carry_out(stepped)
                     after.append(stepped.state)
+                elif state.recovered is not None and found_now is None:
+                    # The run that had claimed it has released it meanwhile.
+                    after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
                 else:
                     after.append(state)
             owners = {

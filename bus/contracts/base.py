@@ -63,8 +63,9 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cause: the build request, state change or inventory report that led to this message.
     sent_at: publisher's clock, seconds since the epoch.
     reply_to, correlation_id: where and under which id a reply is expected.
-    patience_s: how long, from sent_at on, the publisher has a use for it (None: it does not say). A requester waits as
-    long for its answer. waited_s: how much of that passed before the consumers that had it retried.
+    patience_s: how long the publisher has a use for it (None: it does not say), from when a consumer first has it; a
+    redelivery and a retry count from sent_at, too. A requester waits as long for its answer. waited_s: how much of that
+    passed before the consumers that had it retried.
     traceparent: W3C trace context.
     attempt: how often the consumer has already had this message retried.
     """

@@ -79,8 +79,8 @@ class CellBuild(Message, frozen=True, kw_only=True, tag="cell.build.v1"):
 class CellDelete(Message, frozen=True, kw_only=True, tag="cell.delete.v1"):
     """Delete the instance, also while it is building. May arrive before its CellBuild: then that build never starts.
 
-    It is published again while no event of the delete comes; one that is under way is announced once more. begun: the
-    cell has announced the build, or the delete has had no event for long: a conductor without a record has lost it.
+    It is published again while no event of the delete comes; one under way is announced once more. begun: the cell has
+    announced the build or has its claim, or no event came for long: a conductor without a record has lost it.
     unrecorded: a conductor's own message after that; the cell's compute services are queried before it is carried out.
     """
 

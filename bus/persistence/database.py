@@ -12,20 +12,26 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from datetime import datetime
 from functools import cached_property, partial
 from typing import Any
 from uuid import UUID, uuid5
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import asyncpg
 import structlog
-from sqlalchemy import func, select
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import event, func, select
+from sqlalchemy.exc import DBAPIError, DisconnectionError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import ConnectionPoolEntry, NullPool
 from sqlalchemy.schema import CreateSchema
 
 from bus.clock import SystemClock
@@ -87,9 +93,9 @@ class Database:
         self._address = parse_database_url(url)
         self._application_name = application_name or schema
         self._opened = self._closed = False
-        # The connections of hot statements: all that may be used, and of these the idle ones, the last used first.
-        # asyncpg's own pool costs a task for each connection that is given back: docs/decisions/0026.
-        self._usable: set[asyncpg.Connection] = set()
+        # The connections to the server that is used now, and of those of hot statements the idle ones, the last used
+        # first. asyncpg's own pool costs a task for each connection that is given back: docs/decisions/0026.
+        self._usable: WeakSet[asyncpg.Connection] = WeakSet()
         self._idle: list[asyncpg.Connection] = []
         self._slots = asyncio.Semaphore(pool_size)
         self._losses = 0
@@ -127,13 +133,15 @@ class Database:
     @cached_property
     def engine(self) -> AsyncEngine:
         """SQLAlchemy's engine; statements belong in `transaction` or `raw`."""
-        return self._make_engine(
+        engine = self._make_engine(
             BY_SIZE,
             pool_size=CORE_CONNECTIONS,
             max_overflow=0,
             pool_timeout=POOL_TIMEOUT_S,
             pool_pre_ping=True,  # a connection that died with its server is found when it is next used
         )
+        event.listen(engine.sync_engine, "checkout", self._check_out)
+        return engine
 
     async def open(self, migrations: str | None = None) -> None:
         """Create the schema or upgrade it to head. While the server is unavailable, the call logs that and waits.
@@ -191,8 +199,12 @@ class Database:
         """Done when everything that was committed here so far is on disk; see `GroupFlush.after`."""
         return self._group_flush.after(losses)
 
-    def flush_by_commit(self) -> AbstractContextManager[FlushingCommit]:
-        """Around a commit of this process: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`."""
+    def flush_by_commit(self, connection: asyncpg.Connection) -> AbstractContextManager[FlushingCommit]:
+        """Around a commit on this connection: it may be the flush that `flushed` waits for; see `GroupFlush.by_commit`.
+        On a server that was left since the connection was taken, it flushes nothing of what that waits for.
+        """
+        if connection not in self._usable:
+            return nullcontext(FlushingCommit(wanted=False))
         return self._group_flush.by_commit()
 
     @contextmanager
@@ -212,7 +224,7 @@ class Database:
         with self._use():
             try:
                 connection = await self.engine.connect()
-            except (*CONNECTION_LOST, DBAPIError, PoolTimeout) as error:
+            except (*CONNECTION_LOST, *FAILED_IN_USE, PoolTimeout) as error:
                 self._probe_server()
                 raise_fault(error, closed=True)
             try:
@@ -221,7 +233,7 @@ class Database:
             except FAILED_IN_USE as error:
                 if is_unusable(error):
                     await connection.invalidate()
-                await self._failed(error)
+                self._failed(error)
                 raise_fault(error, closed=connection.invalidated)
             finally:
                 await asyncio.shield(connection.close())  # a cancelled caller must not leak the connection
@@ -241,7 +253,7 @@ class Database:
                 except FAILED_IN_USE as error:
                     if is_unusable(error):
                         self._drop(connection)
-                    await self._failed(error)
+                    self._failed(error)
                     if begin:
                         await self._roll_back(connection)
                     raise_fault(error, closed=connection.is_closed())
@@ -279,8 +291,12 @@ class Database:
                 self._probe_server()
             raise_fault(error, closed=closed)
         connection.add_termination_listener(self._ended)
-        self._usable.add(connection)
         return connection
+
+    def _check_out(self, _: object, record: ConnectionPoolEntry, __: object) -> None:
+        """Have SQLAlchemy replace a connection to a server that was left while it was idle or in use."""
+        if record.driver_connection not in self._usable:
+            raise DisconnectionError("its server was left")
 
     def _give_back(self, connection: asyncpg.Connection) -> None:
         if connection not in self._usable or self._closed or connection.is_closed() or connection.is_in_transaction():
@@ -303,7 +319,7 @@ class Database:
             except FAILED_IN_USE:
                 self._drop(connection)
 
-    async def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         """Probe the server after a connection that ended, or was given up because no answer came; leave a server that
         was made read-only: it is no longer the primary.
         """
@@ -313,10 +329,11 @@ class Database:
         self._losses += 1
         if sqlstate(error) == READ_ONLY:
             self._leave_server()
-            await self.engine.dispose()
 
     def _leave_server(self) -> None:
-        """Use none of its connections again; those in use are dropped when they are given back."""
+        """Use none of its connections again. Those in use are dropped when they are given back, and SQLAlchemy's when
+        they would be used again.
+        """
         self._usable.clear()
         while self._idle:
             self._drop(self._idle.pop())
@@ -355,6 +372,7 @@ class Database:
                 "uuid", schema="pg_catalog", encoder=_uuid_bytes, decoder=_uuid_text, format="binary"
             )
             self._note_server(await connection.fetchval("SELECT pg_postmaster_start_time()"))
+            self._usable.add(connection)
         except BaseException:
             connection.terminate()  # nobody else has it yet: a cancelled caller must not leak it
             raise
@@ -407,7 +425,7 @@ class Database:
 
     async def _prepare(self, package: str | None) -> None:
         try:
-            if not self._usable and await self._found(package):
+            if not self._idle and await self._found(package):
                 return
             # Its own connection: a migration may take longer than any statement of the running system.
             engine = self._make_engine(BY_SIZE, patient=True, poolclass=NullPool)

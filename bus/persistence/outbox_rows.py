@@ -39,11 +39,11 @@ class PostgresRows:
 
     async def delete(self, row_ids: Sequence[int]) -> None:
         """Delete rows whose messages are confirmed; where a flush is waited for, the commit is that flush."""
-        with self._database.flush_by_commit() as commit:
-            async with self._database.single() as connection:
+        async with self._database.single() as connection:
+            with self._database.flush_by_commit(connection) as commit:
                 deleted = await connection.fetchval(DELETE_CONFIRMED, row_ids, commit.wanted)
-            if commit.wanted and deleted:
-                commit.done()
+                if commit.wanted and deleted:
+                    commit.done()
 
     async def claim_stale(
         self,
@@ -54,11 +54,11 @@ class PostgresRows:
         back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
         """Rows older than this, by id, at most `limit` for each bus, and these; taking one makes it young again."""
-        with self._database.flush_by_commit() as commit:
-            async with self._database.single() as connection:
+        async with self._database.single() as connection:
+            with self._database.flush_by_commit(connection) as commit:
                 rows = await connection.fetch(TAKE_OLD, age_s, limit, closed, confirmed, back)
-            if rows[0]["rows"]:
-                commit.done()
+                if rows[0]["rows"]:
+                    commit.done()
         return sorted((row["id"], row["body"]) for row in rows if row["id"] is not None)
 
     async def purge_handled(self, keep_s: float, limit: int) -> None:

@@ -5,6 +5,8 @@ A request has exactly one terminal event.
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -73,6 +75,10 @@ class RecordedBuild(Struct, frozen=True, kw_only=True):
     def awaits_decision(self) -> bool:
         """Whether a decision may be written: the build is still being scheduled."""
         return self.state is BuildState.ACCEPTED
+
+
+# (instance, project): what a request names. Another project may name the same instance.
+ProjectsBuild: TypeAlias = tuple[str, str]
 
 
 class BuildStatus(Struct, frozen=True):

@@ -15,6 +15,7 @@ from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildRequest, BuildState, FunnelStep
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.delivery import HOSTS_UNKNOWN
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
 from scheduler_worker.domain.gangs import needed
@@ -35,8 +36,6 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.selector import NoValidHost, Selector
-
-HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
 NO_HOST = "no_valid_host"
 CONTENDED = "claims.contended"

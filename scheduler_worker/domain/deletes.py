@@ -26,9 +26,10 @@ from scheduler_worker.domain.builds import (
     Author,
     BuildUpdate,
     NewBuild,
+    ProjectsBuild,
     RecordedBuild,
 )
-from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.delivery import HOSTS_UNKNOWN, RequestDelivery
 from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
 
@@ -44,6 +45,11 @@ class PendingDelete(Struct, frozen=True, kw_only=True):
     position: int
     request: DeleteRequest
     delivery: RequestDelivery
+
+    @property
+    def key(self) -> ProjectsBuild:
+        """What it names."""
+        return self.request.instance_uuid, self.request.project_id
 
 
 class DeletePlan(Struct, frozen=True, kw_only=True):
@@ -69,7 +75,7 @@ def plan_deletes(
     deletes: Sequence[PendingDelete],
     builds: Mapping[str, RecordedBuild],
     author: Author,
-    held: Mapping[str, HeldAllocation] | None = None,
+    held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
 ) -> DeletePlan:
     """Apply deletes to the builds on record; its `unknown` is left to `tombstones` and `refuse_unknown`.
 
@@ -82,10 +88,12 @@ def plan_deletes(
         if pending.delivery.why is not None:
             plan.outcomes[pending.position] = Done()
             plan.messages.extend(_end_of(pending, pending.delivery.why, build, author))
+        elif held and pending.key in held and held[pending.key].cell is None and pending.delivery.awaits_hosts:
+            plan.outcomes[pending.position] = HOSTS_UNKNOWN  # the cell that can be told may be announced yet
         elif build is None or build.code == UNKNOWN:
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_early:
-                _delete_unknown(plan, pending, held)
+                _delete_unknown(plan, pending, author, held)
         elif build.project_id != request.project_id:
             # The answer reveals nothing to another project, and no event is published: the instance's event stream is
             # its owner's.
@@ -95,23 +103,26 @@ def plan_deletes(
         else:
             plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
-                _delete(plan, build, author, (held or {}).get(uuid))
+                _delete(plan, build, author, (held or {}).get(pending.key))
             plan.accepted.add(uuid)
     return plan
 
 
-def _delete_unknown(plan: DeletePlan, pending: PendingDelete, held: Mapping[str, HeldAllocation] | None) -> None:
+def _delete_unknown(
+    plan: DeletePlan, pending: PendingDelete, author: Author, held: Mapping[ProjectsBuild, HeldAllocation] | None
+) -> None:
     """The effect of a late delete without a record. The record may be lost, and not what was claimed for it, or built:
-    the cell of the claim destroys and releases what there is.
+    it is not answered that there is none while no cell can be told.
     """
-    uuid, project = pending.request.instance_uuid, pending.request.project_id
     if held is None:
         plan.unbuilt.append(pending)
-        return
-    plan.unknown.append(pending)
-    if uuid in held and (cell := held[uuid].cell) is not None:
-        delete = CellDelete(instance_uuid=uuid, project_id=project, begun=True)
-        plan.messages.append(OutboxMessage(cell, delete, uuid))
+    elif pending.key not in held or held[pending.key].cell is not None:
+        plan.unknown.append(pending)
+    else:
+        why = Refusal(code=STRANDED, reason=STRANDED_REASON)
+        plan.outcomes[pending.position] = Done(reply=why)
+        refused = _end(pending.request, BuildState.REFUSED, OFF_RECORD, author, why)
+        plan.messages.append(OutboxMessage(API, refused, pending.request.instance_uuid))
 
 
 def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
@@ -161,19 +172,28 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 
 def refuse_unknown(
-    unknown: Sequence[PendingDelete], on_record: Collection[str], author: Author
+    unknown: Sequence[PendingDelete],
+    on_record: Collection[str],
+    author: Author,
+    held: Mapping[ProjectsBuild, HeldAllocation],
 ) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
-    """The outcomes and events of deletes of unknown instances.
+    """The outcomes of deletes of unknown instances, their events, and the deletes for the cells of what is held: they
+    destroy and release what there is.
 
     Where no tombstone is on record, the build request has just been recorded.
     """
     why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
     final = [one for one in unknown if one.request.instance_uuid in on_record]
     refused: dict[int, Outcome] = {one.position: Done(reply=why) for one in final}
-    return refused, [
+    messages = [
         OutboxMessage(API, _end(one.request, BuildState.REFUSED, DELETED, author, why), one.request.instance_uuid)
         for one in final
     ]
+    for one in final:
+        if one.key in held and (cell := held[one.key].cell) is not None:
+            uuid, project = one.key
+            messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
+    return refused, messages
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.given_up import EXPIRED_WAITING, GIVEN_UP_BY_BROKER, given_up_of
-from bus.consuming.outcome import Received, never
+from bus.consuming.outcome import Received, Retry, never
 from bus.contracts.base import Refusal
 from bus.contracts.catalogue import BY_QUEUE
 
@@ -19,6 +19,7 @@ LETTERS = "scheduler.given_up"
 RETRIES = len(BY_QUEUE["scheduler.requests"].retry_s)  # of `scheduler.changes` as well
 # A request may overtake the one that it refers to, on the way to another scheduler: that is looked for this often.
 OVERTAKES = 2
+HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 
 
 class RequestDelivery(Struct, frozen=True, kw_only=True):

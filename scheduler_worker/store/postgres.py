@@ -184,7 +184,7 @@ class PostgresBuildRows:
             statement.add("updated", f"{rows.UPDATE} AND {guard} RETURNING 1", *columns, now, rows=len(updates))
         outbox.add_to(statement, writes.outbox)
         statement.column("pg_current_xact_id()::xid AS version")
-        with self._database.flush_by_commit() as commit:
+        with self._database.flush_by_commit(self._connection) as commit:
             written = await statement.execute(self._connection, durable=writes.durable)
             if writes.durable:
                 commit.done()

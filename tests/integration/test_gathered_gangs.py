@@ -65,7 +65,7 @@ async def test_a_member_that_was_only_given_the_cell_of_an_older_allocation_is_n
             hosts=(),
             cell="c1",
         )
-        kept = dict.fromkeys((KEPT, KEPT_DELETED), held)
+        kept = {(uuid, "p"): held for uuid in (KEPT, KEPT_DELETED)}
         deletes = [
             PendingDelete(
                 position=at, request=DeleteRequest(instance_uuid=uuid, project_id="p"), delivery=RequestDelivery()

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
 from sqlalchemy import text
 
+from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import DatabaseUnavailable
 from bus.persistence import database as database_module
+from bus.persistence import group_flush
 from bus.persistence.database import Database
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.store.postgres import PostgresBuilds
 from tests.contract.rig import Proxy
-from tests.kit.lent import database_pair
+from tests.kit.lent import DatabasePair, database_pair
+from tests.kit.sent import Sent
 
 pytestmark = pytest.mark.postgres
 SOON_S = 10.0
+UUID = "0b2d1c9e-6f7a-4d53-9a40-2f1a3b4c5d6e"
+NEW = NewBuild(
+    request=BuildRequest(instance_uuid=UUID, flavor="f", project_id="p", name="n"),
+    digest=b"1",
+    build=RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.ACCEPTED, sequence=1),
+    timeline=(),
+)
 
 
 @pytest.mark.parametrize("way", ["raw", "single"])
@@ -119,27 +133,110 @@ async def test_a_connection_in_use_when_its_server_is_left_is_not_used_again(emp
         await database.close()
 
 
-async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_primary_before() -> None:
-    """Found by reading: what is not on the stand-by was acknowledged as if it were on disk."""
+@asynccontextmanager
+async def _two_servers() -> AsyncIterator[tuple[DatabasePair, Proxy, str]]:
+    """A pair, a door to the primary, and a URL whose servers are the door and then the stand-by."""
     manager = database_pair()
     pair = await asyncio.to_thread(manager.__enter__)
     door = Proxy("127.0.0.1", pair.primary.port)
     await door.open()
-    database = Database(pair.url.replace(f":{pair.primary.port},", f":{door.port},"), "fenced", pool_size=3)
     try:
-        await database.open()
-        async with database.raw() as one, database.raw() as two:  # one connection more will be needed
-            losses = database.losses
-            assert await one.fetchval("SELECT inet_server_port()") == pair.primary.port
-            await asyncio.to_thread(pair.stand_by.promote)
-            door._server.close()  # type: ignore[union-attr]  (nobody else can come in, and nobody is put out)
-            with pytest.raises(DatabaseUnavailable):
-                await database.flushed(losses)
-            assert await two.fetchval("SELECT inet_server_port()") == pair.primary.port
+        yield pair, door, pair.url.replace(f":{pair.primary.port},", f":{door.port},")
     finally:
-        await database.close()
         await door.close()
         await asyncio.to_thread(manager.__exit__, None, None, None)
+
+
+async def _promote(pair: DatabasePair, door: Proxy) -> None:
+    """From now on new connections lead to the stand-by, and those before stay at the primary, which takes writes."""
+    await asyncio.to_thread(pair.stand_by.promote)
+    door._server.close()  # type: ignore[union-attr]  (nobody else can come in, and nobody is put out)
+
+
+async def test_a_flush_on_a_promoted_stand_by_vouches_for_no_commit_on_the_primary_before() -> None:
+    """Found by reading: what is not on the stand-by was acknowledged as if it were on disk."""
+    async with _two_servers() as (pair, door, url):
+        database = Database(url, "fenced", pool_size=3)
+        try:
+            await database.open()
+            async with database.raw() as one, database.raw() as two:  # one connection more will be needed
+                losses = database.losses
+                assert await one.fetchval("SELECT inet_server_port()") == pair.primary.port
+                await _promote(pair, door)
+                with pytest.raises(DatabaseUnavailable):
+                    await database.flushed(losses)
+                assert await two.fetchval("SELECT inet_server_port()") == pair.primary.port
+        finally:
+            await database.close()
+
+
+async def test_a_commit_on_the_former_primary_flushes_nothing_of_the_stand_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by reading: its connection was taken before another task had connected to the stand-by."""
+    monkeypatch.setattr(group_flush, "GATHER_S", 1_000.0)  # no flush but by a commit
+    async with _two_servers() as (pair, door, url):
+        builds = PostgresBuilds(database := Database(url, "scheduler"))
+        builds.publish_through(Sent())  # type: ignore[arg-type]
+        try:
+            await builds.open()
+            await _make_asynchronous(pair.primary.url())
+            async with builds.unit(optimistic=True) as unit:  # its connection is taken
+                await _promote(pair, door)
+                async with database.single() as there:
+                    assert await there.fetchval("SELECT inet_server_port()") == pair.stand_by.port
+                flushed = builds.flushed(builds.losses)  # what was committed on the stand-by
+                assert await unit.insert([NEW], 1.0) == {UUID}
+            assert not flushed.done(), "the former primary has flushed, not the stand-by"
+            async with builds.unit(optimistic=True) as unit:
+                assert await unit.insert([NEW], 1.0) == {UUID}, "it is not on the stand-by"
+            assert flushed.done() and flushed.exception() is None
+        finally:
+            await builds.close()
+
+
+async def _make_asynchronous(url: str) -> None:
+    admin = await asyncpg.connect(url)
+    await admin.execute("ALTER SYSTEM SET synchronous_standby_names = ''")
+    await admin.execute("SELECT pg_reload_conf()")
+    await admin.close()
+
+
+async def test_a_server_is_left_by_the_statements_that_are_not_hot_too() -> None:
+    """Found by reading: they went on at the former primary for as long as it answered."""
+    async with _two_servers() as (pair, door, url):
+        database = Database(url, "fenced")
+        try:
+            await database.open()
+            assert await _port_of_core(database) == pair.primary.port
+            async with database.raw():
+                await _promote(pair, door)
+                async with database.raw() as other:
+                    assert await other.fetchval("SELECT inet_server_port()") == pair.stand_by.port
+            assert await _port_of_core(database) == pair.stand_by.port
+        finally:
+            await database.close()
+
+
+async def test_a_connection_of_statements_that_are_not_hot_is_not_used_again_once_its_server_is_left() -> None:
+    """It was in use when another one met the read-only server, so that it came back later."""
+    async with _two_servers() as (pair, door, url):
+        database = Database(url, "fenced")
+        try:
+            await database.open()
+            async with database.transaction() as core:
+                assert await core.scalar(text("SELECT inet_server_port()")) == pair.primary.port
+                await _promote(pair, door)
+                with pytest.raises(DatabaseUnavailable):
+                    async with database.raw() as connection:
+                        await connection.execute("SET TRANSACTION READ ONLY")
+                        await connection.execute("CREATE TABLE written (n int)")
+            assert await _port_of_core(database) == pair.stand_by.port
+        finally:
+            await database.close()
+
+
+async def _port_of_core(database: Database) -> int:
+    async with database.transaction() as connection:
+        return int(await connection.scalar(text("SELECT inet_server_port()")))
 
 
 async def test_a_statement_without_an_answer_counts_as_a_loss(

@@ -260,6 +260,7 @@ async def test_a_fence_is_announced_again_to_schedulers_that_may_have_forgotten_
 
 async def test_an_older_decision_is_ignored_and_a_lift_of_nothing_is_answered(cell: FencedCell) -> None:
     await cell.fence(2, 5)
+    await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED])
     await cell.fence(2, 4, lift=True)
     await cell.around.until(lambda: cell.states(5) == [FenceState.FENCED] * 2)
     await cell.fence(3, 1, lift=True)

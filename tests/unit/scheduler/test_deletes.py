@@ -12,7 +12,7 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
 from bus.contracts.placement import ReleaseRun
-from scheduler_worker.domain.builds import Author, RecordedBuild
+from scheduler_worker.domain.builds import Author, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.deletes import (
     UNKNOWN,
     PendingDelete,
@@ -21,7 +21,8 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.delivery import OVERTAKES, delivery_of
+from scheduler_worker.domain.delivery import HOSTS_UNKNOWN, OVERTAKES, delivery_of
+from scheduler_worker.domain.placement import STRANDED
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AUTHOR = Author("scheduler", 7.0)
@@ -40,10 +41,12 @@ def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
     return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, run="mine")
 
 
-def kept_by(run: str, cell: str | None = "c1", attempt: int = 1) -> dict[str, HeldAllocation]:
+def kept_by(
+    run: str, cell: str | None = "c1", attempt: int = 1, project: str = "p"
+) -> dict[ProjectsBuild, HeldAllocation]:
     held = HeldAllocation(
         consumer=UUID,
-        project_id="p",
+        project_id=project,
         run=run,
         attempt=attempt,
         consumer_generation=1,
@@ -51,7 +54,7 @@ def kept_by(run: str, cell: str | None = "c1", attempt: int = 1) -> dict[str, He
         hosts=(UUID,),
         cell=cell,
     )
-    return {UUID: held}
+    return {(UUID, project): held}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +87,7 @@ def test_a_delete_by_the_state_of_its_build(
     ],
 )
 def test_a_delete_of_a_build_without_a_cell_depends_on_what_its_instance_holds(
-    state: BuildState, kept: dict[str, HeldAllocation], after: BuildState, message: type
+    state: BuildState, kept: dict[ProjectsBuild, HeldAllocation], after: BuildState, message: type
 ) -> None:
     build = recorded(state)
     queried = plan_deletes([requested(0), requested(1)], {UUID: build}, AUTHOR)
@@ -139,20 +142,41 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
     assert late.messages == []
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
-    refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR)
+    refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR, {})
     assert list(refused) == [0] and len(messages) == 1
-    assert refuse_unknown(late.unknown, (), AUTHOR) == ({}, []), "its build came in this moment"
+    assert refuse_unknown(late.unknown, (), AUTHOR, {}) == ({}, []), "its build came in this moment"
 
 
 @pytest.mark.parametrize("on_record", [{}, {UUID: replace(recorded(BuildState.DELETED), code=UNKNOWN)}])
-@pytest.mark.parametrize(("held", "told"), [(kept_by("lost"), ["c1"]), (kept_by("lost", cell=None), [])])
-def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_delete(
-    on_record: dict[str, RecordedBuild], held: dict[str, HeldAllocation], told: list[str]
+@pytest.mark.parametrize("of", ["p", "another"])
+def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_projects_delete(
+    on_record: dict[str, RecordedBuild], of: str
 ) -> None:
-    """The record is lost: its claim was never released, and its build may run."""
-    plan = plan_deletes([requested(delivery=OVERTAKES)], on_record, AUTHOR, held)
-    assert isinstance(plan.outcomes[0], Retry) and len(plan.unknown) == 1
-    assert [one.bus for one in plan.messages if isinstance(one.message, CellDelete) and one.message.begun] == told
+    """The record is lost, and not the claim; its build may run. Another project names it in the same batch."""
+    held, deletes = (
+        kept_by("lost", project=of),
+        [requested(0, delivery=OVERTAKES), requested(1, project="another", delivery=OVERTAKES)],
+    )
+    plan = plan_deletes(deletes, on_record, AUTHOR, held)
+    assert len(plan.unknown) == 2 and plan.messages == []
+    _, messages = refuse_unknown(plan.unknown, {UUID}, AUTHOR, held)
+    told = [(one.bus, one.message.project_id) for one in messages if isinstance(one.message, CellDelete)]
+    assert told == [("c1", of)]
+    _, messages = refuse_unknown(plan.unknown, (), AUTHOR, held)
+    assert messages == [], "its build came in this moment"
+
+
+@pytest.mark.parametrize("build", [None, recorded(BuildState.FAILED)])
+def test_a_delete_of_what_no_known_cell_has_waits_for_hosts_and_is_refused(build: RecordedBuild | None) -> None:
+    builds, held = {} if build is None else {UUID: build}, kept_by("lost", None)
+    late = requested(delivery=OVERTAKES)
+    early = replace(late, delivery=replace(late.delivery, awaits_hosts=True))
+    waits = plan_deletes([early], builds, AUTHOR, held)
+    assert (waits.outcomes, waits.messages, waits.updates) == ({0: HOSTS_UNKNOWN}, [], [])
+    plan = plan_deletes([late], builds, AUTHOR, held)
+    assert plan.unknown == [], "no tombstone hides it"
+    (refused,) = (one.message for one in plan.messages)
+    assert isinstance(refused, BuildEvent) and (refused.state, refused.code) == (BuildState.REFUSED, STRANDED)
 
 
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Refusal
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest
 from bus.contracts.feed import Change
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -73,6 +74,22 @@ class Cluster:
         return ClaimResult(
             outcome=ClaimOutcome.CLAIMED, option=option, consumer_generation=1, generations=dict.fromkeys(providers, 2)
         )
+
+    def holds(self, holding: dict[str, dict[str, int]]) -> BuildRequest:
+        """A request whose first run, which was lost, holds this."""
+        request = self.hosts.request()
+        self.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
+        self.port.held[request.instance_uuid] = HeldAllocation(
+            consumer=request.instance_uuid,
+            project_id=request.project_id,
+            run=RUN,
+            attempt=1,
+            consumer_generation=1,
+            holding=holding,
+            hosts=tuple(holding)[:1],
+            cell=None,
+        )
+        return request
 
     def host_of(self, claim: Claim) -> str:
         return self.hosts.name(self.hosts.book.row_of(next(iter(claim.options[0].allocations))) or 0)
@@ -235,13 +252,21 @@ async def test_an_earlier_claim_of_ours_is_where_it_is_built(cluster: Cluster) -
     hosts = cluster.hosts
     held = hosts.uuids[4]
     holding = {held: {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}}
-    cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CLAIMED, consumer_generation=1, holding=holding)
-    (placed,) = await cluster.place(hosts.request())
+    request = cluster.holds(holding)
+    (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed) and placed.cell == "c2"
     main = placed.selections[0]
     assert main.host_uuid == held and main.allocations == holding
     assert held not in [selection.host_uuid for selection in placed.selections[1:]]
     assert list(hosts.book.assumed_keys()) == []
+
+
+async def test_an_earlier_claim_that_is_released_before_it_is_taken_over_is_built_nowhere(cluster: Cluster) -> None:
+    """The release of the run that was lost had waited for placement, as the claim of this run had."""
+    request = cluster.holds({cluster.hosts.uuids[4]: {"VCPU": 1}})
+    del cluster.port.held[request.instance_uuid]
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, PlacementUnavailable)
 
 
 async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -> None:
@@ -262,10 +287,8 @@ async def test_an_earlier_claim_carries_itself_what_it_holds(cluster: Cluster) -
         )
         hosts.book.apply([Change(sequence=hosts.book.sequence + 1, provider=uuid, generation=1, state=state)])
     holding = {cells[1]: {"VCPU": 1}, cells[0]: {"VCPU": 2}, pool: {"DISK_GB": 3}}
-    cluster.answer = lambda _: ClaimResult(
-        outcome=ClaimOutcome.CLAIMED, consumer_generation=1, generations=dict.fromkeys(holding, 7), holding=holding
-    )
-    (placed,) = await cluster.place(hosts.request())
+    request = cluster.holds(holding)
+    (placed,) = await cluster.place(request)
     assert isinstance(placed, HostClaimed)
     main = placed.selections[0]
     assert (main.host_uuid, main.allocations) == (hosts.uuids[1], holding)
