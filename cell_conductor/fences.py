@@ -265,7 +265,6 @@ class FenceKeeper:
         rescans: list[tuple[str, str]] = []
         if not any(host.uuid in self._fences for host in report.hosts):
             return report, rescans
-        now, grace_s = self._clock.time(), self._config.report_grace_s
         gone: list[Loss] = []
         hosts: list[HostReport] = []
         for host in report.hosts:
@@ -273,32 +272,37 @@ class FenceKeeper:
                 hosts.append(host)
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
-            kept = []
-            for one in host.running:
-                loss = losses.get(one.instance_uuid)
-                if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
-                    kept.append(one)
-                    continue
-                self._listed_by.setdefault(loss.place, set()).add(report.service)
-                if not one.destroying:
-                    await self._destroy(loss, report.service, deployment)
+            kept = await self._destroy_lost(host.running, losses, report.service, deployment)
+            kept_ours = any(one.deployment == deployment for one in kept)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
                 self._note_running(host.uuid, report.service, kept, deployment, has_passed)
-            elif report.service in self._still_running.get(host.uuid, ()) or any(
-                one.deployment == deployment for one in kept
-            ):
+            elif kept_ours or report.service in self._still_running.get(host.uuid, ()):
                 rescans.append((host.uuid, rescan))
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
-                if loss.service != report.service and not has_passed(host.uuid, loss.service):
-                    continue
-                if loss.rescan in report.rescans:
-                    gone.append(loss)
-                elif not has_just_changed(loss.at, now=now, grace_s=grace_s):
-                    rescans.append((host.uuid, loss.rescan))
+                if loss.service == report.service or has_passed(host.uuid, loss.service):
+                    if loss.rescan in report.rescans:
+                        gone.append(loss)
+                    elif not has_just_changed(loss.at, now=self._clock.time(), grace_s=self._config.report_grace_s):
+                        rescans.append((host.uuid, loss.rescan))
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts)), rescans
+
+    async def _destroy_lost(
+        self, listed: Sequence[Running], losses: Mapping[str, Loss], service: str, deployment: str
+    ) -> list[Running]:
+        """Order the lost machines of these to be destroyed; the others."""
+        kept = []
+        for one in listed:
+            loss = losses.get(one.instance_uuid)
+            if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
+                kept.append(one)
+                continue
+            self._listed_by.setdefault(loss.place, set()).add(service)
+            if not one.destroying:
+                await self._destroy(loss, service, deployment)
+        return kept
 
     def _note_running(
         self,
