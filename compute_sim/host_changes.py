@@ -60,7 +60,7 @@ class HostChanges:
         self.announcements = PendingReport()
         self.inventory = PendingReport()
         self._clock = clock
-        # To be named by a scan that has not begun yet, or is under way, the oldest first; with the hosts of their order.
+        # To be named by a scan that has not begun yet or is under way, the oldest first; with the hosts of their order.
         self._rescans: dict[str, tuple[str, ...]] = {}
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
 
