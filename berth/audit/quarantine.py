@@ -16,7 +16,6 @@ from msgspec import Struct
 
 from berth.audit.repairing import enter
 from berth.site import cells_in_use
-from bus.contracts.base import Uuid, Word
 from bus.contracts.objects import AuditRepair
 from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, RequestRefused
 from bus.persistence.database import Database
@@ -61,20 +60,6 @@ class InCells(Struct, frozen=True):
         return [(cell, one) for cell, records in self.found.items() for one in records if one.machine.kind in kinds]
 
 
-class SeenMachine(Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine in quarantine as an operator has seen it: a decision is for this attempt on this host alone."""
-
-    cell: Word
-    host_uuid: Uuid
-    instance_uuid: Uuid
-    attempt: int
-
-    @property
-    def place(self) -> MachineKey:
-        """Where it is."""
-        return self.host_uuid, self.instance_uuid
-
-
 async def read(env: Environment, cell: str | None = None) -> InCells:
     """The records of every cell, or of one. Raises SettingsError (no such cell), DatabaseUnavailable, Forbidden,
     NotConfigured, and DatabaseUnprepared where no cell was ever started here.
@@ -98,16 +83,19 @@ async def decide(
 ) -> dict[str, list[MachineKey]]:
     """Have machines of cells destroyed, or left for good; returns those that are in quarantine. Raises as `read`."""
     now = env.clock.time()
-    return {
-        cell: await _in_cell(env, cell, lambda safety, of=of: safety.decide(of, verdict, by, now))  # type: ignore[misc]
-        for cell, of in machines.items()
-    }
+    decided: dict[str, list[MachineKey]] = {}
+    for cell, of in machines.items():
+        with contextlib.suppress(CellNeverStarted):
+            decided[cell] = await _in_cell(env, cell, lambda safety, of=of: safety.decide(of, verdict, by, now))  # type: ignore[misc]
+    return decided
 
 
 async def reset(env: Environment, cell: str, service: str, by: str, *, tripped_at: float | None = None) -> bool:
     """Allow what tripped a breaker; False: it is not open, or tripped at another time. Raises as `read`."""
     now = env.clock.time()
-    return await _in_cell(env, cell, lambda safety: safety.reset(service, by, now, tripped_at=tripped_at))
+    with contextlib.suppress(CellNeverStarted):
+        return await _in_cell(env, cell, lambda safety: safety.reset(service, by, now, tripped_at=tripped_at))
+    return False
 
 
 async def adopt(
