@@ -52,7 +52,7 @@ def _guarded_call(name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..
             return await call(*arguments, **options)
         except named:
             raise
-        except Exception as fault:
+        except Exception as fault:  # the driver may be an operator's code
             log.exception(DriverFault.code, call=name)
             raise DriverFault(f"{type(fault).__name__}: {fault}") from fault
 

@@ -73,7 +73,6 @@ class Parts:
         self._driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
         self.driver = guarded(self._driver)
         self.metal = self._driver if isinstance(self._driver, BareMetal) else None
-        self.ring = None if self.metal is None else self.metal.ring
         self.name = self._name()
         self.announcer = self._announcer()
         self.result_sender = FaultyResultSender(
@@ -91,6 +90,11 @@ class Parts:
         self.reporter = self._reporter()
         self.inventory = self._inventory()
         self.handlers = self._handlers()
+
+    @property
+    def ring(self) -> Ring | None:
+        """The services that share the nodes of one Ironic; None where the hosts are this service's own."""
+        return None if self.metal is None else self.metal.ring
 
     # --- construction
 

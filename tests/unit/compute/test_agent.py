@@ -576,7 +576,8 @@ async def test_a_job_that_fails_before_anyone_watches_ends_the_service_still() -
         raise ZeroDivisionError
 
     jobs.start((HOSTS[0], INSTANCES[0]), Chain(), fail())
-    while jobs.tasks:
-        await asyncio.sleep(0)
+    await asyncio.wait(jobs.tasks)
+    await asyncio.sleep(0)
     with pytest.raises(ZeroDivisionError):
-        await asyncio.wait_for(jobs.watch(), 60)
+        async with asyncio.timeout(60):
+            await jobs.watch()
