@@ -201,7 +201,6 @@ class _Draft:
         self, update: InventoryUpdate, earlier: Sequence[str], giving: Set[str] = frozenset()
     ) -> Applied | ReportRefusal:
         """giving: providers that updates beside this one give other names."""
-        named = {report.uuid for report in update.providers}
         for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
             if is_foreign(self._cell(uuid), self._bus):
                 return foreign(uuid)
@@ -214,7 +213,7 @@ class _Draft:
                 return ReportRefusal("inventory.not_there", reason)
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)
-        leaving = self._leaving(update, earlier, named)
+        leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
         moved, used = self._migrate(update, {*reported, *leaving})
         gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
