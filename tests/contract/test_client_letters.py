@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bus import metrics, topology
-from bus.consuming import dead_lettering, dead_letters
+from bus.consuming import dead_letters, outcome_handling
 from bus.consuming.outcome import Done, Refuse
 from bus.contracts.base import encode
 from bus.contracts.catalogue import COMMANDS, DEAD_LETTERS
@@ -53,7 +53,7 @@ async def test_letters_of_clients_leave_room_for_those_of_workers(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that a worker makes of a sound request goes on: its requester's end is announced by it."""
-    monkeypatch.setattr(dead_lettering, "MAX_CLIENT_LETTERS", 3)
+    monkeypatch.setattr(outcome_handling, "MAX_CLIENT_LETTERS", 3)
     bus = await house.bus()
     dropped = metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value
     before = dropped.get()

@@ -9,7 +9,7 @@ from aiormq.abc import AbstractChannel
 
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from bus.port import Outgoing, PublishRefused
-from bus.rabbitmq import RabbitTransport, confirms
+from bus.rabbitmq import RabbitTransport, channels
 from bus.rabbitmq.transport import RabbitSubscription
 from tests.contract.queues import command, declare, row
 from tests.contract.rig import Collector, Rig
@@ -60,7 +60,7 @@ async def test_a_refusal_beside_a_publish_that_hangs_stops_nothing(
     own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The channel that was refused something is replaced; each publish waited up to 35 s for the one that hung."""
-    monkeypatch.setattr(confirms, "REPLACE_REFUSED_S", 0.0)
+    monkeypatch.setattr(channels, "REPLACE_REFUSED_S", 0.0)
     transport = RabbitTransport(own_broker.url(), name="api")
     await transport.open()
     try:

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 import asyncpg
 import pytest
 
-from bus.persistence.conflict import PreconditionFailed
-from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.guarded_statement import GuardedStatement, PreconditionFailed
 
 pytestmark = pytest.mark.postgres
 
