@@ -18,7 +18,7 @@ from compute_sim.domain.attempts import Entry, Phase
 from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, MachineProtected, Reschedule, Tree
 from compute_sim.records import Key, Records
 from compute_sim.survey import Survey
-from tests.contract.rig import until
+from tests.kit.waiting import until
 
 # --- the agent over a driver that is slow, breaks, and checks that it is used as the port requires
 

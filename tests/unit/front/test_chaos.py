@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import cast
 
@@ -33,6 +33,7 @@ from lab.chaos.plan import (
 from lab.chaos.proxy import MAX_HELD_BYTES, TcpProxy
 from lab.chaos.report import ChaosReport, Stall, Tally, doubled_moves, longest_stall, lost_moves, recoveries, tally
 from lab.chaos.run import chosen
+from tests.kit.waiting import until
 
 # --- the deck of faults: one seed, one order; nothing is done twice to the same target; never too much at once
 
@@ -388,12 +389,6 @@ async def left(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(ConnectionError):
         await writer.wait_closed()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60.0):
-        while not condition():  # noqa: ASYNC110 - the proxy has no events to wait for
-            await asyncio.sleep(0)
 
 
 async def there_and_back(

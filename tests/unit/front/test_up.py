@@ -43,6 +43,7 @@ from bus.service.health import Health
 from placement_worker.rest.config import RestConfig
 from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.status import StatusHandler
+from tests.kit.waiting import until
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts
 
@@ -115,9 +116,7 @@ def processes(tmp_path: Path) -> Iterator[ShortLived]:
 
 
 async def died(processes: WorkerProcesses, name: str = "scheduler1") -> Worker:
-    async with asyncio.timeout(20):
-        while processes.workers[name].process.running:  # noqa: ASYNC110  (a process does not announce its end)
-            await asyncio.sleep(0.01)
+    await until(lambda: not processes.workers[name].process.running)
     return processes.workers[name]
 
 
