@@ -30,6 +30,7 @@ from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until
 from tests.system.small import Small, small_processes
 
+
 # --- Bad input to a whole system of real processes: each piece ends coded, the workers go on, nothing good is lost.
 
 
@@ -396,38 +397,6 @@ def run(script: str, amqp_url: str, directory: Path, **more: str) -> subprocess.
     )
 
 
-# --- Two real compute services of one name, as a careless `berth run compute` starts them: the second one must not
-# run.
-
-
-FIRST = "compute-cell1-c1"
-
-
-def second(small: Small, name: str, *, wait_s: float) -> Worker:
-    settings = {"BERTH_COMPUTE__NAME_WAIT_S": str(wait_s)}
-    arguments = small.processes.workers[FIRST].arguments
-    return small.processes.start(name, *arguments, settings=settings)
-
-
-def test_the_second_service_of_a_name_ends_with_a_sentence_and_the_first_goes_on(small: Small) -> None:
-    late = second(small, "late", wait_s=1.0)
-    wait_until(lambda: not late.process.running)
-    log = late.log.read_text()
-    assert late.process.status == EXIT_SETTINGS, log
-    assert "another process runs the compute service 'c1' of cell1" in log.replace("cell1-c1", "c1"), log
-    assert "compute.name_taken" in log and "Traceback" not in log
-    assert small.processes.workers[FIRST].process.running
-    small.ready(FIRST)
-
-
-def test_a_service_that_is_started_before_the_former_one_is_gone_takes_over(small: Small) -> None:
-    """A supervisor starts the next one while the broker still has the connection of the one that died."""
-    next_one = second(small, "next", wait_s=PATIENCE_S)
-    wait_until(lambda: "compute.name_waits" in next_one.log.read_text())
-    small.processes.kill(FIRST)
-    asyncio.run(small.processes.ready(["next"]))
-
-
 # --- A second deployment as a careless operator starts it: its own database, and the buses of the first.
 
 
@@ -463,6 +432,38 @@ def test_the_first_goes_on(small: Small) -> None:
     found = [line.split()[:2] for line in owner.stdout.splitlines()[1:]]
     roles = {(bus, role) for bus, role, *_ in found}
     assert roles >= {("api", "placement"), ("api", "scheduler"), ("cell1", "conductor"), ("cell1", "scheduler")}
+
+
+# --- Two real compute services of one name, as a careless `berth run compute` starts them: the second one must not
+# run.
+
+
+FIRST = "compute-cell1-c1"
+
+
+def second(small: Small, name: str, *, wait_s: float) -> Worker:
+    settings = {"BERTH_COMPUTE__NAME_WAIT_S": str(wait_s)}
+    arguments = small.processes.workers[FIRST].arguments
+    return small.processes.start(name, *arguments, settings=settings)
+
+
+def test_the_second_service_of_a_name_ends_with_a_sentence_and_the_first_goes_on(small: Small) -> None:
+    late = second(small, "late", wait_s=1.0)
+    wait_until(lambda: not late.process.running)
+    log = late.log.read_text()
+    assert late.process.status == EXIT_SETTINGS, log
+    assert "another process runs the compute service 'c1' of cell1" in log.replace("cell1-c1", "c1"), log
+    assert "compute.name_taken" in log and "Traceback" not in log
+    assert small.processes.workers[FIRST].process.running
+    small.ready(FIRST)
+
+
+def test_a_service_that_is_started_before_the_former_one_is_gone_takes_over(small: Small) -> None:
+    """A supervisor starts the next one while the broker still has the connection of the one that died."""
+    next_one = second(small, "next", wait_s=PATIENCE_S)
+    wait_until(lambda: "compute.name_waits" in next_one.log.read_text())
+    small.processes.kill(FIRST)
+    asyncio.run(small.processes.ready(["next"]))
 
 
 def test_a_bus_is_taken_over_by_an_operators_word(small: Small) -> None:

@@ -267,7 +267,7 @@ class Cell:
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
 
-    async def report(self, report: ComputeHosts, sent_at: float | None = None) -> None:
+    async def receive(self, report: ComputeHosts, sent_at: float | None = None) -> None:
         """A report of a compute service reaches the conductor."""
         meta = Meta(id="1", sent_at=self.clock.time() if sent_at is None else sent_at)
         await self.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])

@@ -422,10 +422,10 @@ async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cel
     cell.clock.offset += 60.0
     hosts = (HostReport(uuid=host, name="host-1", running=()),)
     before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=cell.clock.time())
-    await cell.report(before)
+    await cell.receive(before)
     assert await cell.state(uuid) is State.ACTIVE
     assert cell.around.running
     del cell.around.running[host, uuid]
     (record,) = await cell.store.briefs([], [uuid])
-    await cell.report(replace(before, sequence=2, rescans=(rescan_id(record),)))
+    await cell.receive(replace(before, sequence=2, rescans=(rescan_id(record),)))
     await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)

@@ -339,7 +339,7 @@ async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -
         sequence=1,
         hosts=(HostReport(uuid=host, name="host-1", running=(still,)),),
     )
-    await cell.report(report)
+    await cell.receive(report)
     await around.until(lambda: around.events[-1].state is BuildState.DELETED)
     assert [order.service for order in around.destroys] == ["s1"]
     assert await cell.state(uuid) is State.DELETED
@@ -371,14 +371,14 @@ async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by
         service="heir", cell=CELL, epoch=1, sequence=1, seen_at=ahead, scan=1,
         hosts=(HostReport(uuid=host, name="host-1", running=()),),
     )  # fmt: skip
-    await cell.report(report, ahead)
+    await cell.receive(report, ahead)
     assert await cell.state(uuid) is State.ACTIVE
     async with asyncio.timeout(60):
         order = await looks.get()
     assert (order.hosts, len(order.rescans)) == ((host,), 1)
     del around.running[host, uuid]  # it is really gone, and the heir looks again
     again = replace(report, sequence=2, scan=2, rescans=order.rescans)
-    await cell.report(again, ahead)
+    await cell.receive(again, ahead)
     await around.until(lambda: BuildState.FAILED in [event.state for event in around.events])
     await listening.drain(5.0)
     await running
