@@ -118,9 +118,8 @@ def build(
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     keep_up = partial(relay.keep_up, API)
-    warmup = Warmup(parts.selector, clock=env.clock)
     requests = RequestHandler(
-        engine, moves, parts.selector, clock=env.clock, config=config, warmup=warmup, keep_up=keep_up
+        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     _add_requests(parts, queries, status, requests)
     return service
@@ -143,6 +142,7 @@ class SchedulerParts:
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
+    warmup: Warmup
     claim: Callable[[Bus], None]
 
     @property
@@ -203,6 +203,7 @@ def _parts(
         selector=selector,
         workers=WorkerTable(),
         waiting=WaitingTable(),
+        warmup=Warmup(selector, clock=env.clock),
         claim=claim,
     )
 
@@ -277,6 +278,7 @@ def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngi
         DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
         clock=parts.env.clock,
         rng=random.Random(f"drains {parts.env.process}"),
+        warmup=parts.warmup,
         process=parts.process,
     )
     parts.service.add_task("drains", drains.run)
@@ -298,7 +300,7 @@ def _add_objects(
         services,
         refused=RefusedCommands(parts.store),
         finder=CellFinder(parts.selector, bus),
-        warmup=Warmup(parts.selector, clock=bus.clock),
+        warmup=parts.warmup,
     )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))

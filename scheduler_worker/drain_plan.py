@@ -63,7 +63,7 @@ def hosts_of(
         uuids = _FIND[kind](selector, name)
         if uuids is None:
             continue
-        named = sorted((_host(selector, uuid) for uuid in uuids), key=lambda one: (one.name, one.uuid))
+        named = [DrainedHost(uuid, name) for name, uuid in sorted((selector.name_of(uuid), uuid) for uuid in uuids)]
         found[kind] = tuple(one for one in named if cell in (None, cell_of(one.uuid)) or kind is DrainTarget.CELL)
     found = {kind: hosts for kind, hosts in found.items() if hosts or kind is DrainTarget.AGGREGATE}
     if not found:
@@ -83,12 +83,6 @@ def hosts_of(
     if len(hosts) > MAX_DRAINED:
         return Refusal(code="drain.too_large", reason=f"{name} has {len(hosts)} hosts; a drain takes {MAX_DRAINED}")
     return kind, hosts
-
-
-def _host(selector: Selector, uuid: str) -> DrainedHost:
-    index = selector.table.index_of(uuid)
-    name = selector.name_of(uuid) if index is None else selector.table.names[index]
-    return DrainedHost(uuid, name)
 
 
 def _of_name(selector: Selector, name: str) -> list[str] | None:

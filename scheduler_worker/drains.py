@@ -90,6 +90,7 @@ class DrainKeeper:
         *,
         clock: Clock,
         rng: random.Random,
+        warmup: Warmup,
         process: str = "",
     ) -> None:
         self._store = store
@@ -97,7 +98,7 @@ class DrainKeeper:
         self._selector = selector
         self._planner = planner
         self._clock = clock
-        self._warmup = Warmup(selector, clock=clock)
+        self._warmup = warmup
         self._rng = rng
         self._who = process or "scheduler"
 
@@ -128,7 +129,7 @@ class DrainKeeper:
             await self._registry.reload()  # another scheduler may have been first
             known = self._registry.drains[command.drain]
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
-        if known.name != command.name and known.name != begun_name(self._selector, command.name):
+        if known.name != command.name and known.name != self._selector.name_of(command.name):
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
         return DrainResult(drain=await self._progress(command.drain, known))
 
@@ -372,12 +373,6 @@ class _Begun:
             if planned.code == HOST_FENCED:
                 rows[at] = replace(rows[at], state=DrainMoveState.FAILED, code=planned.code, reason=planned.reason)
         return rows
-
-
-def begun_name(selector: Selector, name: str) -> str:
-    """The name under which a drain of this host is on record: a host may be named by its uuid."""
-    index = selector.table.index_of(name)
-    return selector.name_of(name) if index is None else selector.table.names[index]
 
 
 def _going(drains: Mapping[str, DrainRecord]) -> frozenset[str]:

@@ -30,7 +30,6 @@ from tests.kit.forks import run_berth
 from tests.kit.waiting import PATIENCE_S, until, wait_until
 from tests.system.small import Small, small_processes
 
-
 # --- Bad input to a whole system of real processes: each piece ends coded, the workers go on, nothing good is lost.
 
 

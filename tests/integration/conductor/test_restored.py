@@ -28,7 +28,7 @@ from bus.faults import DatabaseReplaced
 from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
 from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
-from cell_conductor.store.safety import ADOPT
+from cell_conductor.store.safety import ADOPT, DecidedMachine
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.memory import MemoryBuilds
@@ -237,7 +237,7 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
         await cell.around.bus.publish(page)
 
     await report()
-    await until(lambda: cell.store.safety.decide(uuid, ADOPT, "ann", 1.0, host=at))
+    await until(lambda: cell.store.safety.decide([DecidedMachine(uuid, at)], ADOPT, "ann", 1.0))
     assert await cell.state(uuid) is State.ACTIVE and cell.around.events[-1].host == "host-1"
     await report()
     await cell.around.until(lambda: cell.around.events[-1].host == at)  # the neighbour's hosts have no other name
