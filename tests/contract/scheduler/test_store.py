@@ -266,14 +266,14 @@ async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: Sched
 # --- One suite for both stores of the scheduler: drains and their instances.
 
 
-DRAIN, OTHER, HOST, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
+DRAIN, OTHER, HOST, UNKNOWN = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.MIGRATE, by="ann")
 State = DrainMoveState
 
 
 def row(number: int, state: DrainMoveState = State.WAITING, drain: str = DRAIN, **more: object) -> DrainMove:
     instance = f"{number:08}-0000-4000-8000-000000000000"
-    fields = {"position": number, "project_id": "p", "source_uuid": HOST, "source": "h", "kind": MoveKind.LIVE_MIGRATE}
+    fields = {"position": number, "source_uuid": HOST, "kind": MoveKind.LIVE_MIGRATE}
     return DrainMove(drain=drain, instance_uuid=instance, state=state, **{**fields, **more})  # type: ignore[arg-type]
 
 
@@ -295,10 +295,10 @@ async def put(store: SchedulerStore, *rows: DrainMove) -> None:
 
 async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(drains: SchedulerStore) -> None:
     late = row(1, due_at=9.0)
-    going = row(5, State.UNDER_WAY, request_id=MOVE, tries=1, begun_at=3.0, due_at=99.0)
-    waits = [row(2), row(3), row(4, host_uuid=MOVE)]
+    going = row(5, State.UNDER_WAY, tries=1, begun_at=3.0, due_at=99.0)
+    waits = [row(2), row(3), row(4, host_uuid=UNKNOWN)]
     await put(
-        drains, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=MOVE), row(7, drain=OTHER)
+        drains, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=UNKNOWN), row(7, drain=OTHER)
     )
     async with drains.operation() as unit:
         found = await unit.lock_drain(DRAIN, 5.0, 2)
@@ -306,8 +306,8 @@ async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(d
         assert (found.open, found.last_begun_at) == ((going, *waits[:2]), 3.0)
         counts = {State.WAITING: 4, State.UNDER_WAY: 1, State.MOVED: 1}
         assert dict(found.counts) == counts
-        assert await unit.drain_counts([DRAIN, OTHER, MOVE]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
-        assert await unit.lock_drain(MOVE, 5.0, 2) is None
+        assert await unit.drain_counts([DRAIN, OTHER, UNKNOWN]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
+        assert await unit.lock_drain(UNKNOWN, 5.0, 2) is None
         assert [one.position for one in await unit.drain_moves(DRAIN, 3)] == [1, 2, 3]
 
 
@@ -326,7 +326,7 @@ async def test_an_instance_is_written_over_and_dropped_with_its_drain(drains: Sc
 
 async def test_an_instance_that_has_come_to_another_host_of_its_drain_has_that_source(drains: SchedulerStore) -> None:
     await put(drains, row(1, State.LEFT))
-    after = row(1, source="other", source_uuid=OTHER, due_at=7.0, code="instance.building")
+    after = row(1, source_uuid=OTHER, due_at=7.0, code="instance.building")
     await put(drains, after)
     async with drains.operation() as unit:
         assert await unit.drain_moves(DRAIN, 10) == [after]
@@ -351,7 +351,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerSto
         await unit.lock_drain(DRAIN, 5.0, 10)
         held.set()
         await begun.wait()
-        await unit.put_drain_moves([row(1, State.UNDER_WAY, request_id=MOVE)])
+        await unit.put_drain_moves([row(1, State.UNDER_WAY, tries=1)])
         order.append("writes")
     await waiting
     assert order == ["waits", "writes", "under-way"]
