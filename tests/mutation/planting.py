@@ -49,9 +49,11 @@ class Functions:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._of: dict[tuple[str, int, str], list[FunctionType]] = {}
+        gc.unfreeze()  # what is frozen is not listed (tests/conftest.py)
         for each in gc.get_objects():
             if isinstance(each, FunctionType) and each.__code__.co_filename.startswith(str(root)):
                 self._of.setdefault(_place(each.__code__), []).append(each)
+        gc.freeze()
 
     def plant(self, path: str, source: str) -> None:
         """Give those of a file that a mutant changes its code. Raises OnlyByImport."""

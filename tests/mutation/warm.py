@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,7 +163,7 @@ class Warm:
     ) -> list[int]:
         """Run these here; returns those that fail."""
         failed = []
-        for test, following in zip(tests, [*tests[1:], None], strict=True):
+        for test, following in zip_longest(tests, tests[1:]):
             before(test)
             began = time.process_time()
             item, next_item = self._items[test], None if following is None else self._items[following]
