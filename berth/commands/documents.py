@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from berth.commands.common import AsJson, Exit, Stop, out, print_json
-from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, definitions, of_project, of_role
+from berth.permissions import (
+    OF_A_CELL,
+    Grant,
+    PermissionRole,
+    as_plain,
+    commands,
+    definitions,
+    exchanges,
+    of_project,
+    of_role,
+)
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
@@ -22,6 +32,10 @@ async def permissions(
     user: Annotated[str | None, typer.Option(help="The user's name, for one role or project.")] = None,
     as_definitions: Annotated[
         bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")
+    ] = False,
+    of_exchanges: Annotated[
+        bool,
+        typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -45,8 +59,11 @@ async def permissions(
             grants.append(of_project(name, settings, user=user))
         except ValueError as fault:
             raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
-    if as_definitions and len({one.broker for one in grants}) > 1:
+    if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
         raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
+    if of_exchanges:
+        print_json(exchanges(grants, settings))
+        return
     if as_json or as_definitions:
         print_json(definitions(grants) if as_definitions else as_plain(grants))
         return
