@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -44,21 +45,7 @@ async def permissions(
     As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
     the users and runs the commands, or imports the definitions.
     """
-    if cell is not None:
-        Site(settings).check_cell(cell)
-    roles = [role] if role is not None else [] if project else list(PermissionRole)
-    if user is not None and len(roles) + len(project or ()) != 1:
-        raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
-    if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
-        raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
-    grants: list[Grant] = []
-    for one in roles:
-        grants += of_role(one, settings, cell=cell, user=user)
-    for name in project or ():
-        try:
-            grants.append(of_project(name, settings, user=user))
-        except ValueError as fault:
-            raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
+    grants = _grants(settings, role, project or (), cell, user)
     if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
         raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
     if of_exchanges:
@@ -69,6 +56,28 @@ async def permissions(
         return
     for line in commands(grants):
         out.print(line, markup=False, soft_wrap=True)
+
+
+def _grants(
+    settings: Settings, role: PermissionRole | None, projects: Sequence[str], cell: str | None, user: str | None
+) -> list[Grant]:
+    """Those of one role, of these projects, or of every role. Raises Stop and SettingsError."""
+    if cell is not None:
+        Site(settings).check_cell(cell)
+    roles = [role] if role is not None else [] if projects else list(PermissionRole)
+    if user is not None and len(roles) + len(projects) != 1:
+        raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
+    if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
+        raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
+    grants: list[Grant] = []
+    for one in roles:
+        grants += of_role(one, settings, cell=cell, user=user)
+    for name in projects:
+        try:
+            grants.append(of_project(name, settings, user=user))
+        except ValueError as fault:
+            raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
+    return grants
 
 
 def asyncapi(
