@@ -47,7 +47,7 @@ GANG = 100
 MOST_CHOICES = 32
 MOST_RANKINGS = 11
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
-IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
+IMAGE_FILTER = "scheduler_worker.filters.image.ImagePropertiesFilter"
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostView
-from scheduler_worker.filters.belongs_to_project import ProjectHostFilter
 from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
+from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter
-from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
