@@ -118,16 +118,12 @@ async def count_dead_letters(bus: str, transport: Transport) -> None:
         log.debug("dead_letters.not_counted", bus=bus, code=error.code)
 
 
-def _any(letter: DeadLetter) -> bool:
-    return True
-
-
 async def replay(
     transport: Transport,
     queue: str,
     ids: Collection[str] | None = None,
     *,
-    may_go: Callable[[DeadLetter], bool] = _any,
+    may_go: Callable[[DeadLetter], bool] = lambda _: True,
 ) -> list[str]:
     """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent.
 
