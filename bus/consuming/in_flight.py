@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from msgspec import Struct, structs
+from msgspec import structs
 
 from bus.clock import Clock
 from bus.consuming.lanes import ConsumerLane
@@ -102,14 +102,17 @@ class InFlightDelivery:
             self.delivery.ack()
 
 
-class InFlightMessage(Struct, eq=False):
+class InFlightMessage:
     """One message that was taken. until: the time, on this process's clock, after which it is dropped, because its
     requester has stopped waiting for the answer; None: there is no such time.
     """
 
-    in_flight: InFlightDelivery
-    received: Received | Malformed
-    until: float | None = None
+    __slots__ = ("in_flight", "received", "until")
+
+    def __init__(self, in_flight: InFlightDelivery, received: Received | Malformed, until: float | None = None) -> None:
+        self.in_flight = in_flight
+        self.received = received
+        self.until = until
 
 
 def is_over(queue: str, items: Sequence[InFlightMessage], now: float) -> bool:
