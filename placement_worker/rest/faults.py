@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from placement_worker.domain.refusal import Why, WriteRefusal
+
+if TYPE_CHECKING:
+    from placement_worker.rest.http import HttpRequest
 
 # Placement's error codes.
 UNDEFINED = "placement.undefined_code"
@@ -83,29 +87,43 @@ class HttpFault(Exception):
         self.headers = headers
 
 
-def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> HttpFault:
-    """Return the answer to a refused write. words: the text, with a place for the refusal's own."""
-    usual_status, usual_code = REFUSED[refusal.why]
-    return HttpFault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
+def invalid_query(words: str, code: str = UNDEFINED) -> HttpFault:
+    """The answer to a query string that cannot be read."""
+    return HttpFault(400, f"Invalid query string parameters: {words}", code)
 
 
-class About(msgspec.Struct, frozen=True):
-    """The parts of the request that an error's text needs. version: the minor microversion, None before it is known."""
+class RefusedAnswer(msgspec.Struct, frozen=True):
+    """How a handler answers a refused write where it differs from REFUSED. words: the text, whose last `{}` is the
+    place of the refusal's own.
+    """
 
-    method: str
-    accept: str
-    content_type: str
-    request_id: str
-    version: int | None
+    words: str = "{}"
+    status: int = 0
+    code: str = ""
 
 
-def render(fault: HttpFault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
-    """Return (content type, body) of an error."""
+Answers = Mapping[Why, RefusedAnswer]
+NO_ANSWERS: Answers = {}
+
+
+def refused(refusal: WriteRefusal, answers: Answers = NO_ANSWERS) -> HttpFault:
+    """Return the answer to a refused write."""
+    own = answers.get(refusal.why, RefusedAnswer())
+    status, code = REFUSED[refusal.why]
+    before, place, after = own.words.rpartition("{}")
+    return HttpFault(own.status or status, f"{before}{refusal.words if place else ''}{after}", own.code or code)
+
+
+def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: tuple[str, str]) -> tuple[str, bytes]:
+    """Return (content type, body) of an error. version: the minor microversion, None before it is known."""
     title, explanation = STATUS[fault.status]
     explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
     kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
     if kind == "application/json":
-        return kind, msgspec.json.encode(_json(fault, about, title, explanation, versions))
+        error = _json(fault, about, version, explanation)
+        if fault.status == 406 and version is None:
+            error["min_version"], error["max_version"] = versions
+        return kind, msgspec.json.encode({"errors": [error]})
     status = f"{fault.status} {title}"
     if kind == "text/html":
         page = (
@@ -116,21 +134,17 @@ def render(fault: HttpFault, about: About, versions: tuple[str, str]) -> tuple[s
     return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
 
 
-def _json(
-    fault: HttpFault, about: About, title: str, explanation: str, versions: tuple[str, str]
-) -> dict[str, list[dict[str, object]]]:
+def _json(fault: HttpFault, about: HttpRequest, version: int | None, explanation: str) -> dict[str, object]:
     words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
     error: dict[str, object] = {
         "status": fault.status,
-        "title": title,
+        "title": STATUS[fault.status][0],
         "detail": f"{explanation}\n\n {words}  ",
     }
-    if about.version is not None and about.version >= SINCE_CODES:
+    if version is not None and version >= SINCE_CODES:
         error["code"] = fault.code
-    error["request_id"] = about.request_id
-    if fault.status == 406 and about.version is None:
-        error["min_version"], error["max_version"] = versions
-    return {"errors": [error]}
+    error["request_id"] = about.id
+    return error
 
 
 def best(accept: str, offers: tuple[str, ...]) -> str | None:

@@ -8,9 +8,10 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import Struct
 
 from placement_worker.rest.auth import Caller
-from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.faults import invalid_query
 
 JSON = "application/json"
 SINCE_CACHE_HEADERS = 15
@@ -18,42 +19,26 @@ SINCE_CACHE_HEADERS = 15
 MAX_PARAMETERS = 1000
 
 
-class HttpRequest:
+class HttpRequest(Struct):
     """One request, whose version is negotiated and whose caller is known."""
 
-    __slots__ = (
-        "_query",
-        "accept",
-        "body",
-        "caller",
-        "content_type",
-        "id",
-        "method",
-        "parts",
-        "query_string",
-        "version",
-    )
-
-    def __init__(
-        self, method: str, parts: tuple[str, ...], query_string: bytes, accept: str, content_type: str
-    ) -> None:
-        self.method = method
-        self.parts = parts
-        self.query_string = query_string
-        self.accept = accept
-        self.content_type = content_type
-        self.id = ""
-        self.version = 0
-        self.body = b""
-        self.caller = Caller(user_id="")
-        self._query: QueryString | None = None
+    method: str
+    parts: tuple[str, ...]
+    query_string: bytes
+    accept: str
+    content_type: str
+    id: str
+    version: int = 0
+    body: bytes = b""
+    caller: Caller = Caller(user_id="")
+    parsed: QueryString | None = None
 
     @property
     def query(self) -> QueryString:
         """The query string, parsed once. Raises HttpFault 400."""
-        if self._query is None:
-            self._query = QueryString(self.query_string)
-        return self._query
+        if self.parsed is None:
+            self.parsed = QueryString(self.query_string)
+        return self.parsed
 
 
 class QueryString:
@@ -73,9 +58,9 @@ class QueryString:
             for name, value in self.pairs:  # a byte is not ASCII
                 (name + value).encode()
         except (UnicodeError, ValueError) as error:
-            raise HttpFault(400, f"Invalid query string parameters: {error}") from error
+            raise invalid_query(str(error)) from error
         if any("\x00" in name or "\x00" in value for name, value in self.pairs):
-            raise HttpFault(400, "Invalid query string parameters: NUL characters are not allowed")
+            raise invalid_query("NUL characters are not allowed")
 
     def last(self) -> dict[str, str]:
         """Each parameter's last value."""
@@ -91,17 +76,14 @@ class QueryString:
         return [value for key, value in self.pairs if key == name]
 
 
-class Response:
+class Response(Struct):
     """An answer: a status, a body (JSON text or empty), and headers."""
 
-    __slots__ = ("body", "content_type", "headers", "path", "status")
-
-    def __init__(self, status: int, body: bytes = b"", content_type: str = JSON) -> None:
-        self.status = status
-        self.body = body
-        self.content_type = content_type
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.path = ""
+    status: int
+    body: bytes = b""
+    content_type: str = JSON
+    headers: list[tuple[bytes, bytes]] = []
+    path: str = ""
 
     def set_location(self, path: str) -> Response:
         """Set the Location header."""

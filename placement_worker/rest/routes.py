@@ -10,7 +10,6 @@ from placement_worker.rest import allocations, candidates, inventories, names, p
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.http import HttpRequest, Response
-from placement_worker.rest.policy import RESHAPE, USAGES
 from placement_worker.rest.versions import NEWEST
 
 Handler = Callable[[Api, HttpRequest], Awaitable[Response]]
@@ -32,6 +31,7 @@ class Route(Struct, frozen=True):
     too_new: int = 404
 
 
+USAGES, RESHAPE = "placement:usages", "placement:reshaper:reshape"
 _P = "placement:resource_providers:"
 _RP = "/resource_providers"
 _ONE = "/resource_providers/{uuid}"
