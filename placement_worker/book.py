@@ -8,7 +8,9 @@ opened; `ResourceBook` opens one for each.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
@@ -60,7 +62,6 @@ from placement_worker.store.port import (
     NewestHead,
     PassedMeanwhile,
 )
-from placement_worker.store.publishing import Published, Publishing
 
 Written = TypeVar("Written")
 
@@ -75,10 +76,25 @@ BYTES_AN_INVENTORY = 400
 BYTES_A_NAME = 300
 
 
+# How long a process that has taken changes holds the position, by the database's clock. Much longer than a broker takes
+# to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.
+LEASE_S = 2.0
+
+
 class HoldersBusy(Transient):
     """Another transaction is changing allocations that the report moves."""
 
     code = "inventory.holders_busy"
+
+
+class Published(Struct, frozen=True):
+    """The result of one turn of publishing. count: the changes that were published. more: further changes may be
+    unpublished. taken: another process is publishing.
+    """
+
+    count: int
+    more: bool
+    taken: bool = False
 
 
 class ResourceBook:
@@ -89,7 +105,7 @@ class ResourceBook:
 
     def __init__(self, rows: BookRows) -> None:
         self.rows = rows
-        self._publishing = Publishing(rows)
+        self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
 
     @property
@@ -312,11 +328,27 @@ class ResourceBook:
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Pass the next unpublished changes to `send`, and record them as published when it returns.
 
-        One process publishes at a time; for the others the result is `taken`. A process that dies or hangs blocks the
-        others for `publishing.LEASE_S`, and its changes are published again. A process must not call this method
-        concurrently.
+        The broker has confirmed every change up to the position at least once. The position only moves forward, and
+        only over changes that the moving process has just sent. This holds with any number of publishers, and also if a
+        crash of the database loses the latest position: visible changes are on disk, and their numbers are never given
+        again. So changes may be published twice, but none is skipped.
+
+        A lease keeps two processes from sending the same changes, which would only be a waste: for the others the
+        result is `taken`. A process that dies or hangs blocks the others for LEASE_S. A process must not call this
+        method concurrently.
         """
-        return await self._publishing.publish(send, limit)
+        taken = await self.rows.take_changes(limit, LEASE_S, self._lease)
+        if taken is None:
+            return Published(0, False)
+        if taken.lease is None:
+            return Published(0, True, taken=True)
+        self._lease = taken.lease
+        last = taken.rows[-1].last
+        # No connection is held while the broker confirms.
+        await send(FeedChanges(rows=tuple(taken.rows), history=taken.history))
+        await self.rows.move_position(last, taken.lease)
+        self._lease = None
+        return Published(last - taken.rows[0].first + 1, taken.more)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns

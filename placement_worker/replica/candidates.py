@@ -10,7 +10,6 @@ changes first.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,7 +18,7 @@ import numpy as np
 from msgspec import Struct
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Rows
+from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
@@ -40,9 +39,6 @@ TRIES = 5
 
 # The bound of an answer's size: candidates times slots. Larger limits are cut to it.
 MAX_CELLS = 400_000
-
-# The compiled requests that a book caches; the least recently used one is dropped first.
-COMPILED_KEPT = 64
 
 # The number of roots in the first step of a search; each further step takes as many roots as all steps before.
 FIRST_STEP = 2048
@@ -147,21 +143,14 @@ def candidates(
     return CandidateSet(book, compiled, rows, exhausted=exhausted)
 
 
-class CompiledCache(OrderedDict[bytes, CompiledRequest]):
+class CompiledCache(Recent[bytes, CompiledRequest]):
     """The compiled requests that a book caches."""
 
 
 def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
     """Return the request's tables, refreshed."""
-    cache = book.cache(CompiledCache)
     key = msgspec.msgpack.encode(request)
-    compiled = cache.get(key)
-    if compiled is None:
-        compiled = cache[key] = CompiledRequest(book, request)
-        while len(cache) > COMPILED_KEPT:
-            cache.popitem(last=False)
-    else:
-        cache.move_to_end(key)
+    compiled = book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
     compiled.refresh()
     return compiled
 

@@ -8,6 +8,7 @@ evaluated once for each distinct set of traits, and one gather answers it for a 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sized
 from typing import Generic, NamedTuple, TypeVar
 
@@ -22,9 +23,28 @@ Ids = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 
 T = TypeVar("T", bound=Hashable)
+K = TypeVar("K")
+V = TypeVar("V")
 
 # The number of changes in the log. A search whose last refresh is older evaluates every row again.
 MOVES_KEPT = 1 << 15
+
+
+class Recent(OrderedDict[K, V]):
+    """Values by key, at most `MOST`; the least recently used one is dropped first."""
+
+    MOST = 64
+
+    def value(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key, which is made at its first use."""
+        found = self.get(key)
+        if found is None:
+            found = self[key] = make()
+            while len(self) > self.MOST:
+                self.popitem(last=False)
+        else:
+            self.move_to_end(key)
+        return found
 
 
 class Distinct(Generic[T]):

@@ -13,7 +13,7 @@ from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, no_provider
 from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
-from placement_worker.rest.bodies import AllocationBody, ReshapeBody, consumer_write
+from placement_worker.rest.bodies import AllocationBody, Allocations28, ReshapeBody, consumer_write
 from placement_worker.rest.candidates_query import Checked, canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, RefusedAnswer, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
@@ -111,7 +111,7 @@ def _unowned(api: Api) -> tuple[str, str]:
     return api.config.incomplete_project_id, api.config.incomplete_user_id
 
 
-def _reshape(body: ReshapeBody, unowned: tuple[str, str]) -> Reshape:
+def _reshape(body: ReshapeBody[Allocations28], unowned: tuple[str, str]) -> Reshape:
     inventories = {}
     for uuid, requested in body.inventories.items():
         if not is_canonical(uuid):

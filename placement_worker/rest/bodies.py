@@ -213,39 +213,23 @@ class Allocations34(Allocations28, frozen=True):
     mappings: Mappings | UnsetType = UNSET
 
 
-class Allocations38(_Strict, frozen=True):
+class Allocations38(Allocations34, frozen=True, kw_only=True):
     """From 1.38."""
 
-    allocations: dict[UuidKey, _OfProvider]
-    project_id: Owner
-    user_id: Owner
-    consumer_generation: int | None
     consumer_type: Annotated[str, Bound(pattern=_whole(schemas.NAME), max_length=255)]
-    mappings: Mappings | UnsetType = UNSET
 
 
-AllocationBody = Allocations0 | Allocations8 | Allocations12 | Allocations13 | Allocations38
+AllocationBody = Allocations0 | Allocations8 | Allocations12 | Allocations13
 
 
-class ReshapeBody(_Strict, frozen=True):
-    """POST /reshaper 1.30 to 1.33."""
-
-    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations28]
+Allocations = TypeVar("Allocations", bound=Allocations28)
 
 
-class ReshapeBody34(_Strict, frozen=True):
-    """From 1.34."""
+class ReshapeBody(_Strict, Generic[Allocations], frozen=True):
+    """POST /reshaper, with the allocations of its version."""
 
     inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations34]
-
-
-class ReshapeBody38(_Strict, frozen=True):
-    """From 1.38."""
-
-    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations38]
+    allocations: dict[UuidKey, Allocations]
 
 
 # --- decoding
@@ -356,7 +340,7 @@ def _entries_of_all(body: Mapping[str, AllocationBody]) -> int:
     return sum(map(_entries, body.values()))
 
 
-def _entries_of_reshape(body: ReshapeBody | ReshapeBody34 | ReshapeBody38) -> int:
+def _entries_of_reshape(body: ReshapeBody[Allocations28]) -> int:
     return _entries_of_all(body.allocations) + sum(1 + len(each.inventories) for each in body.inventories.values())
 
 
@@ -442,7 +426,7 @@ def _of_many(kind: Any, schema: Schema) -> Body[Any]:
 
 def _of_reshape(kind: Any, schema: Schema) -> Body[Any]:
     return Body(
-        kind,
+        ReshapeBody[kind],
         schemas.reshape(schema),
         amounts=lambda body: _amounts_of_all(body.allocations),
         entries=_entries_of_reshape,
@@ -463,10 +447,10 @@ POST_ALLOCATIONS: tuple[tuple[int, Body[Mapping[str, AllocationBody]]], ...] = (
     (28, _of_many(Allocations28, schemas.ALLOCATIONS_28)),
     (13, _of_many(Allocations13, schemas.ALLOCATIONS_13)),
 )
-RESHAPE: tuple[tuple[int, Body[ReshapeBody]], ...] = (
-    (38, _of_reshape(ReshapeBody38, schemas.ALLOCATIONS_38)),
-    (34, _of_reshape(ReshapeBody34, schemas.ALLOCATIONS_34)),
-    (30, _of_reshape(ReshapeBody, schemas.ALLOCATIONS_28)),
+RESHAPE: tuple[tuple[int, Body[ReshapeBody[Allocations28]]], ...] = (
+    (38, _of_reshape(Allocations38, schemas.ALLOCATIONS_38)),
+    (34, _of_reshape(Allocations34, schemas.ALLOCATIONS_34)),
+    (30, _of_reshape(Allocations28, schemas.ALLOCATIONS_28)),
 )
 
 
@@ -485,8 +469,6 @@ def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]
         for provider in holding:
             if not is_canonical(provider):
                 raise HttpFault(400, f"Allocation for resource provider '{provider}' that does not exist.")
-    expects: Expected = ANY
-    if isinstance(body, Allocations28 | Allocations38):
-        expects = body.consumer_generation
+    expects: Expected = body.consumer_generation if isinstance(body, Allocations28) else ANY
     consumer_type = body.consumer_type if isinstance(body, Allocations38) else None
     return ConsumerWrite(consumer, holding, project, user, consumer_type, expects)

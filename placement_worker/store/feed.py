@@ -1,4 +1,4 @@
-"""The rows of the change feed: numbered and read in commit order, and trimmed by a bound. `publishing` publishes them.
+"""The rows of the change feed: numbered and read in commit order, and trimmed by a bound.
 
 The numbers do not come from an SQL sequence, because transactions may commit in another order than they draw numbers,
 so readers would see holes that are filled later. Instead every writing transaction locks one counter row as its last
