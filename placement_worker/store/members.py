@@ -8,7 +8,7 @@ forgotten, it is trimmed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 import asyncpg
 
@@ -16,7 +16,6 @@ from bus.contracts.book import GroupMembersPage, GroupMembersQuery
 from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.server_groups import SHARING
-from placement_worker.domain.values import GroupKey
 from placement_worker.store.rows import transposed
 
 # These locks come before those of consumers, in the order of the keys. Two groups with the same hash wait for each
@@ -128,30 +127,10 @@ GROUP BY member.consumer ORDER BY member.consumer
 """
 
 
-async def lock(connection: asyncpg.Connection, keys: Sequence[GroupKey]) -> None:
-    """Lock server groups, so that claims of one group are decided one after the other."""
-    hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
-    await connection.execute(LOCK, [row["key"] for row in hashed])
-
-
-async def read(connection: asyncpg.Connection, wanted: WantedMembers) -> dict[GroupKey, dict[str, Sequence[str]]]:
-    """Return {consumer: hosts} of the members that a decision needs."""
-    members: dict[GroupKey, dict[str, Sequence[str]]] = {}
-    for project, group, consumer, hosts in await connection.fetch(READ, *columns(wanted)):
-        members.setdefault((project, group), {})[consumer] = hosts
-    return members
-
-
 def columns(wanted: WantedMembers) -> list[object]:
     """Return the columns of READ."""
     rows = ((wanted.hosts, 3), (wanted.moved, 3), (wanted.together, 2))
     return [*(column for some, width in rows for column in transposed(some, width)), wanted.most]
-
-
-async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
-    """Insert the new members, each once."""
-    rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
-    await connection.execute(WRITE, *transposed(rows, 3))
 
 
 async def purge(connection: asyncpg.Connection, limit: int) -> int:

@@ -18,7 +18,8 @@ from sqlalchemy.sql.dml import ReturningDelete
 
 from bus.clock import SystemClock
 from bus.contracts.feed import Change, FeedHead, FeedRow
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
+from bus.faults import BrokenInvariant
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
 from bus.persistence.tables import fetch
@@ -40,11 +41,12 @@ from placement_worker.store.port import (
     NameInUse,
     NameKind,
     NewestHead,
+    PassedMeanwhile,
     Taken,
     Unstorable,
 )
 from placement_worker.store.postgres_reads import PostgresReads
-from placement_worker.store.rows import CLASSES, NAMES, read_providers
+from placement_worker.store.rows import CLASSES, NAMES, read_providers, transposed
 from placement_worker.store.tables import (
     allocations,
     changes,
@@ -98,7 +100,8 @@ class PostgresBookTransaction:
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""
-        await members.lock(self.connection, keys)
+        hashed = await self.connection.fetch(members.HASHED, ["/".join(key) for key in keys])
+        await self.connection.execute(members.LOCK, [row["key"] for row in hashed])
 
     async def lock_claims(
         self,
@@ -109,7 +112,9 @@ class PostgresBookTransaction:
         alone: bool = False,
     ) -> Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
-        rows = await claims.lock(self.connection, expected, wanted, limited=limited, alone=alone)
+        columns = claims.columns(sorted(expected.items()))
+        providers = None if wanted is None else list(wanted)
+        rows = claims.decode(await self.connection.fetchval(claims.LOCK, *columns, providers, limited, alone))
         await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
         class_names = await self._names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
@@ -117,15 +122,29 @@ class PostgresBookTransaction:
 
     async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
         """The members that a decision needs."""
-        return await members.read(self.connection, wanted)
+        found: dict[GroupKey, dict[str, Sequence[str]]] = {}
+        for project, group, consumer, hosts in await self.connection.fetch(members.READ, *members.columns(wanted)):
+            found.setdefault((project, group), {})[consumer] = hosts
+        return found
 
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
-        return await claims.newest_holders(self.connection, lost, self.class_ids)
+        rows = [
+            (place, consumer, provider, self.class_ids[name])
+            for place, (consumer, lacking) in lost.items()
+            for provider, name in lacking
+        ]
+        found: dict[int, tuple[ClaimHolder, ...]] = {}
+        for place, consumer, project in await self.connection.fetch(
+            claims.NEWEST, *transposed(rows, 4), claims.MAX_ALLOCATIONS, MAX_HOLDERS
+        ):
+            found[place] = (*found.get(place, ()), ClaimHolder(consumer=consumer, project_id=project))
+        return found
 
     async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
         """Insert the new members of server groups."""
-        await members.write(self.connection, joined)
+        rows = [(*key, consumer) for key, consumers in joined.items() for consumer in consumers]
+        await self.connection.execute(members.WRITE, *transposed(rows, 3))
 
     async def write_claims(
         self,
@@ -137,15 +156,23 @@ class PostgresBookTransaction:
         """Write a decision about the locked rows."""
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
         await self.ids_of({provider for holding in held for provider in holding})
-        return await claims.write(
-            self.connection,
-            decision,
-            locked,
-            changes,
-            most,
-            ids=self._ids,
-            class_ids=self.class_ids,
-        )
+        size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
+        await turn_for(size)
+        columns = claims.written_columns(decision, locked, self._ids, self.class_ids)
+        if not any(columns) and not changes:
+            return 0
+        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.class_ids, most), 4)
+        numbered = feed.rows(changes)
+        await turn_for(size)
+        try:
+            sequence, written = await self.connection.fetchval(claims.WRITE, *columns, *numbered, *usage)
+        except asyncpg.RaiseError as error:
+            raise PassedMeanwhile from error
+        wanted = sum(map(len, decision.used.values()))
+        if written != wanted:
+            raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
+        number: int = sequence
+        return number
 
     async def ids_of(self, uuids: Collection[str]) -> Mapping[str, int]:
         """The row ids of providers, at least of those of these that exist."""
@@ -210,8 +237,8 @@ class PostgresBookTransaction:
         rows |= {"disowned": list(disowned)} if disowned else {}
         if not rows:
             return 0
-        numbered = feed.rows(changes) if changes else ([], [], [])
-        number: int = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *numbered)
+        answer = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *feed.rows(changes))
+        number: int = answer
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
