@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
@@ -117,6 +117,12 @@ class PlacementHandlers:
         self._committed = committed
         self._claimed = claimed
         self._publish = publish
+        self._reads: dict[type[Message], Callable[[Any], Awaitable[Message]]] = {
+            HostTreeQuery: store.reads.tree,
+            ServiceHostsQuery: store.reads.hosts_of_service,
+            GroupMembersQuery: store.reads.members,
+            ProjectUsageQuery: store.reads.usage,
+        }
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
@@ -248,14 +254,8 @@ class PlacementHandlers:
                 outcomes.append(Done(next(located)))
             elif isinstance(requested, HoldingRequest):
                 outcomes.append(Done(HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))))
-            elif isinstance(requested, HostTreeQuery):
-                outcomes.append(Done(await self._store.reads.tree(requested)))
-            elif isinstance(requested, ServiceHostsQuery):
-                outcomes.append(Done(await self._store.reads.hosts_of_service(requested)))
-            elif isinstance(requested, GroupMembersQuery):
-                outcomes.append(Done(await self._store.reads.members(requested)))
-            elif isinstance(requested, ProjectUsageQuery):
-                outcomes.append(Done(await self._store.reads.usage(requested)))
+            elif (read := self._reads.get(type(requested))) is not None:
+                outcomes.append(Done(await read(requested)))
             else:
                 outcomes.append(_unexpected(requested))
         return outcomes

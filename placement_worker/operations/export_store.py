@@ -5,7 +5,7 @@ The export does not contain the usage of projects, which an import computes from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg
@@ -27,6 +27,7 @@ from sqlalchemy import (
 )
 
 from bus.persistence.tables import fetch
+from placement_worker.domain.allocation_migration import between
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
@@ -85,7 +86,8 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[in
     }
     classes = frozenset(filter(is_custom, names.class_ids))
     traits = frozenset(filter(is_custom, names.trait_ids))
-    return BookExport(classes, traits, providers, consumers, await _read_members(connection))
+    members = frozenset(GroupMember(*row) for row in await fetch(connection, _MEMBERS))
+    return BookExport(classes, traits, providers, consumers, members)
 
 
 async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names: NameTable) -> int:
@@ -100,7 +102,8 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     shape, _ = await transaction.lock_trees(WantedTrees(creating=list(wanted.providers)))
     await fetch(connection, HOLD_CLAIMS)
     before = await _read(connection, names, LOCK_ALL)
-    changed = sorted(u for u in before.consumers.keys() | wanted.consumers.keys() if _differs(u, before, wanted))
+    was, now = before.consumers, wanted.consumers
+    changed = sorted(uuid for uuid in was.keys() | now.keys() if was.get(uuid) != now.get(uuid))
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
     given = max((provider.shape for provider in after.values()), default=shape)
     last = select(column("last_value")).select_from(table("shapes")).scalar_subquery()
@@ -108,7 +111,7 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
-    both = _with_old_inventories(with_inventories, after)
+    both = between(with_inventories, after)
     await transaction.write_trees(with_inventories, both)
     ids = await transaction.ids_of(after)
     await _write_consumers(connection, wanted, changed, ids, names)
@@ -124,10 +127,6 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
         await fetch(connection, update(feed_head).values(history=func.gen_random_uuid()))
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
     return len(regrouped.union(changed)) + len(gone) + len(rewritten)
-
-
-def _differs(uuid: str, before: BookExport, wanted: BookExport) -> bool:
-    return before.consumers.get(uuid) != wanted.consumers.get(uuid)
 
 
 def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
@@ -146,16 +145,6 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
     if replace(same, generation=old.generation) == old:
         return same
     return replace(same, shape=max(shape, new.shape))
-
-
-def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """Return `after` with the inventories of `before` that it no longer has."""
-    return {
-        uuid: provider
-        if uuid not in before or before[uuid].inventories.keys() <= provider.inventories.keys()
-        else replace(provider, inventories={**before[uuid].inventories, **provider.inventories})
-        for uuid, provider in after.items()
-    }
 
 
 async def _write_consumers(
@@ -199,34 +188,13 @@ async def _write_members(
 ) -> set[str]:
     """Write the members of server groups. Returns the consumers whose server groups have changed."""
     if wanted.members is None:
-        await _drop_new_members(connection, changed, before.consumers)
+        # The groups of consumers that held allocations are kept. A consumer that held none leaves its former group.
+        new = [uuid for uuid in changed if uuid not in before.consumers]
+        await fetch(connection, _DELETE_MEMBERS, uuids=new)
         return set()
-    regrouped = _regrouped(before.members or (), wanted.members)
-    await _replace_members(connection, wanted.members, regrouped.union(changed))
-    return regrouped
-
-
-async def _read_members(connection: asyncpg.Connection) -> frozenset[GroupMember]:
-    """Read all members that hold allocations."""
-    return frozenset(GroupMember(*row) for row in await fetch(connection, _MEMBERS))
-
-
-def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> set[str]:
-    """Return the consumers whose groups have changed."""
-    return {member.consumer for member in frozenset(before) ^ frozenset(after)}
-
-
-async def _replace_members(
-    connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
-) -> None:
-    """Set the groups of these consumers to those of the export, whatever their rows have."""
-    await fetch(connection, _DELETE_MEMBERS, uuids=list(changed))
-    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
+    regrouped = {member.consumer for member in (before.members or frozenset()) ^ wanted.members}
+    written = regrouped.union(changed)  # with the groups of the export, whatever their rows have
+    await fetch(connection, _DELETE_MEMBERS, uuids=list(written))
+    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted.members) if m.consumer in written]
     await _insert(connection, _MEMBER, rows)
-
-
-async def _drop_new_members(
-    connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]
-) -> None:
-    """Keep the groups of consumers that held allocations. A consumer that held none leaves its former group."""
-    await fetch(connection, _DELETE_MEMBERS, uuids=[uuid for uuid in changed if uuid not in before])
+    return regrouped

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from placement_worker.replica.book import Book
 from placement_worker.replica.columns import Recent, Rows
@@ -24,7 +23,7 @@ from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Grou
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tree_solver import ENDLESS, TimeBudget, TooLong
 
-__all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
+__all__ = ["UNNUMBERED", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
 # The dead ends and the candidates beyond each root's first after which a search stops as not exhausted.
 BUDGET = 100_000
@@ -44,18 +43,6 @@ MAX_CELLS = 400_000
 FIRST_STEP = 2048
 
 
-class AllocationCandidate(Struct, frozen=True):
-    """One way to satisfy a request. mappings: for each suffix, the providers that satisfy that group (microversion
-    1.34).
-
-    shapes: the shape of each provider in the allocations when it was chosen.
-    """
-
-    allocations: dict[str, dict[str, int]]
-    mappings: dict[str, list[str]]
-    shapes: dict[str, int]
-
-
 class CandidateSet:
     """Candidates in columns: `rows[i, s]` is the row of the provider that gives `slots[s]` in candidate i.
 
@@ -71,25 +58,6 @@ class CandidateSet:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> AllocationCandidate:
-        """One candidate. `columns()` is cheaper for rendering many."""
-        allocations: dict[str, dict[str, int]] = {}
-        mappings: dict[str, list[str]] = {}
-        shapes: dict[str, int] = {}
-        for slot, row in zip(self.slots, self.rows[index].tolist(), strict=True):
-            uuid = self._book.uuid_of(row)
-            mapped = mappings.setdefault(slot.suffix, [])
-            if uuid not in mapped:
-                mapped.append(uuid)
-            for name, amount in slot.resources.items():
-                given = allocations.setdefault(uuid, {})
-                given[name] = given.get(name, 0) + amount
-                shapes[uuid] = self._book.shape_of(row)
-        return AllocationCandidate(allocations, mappings, shapes)
-
-    def __iter__(self) -> Iterator[AllocationCandidate]:
-        return (self[index] for index in range(len(self)))
 
     def columns(self) -> list[list[str]]:
         """For each slot, the uuid of the provider that gives it in each candidate."""

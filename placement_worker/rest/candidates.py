@@ -54,8 +54,8 @@ async def search(api: Api, request: HttpRequest) -> Response:
     except QueryTooWide as error:
         raise invalid_query(str(error)) from None
     except TooLong:
-        body = await api.searches.read(
-            book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True))
+        body = await api.searches.run(
+            lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True)), book
         )
     return Response(200, body).set_modified(request, api.clock.time())
 

@@ -58,9 +58,7 @@ async def test_what_gathers_is_the_next_group() -> None:
 
 async def test_item_16_a_group_has_no_more_entries_than_a_turn_of_the_loop_may_take() -> None:
     book = Book()
-    groups = Groups(
-        "test", book.apply, max_group=8, max_waiting=8, committed=book.committed, entries=lambda item: item
-    )
+    groups = Groups("test", book.apply, max_group=8, max_waiting=8, committed=book.committed, entries=lambda item: item)
     book.go.clear()
     large, half = MAX_ENTRIES + 1, MAX_ENTRIES // 2
     tasks = [asyncio.create_task(groups.submit(number)) for number in (1, half, half, 1, large, 1, 1)]
