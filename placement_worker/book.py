@@ -384,7 +384,7 @@ async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, al
         group.items,
         locked.found,
         locked.providers,
-        transaction.class_ids,
+        transaction.names.class_ids,
         frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus)),
         groups={key: members.get(key, {}) for key in keys},
         projects={project: locked.usage.get(project, {}) for project in limited},
@@ -405,7 +405,7 @@ async def report(
     """Decide and write a group of updates that came on one bus."""
     sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
     group = ReportGroup(updates, sources, cells=cells, bus=bus)
-    group.refuse_flawed(transaction.trait_ids)
+    group.refuse_flawed(transaction.names.trait_ids)
     group.refuse_foreign()
     group.refuse_owned()
     group.sort_out_stale()
@@ -484,7 +484,9 @@ async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite])
         sources, _ = await transaction.lock_sources(adopted)
         reported = {root for (root, _), last in sources.items() if root in last.providers}
     shape, before = await transaction.lock_trees(wanted_trees(writes))
-    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape, reported=reported)
+    trees = ProviderTrees(
+        before, transaction.names.class_ids, transaction.names.trait_ids, shape=shape, reported=reported
+    )
     outcomes = [trees.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
     changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
@@ -499,7 +501,7 @@ async def write_allocations(transaction: BookTransaction, items: Sequence[Alloca
     locked = await transaction.lock_claims(expected, wanted)
     size = sum(map(entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
     await turn_for(size)
-    outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.class_ids)
+    outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.names.class_ids)
     await turn_for(size)
     changes = caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
     await transaction.write_claims(decision, locked, changes)
@@ -515,7 +517,7 @@ async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRef
     locked = await transaction.lock_claims(expected, None)
     shape, before = await transaction.lock_trees(WantedTrees(uuids=wanted | providers_held(locked.found)))
     await turn_for(len(before) + len(expected))
-    outcome = reshape(item, locked.found, before, transaction.class_ids, shape=shape)
+    outcome = reshape(item, locked.found, before, transaction.names.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):
         await transaction.write_claims(NOTHING_DECIDED, locked)
         return outcome

@@ -39,7 +39,7 @@ from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import CLASSES, HELD, columns_of, read_providers, uuids
+from placement_worker.store.rows import CLASSES, HELD, columns_of, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 
 CHUNK = 2000  # rows in one statement
@@ -55,7 +55,7 @@ _MEMBER = columns_of(group_members, "project_id", "group_uuid", "consumer")
 _CONSUMER = columns_of(consumers, "uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run")
 _HELD = columns_of(allocations, "consumer", "provider_id", "class_id", "amount")
 _MEMBERS = select(*_MEMBER).where(exists().where(allocations.c.consumer == group_members.c.consumer))
-_DELETE_MEMBERS = delete(group_members).where(uuids(group_members.c.consumer))
+_DELETE_MEMBERS = delete(group_members).where(one_of(group_members.c.consumer, "uuids"))
 _ALL_IDS = select(providers.c.id).order_by(providers.c.id)
 _CONSUMERS = select(*_CONSUMER).where(consumers.c.released_at.is_(None))
 _ALLOCATIONS = (
@@ -150,8 +150,8 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
 async def _write_consumers(
     connection: asyncpg.Connection, wanted: BookExport, changed: list[str], ids: Mapping[str, int], names: NameTable
 ) -> None:
-    await fetch(connection, delete(allocations).where(uuids(allocations.c.consumer)), uuids=changed)
-    await fetch(connection, delete(consumers).where(uuids(consumers.c.uuid)), uuids=changed)
+    await fetch(connection, delete(allocations).where(one_of(allocations.c.consumer, "uuids")), uuids=changed)
+    await fetch(connection, delete(consumers).where(one_of(consumers.c.uuid, "uuids")), uuids=changed)
     new = [(uuid, wanted.consumers[uuid]) for uuid in changed if uuid in wanted.consumers]
     await _insert(
         connection,

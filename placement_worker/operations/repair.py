@@ -17,7 +17,7 @@ from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import ROOT, ids, read_providers, uuids
+from placement_worker.store.rows import ROOT, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, inventories, providers, sources
 from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
@@ -44,7 +44,9 @@ _SUM = (
 )
 COUNT_USED = update(inventories).values(used=_SUM).where(_STOCK.used != _SUM).returning(_STOCK.provider_id)
 _BUMP = (
-    update(providers).where(ids(providers.c.id)).values(generation=providers.c.generation + 1, updated_at=func.now())
+    update(providers)
+    .where(one_of(providers.c.id, "ids"))
+    .values(generation=providers.c.generation + 1, updated_at=func.now())
 )
 
 
@@ -97,7 +99,7 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     _, root_id, root, before = rows[0]
     if before == cell:
         return Moved(outcome="unchanged", root=root, before=before)
-    held = select(func.count(distinct(_HELD.consumer))).where(ids(_HELD.provider_id))
+    held = select(func.count(distinct(_HELD.consumer))).where(one_of(_HELD.provider_id, "ids"))
     [(holders,)] = await fetch(connection, held, ids=[row[0] for row in rows])
     if holders:
         return Moved(outcome="in_use", root=root, before=before, holders=holders)
@@ -118,11 +120,11 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
     await fetch(connection, ONE_WRITER_OF_TREES)
     await fetch(connection, HOLD_CONSUMERS)
     named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
-    locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(uuids(providers.c.uuid)), uuids=named)]
+    locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(one_of(providers.c.uuid, "uuids")), uuids=named)]
     reserved = (_STOCK.total == 1, _STOCK.reserved == 1, _STOCK.used == 0, _STOCK.stranded.is_(False))
     opening = (
         update(inventories)
-        .where(ids(_STOCK.provider_id), *reserved)
+        .where(one_of(_STOCK.provider_id, "ids"), *reserved)
         .values(reserved=0, capacity=_STOCK.total)
         .returning(_STOCK.provider_id, _STOCK.class_id)
     )

@@ -109,11 +109,6 @@ def rows_of(
     most: the limits to compare once more when the rows are written.
     """
     return [
-        (project, class_number(name, class_ids), more, most.get((project, name)))
+        (project, INSTANCES_ID if name == INSTANCES else class_ids[name], more, most.get((project, name)))
         for (project, name), more in usage_changes(before, after).items()
     ]
-
-
-def class_number(name: str, class_ids: Mapping[str, int]) -> int:
-    """The class id under which a project's usage of a class is stored."""
-    return INSTANCES_ID if name == INSTANCES else class_ids[name]

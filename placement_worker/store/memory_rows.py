@@ -157,19 +157,9 @@ class MemoryBookTransaction:
     def __init__(self, table: MemoryBookTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
         self._table = table
         self._rows = transaction
-        self._names = names
+        self.names = names
         self._changed: dict[str, ConsumerState | None] = {}
         self._written: dict[str, Provider] = {}
-
-    @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-        return self._names.class_ids
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
-        return self._names.trait_ids
 
     # --- claims
 

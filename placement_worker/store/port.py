@@ -178,12 +178,8 @@ class BookTransaction(NameRows, Protocol):
     """
 
     @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
+    def names(self) -> NameTable:
+        """The names that this process knows."""
 
     # --- claims
 

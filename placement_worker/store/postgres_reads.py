@@ -64,12 +64,10 @@ from placement_worker.store.rows import (
     PARENT,
     PROVIDERS,
     ROOT,
-    ids,
+    one_of,
     read_provider,
     read_providers,
     seconds,
-    texts,
-    uuids,
 )
 from placement_worker.store.tables import (
     allocations,
@@ -149,7 +147,7 @@ _TREE_HELD = (
         consumers.c.attempt,
     )
     .select_from(HELD)
-    .where(ids(allocations.c.provider_id), uuids(allocations.c.consumer))
+    .where(one_of(allocations.c.provider_id, "ids"), one_of(allocations.c.consumer, "uuids"))
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
 _MIGRATIONS = literal(sorted(MIGRATION_TYPES), ARRAY(Text))
@@ -167,12 +165,12 @@ _HOLDING = (
         func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
     )
     .select_from(HELD.join(ROOT, ROOT.c.id == providers.c.root_id))
-    .where(uuids(consumers.c.uuid))
+    .where(one_of(consumers.c.uuid, "uuids"))
     .group_by(consumers.c.uuid)
     .order_by(consumers.c.uuid)
 )
 _USAGE = select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
-    texts(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
+    one_of(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
 )
 
 
@@ -252,7 +250,7 @@ class PostgresReads:
         """All traits with one of these names, with this prefix, that some provider has, or that none has."""
         found = _named(traits)
         if names is not None:
-            found = found.where(texts(traits.c.name, "names"))
+            found = found.where(one_of(traits.c.name, "names"))
         if prefix is not None:
             found = found.where(func.starts_with(traits.c.name, prefix))
         if associated is not None:
@@ -393,7 +391,7 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
 
 def _holders(requested: HostTreeQuery) -> Select[Any]:
     """The consumers of a page of a tree's holders, and one more."""
-    found = select(allocations.c.consumer).distinct().where(ids(allocations.c.provider_id))
+    found = select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
     return found if requested.after is None else found.where(allocations.c.consumer > requested.after)
 

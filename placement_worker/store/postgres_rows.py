@@ -82,19 +82,9 @@ class PostgresBookTransaction:
 
     def __init__(self, connection: asyncpg.Connection, names: NameTable) -> None:
         self.connection = connection
-        self._names = names
+        self.names = names
         self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
         self._new_ids: list[int] = []
-
-    @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-        return self._names.class_ids
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
-        return self._names.trait_ids
 
     # --- claims
 
@@ -116,7 +106,7 @@ class PostgresBookTransaction:
         providers = None if wanted is None else list(wanted)
         rows = claims.decode(await self.connection.fetchval(claims.LOCK, *columns, providers, limited, alone))
         await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
-        class_names = await self._names.names_of(self, claims.classes_used(rows))
+        class_names = await self.names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
         return claims.as_locked(rows, expected, class_names)
 
@@ -130,7 +120,7 @@ class PostgresBookTransaction:
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
         rows = [
-            (place, consumer, provider, self.class_ids[name])
+            (place, consumer, provider, self.names.class_ids[name])
             for place, (consumer, lacking) in lost.items()
             for provider, name in lacking
         ]
@@ -158,10 +148,10 @@ class PostgresBookTransaction:
         await self.ids_of({provider for holding in held for provider in holding})
         size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
         await turn_for(size)
-        columns = claims.written_columns(decision, locked, self._ids, self.class_ids)
+        columns = claims.written_columns(decision, locked, self._ids, self.names.class_ids)
         if not any(columns) and not changes:
             return 0
-        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.class_ids, most), 4)
+        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.names.class_ids, most), 4)
         numbered = feed.rows(changes)
         await turn_for(size)
         try:
@@ -199,7 +189,7 @@ class PostgresBookTransaction:
 
     async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
-        known = [(uuid, self.class_ids[name]) for uuid, name in leaving if name in self.class_ids]
+        known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving if name in self.names.class_ids]
         rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
         return [row[0] for row in rows]
 
@@ -232,7 +222,7 @@ class PostgresBookTransaction:
         del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
         await turn_for(len(before) + len(after))
-        rows = trees.rows_of(self._ids, before, after, (self.class_ids, self.trait_ids))
+        rows = trees.rows_of(self._ids, before, after, (self.names.class_ids, self.names.trait_ids))
         rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
         rows |= {"disowned": list(disowned)} if disowned else {}
         if not rows:

@@ -9,12 +9,10 @@ import asyncpg
 import msgspec
 from sqlalchemy import (
     ARRAY,
-    BigInteger,
     Column,
     ColumnElement,
     Double,
     Table,
-    Text,
     any_,
     bindparam,
     cast,
@@ -22,7 +20,6 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.selectable import FromClause
 
-from bus.persistence.tables import UUID
 from placement_worker.domain.values import Provider
 from placement_worker.store.port import NameKind, ProviderTimes
 from placement_worker.store.tables import (
@@ -59,19 +56,9 @@ def seconds(table: Table) -> ColumnElement[float]:
     return cast(extract("epoch", table.c.updated_at), Double)
 
 
-def ids(column: ColumnElement[int], name: str = "ids") -> ColumnElement[bool]:
-    """Whether the column has one of the numbers of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(BigInteger)))
-
-
-def uuids(column: ColumnElement[str], name: str = "uuids") -> ColumnElement[bool]:
-    """Whether the column has one of the uuids of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(UUID)))
-
-
-def texts(column: ColumnElement[str], name: str) -> ColumnElement[bool]:
-    """Whether the column has one of the texts of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(Text)))
+def one_of(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+    """Whether the column has one of the values of this parameter."""
+    return column == any_(bindparam(name, type_=ARRAY(column.type)))
 
 
 # A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
