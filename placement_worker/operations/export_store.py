@@ -9,22 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
 from msgspec.structs import replace
-from sqlalchemy import (
-    ARRAY,
-    Column,
-    Select,
-    column,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    select,
-    table,
-    text,
-    update,
-)
 
 from bus.persistence.tables import fetch
 from placement_worker.domain.allocation_migration import between
@@ -47,19 +33,19 @@ CHUNK = 2000  # rows in one statement
 # This lock waits for claims that have read the old members of their server groups, and later claims wait for the
 # import; otherwise a claim would be decided by members that no longer exist. As everywhere, it is taken after the lock
 # of the writers of trees and before any provider's row.
-HOLD_CLAIMS = text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE")
-REPEATABLE = text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+HOLD_CLAIMS = sa.text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE")
+REPEATABLE = sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
 # Rows of consumers without allocations no longer count, and are left to be trimmed.
 _MEMBER = columns_of(group_members, "project_id", "group_uuid", "consumer")
 _CONSUMER = columns_of(consumers, "uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run")
 _HELD = columns_of(allocations, "consumer", "provider_id", "class_id", "amount")
-_MEMBERS = select(*_MEMBER).where(exists().where(allocations.c.consumer == group_members.c.consumer))
-_DELETE_MEMBERS = delete(group_members).where(one_of(group_members.c.consumer, "uuids"))
-_ALL_IDS = select(providers.c.id).order_by(providers.c.id)
-_CONSUMERS = select(*_CONSUMER).where(consumers.c.released_at.is_(None))
+_MEMBERS = sa.select(*_MEMBER).where(sa.exists().where(allocations.c.consumer == group_members.c.consumer))
+_DELETE_MEMBERS = sa.delete(group_members).where(one_of(group_members.c.consumer, "uuids"))
+_ALL_IDS = sa.select(providers.c.id).order_by(providers.c.id)
+_CONSUMERS = sa.select(*_CONSUMER).where(consumers.c.released_at.is_(None))
 _ALLOCATIONS = (
-    select(allocations.c.consumer, providers.c.uuid, CLASSES.name, allocations.c.amount)
+    sa.select(allocations.c.consumer, providers.c.uuid, CLASSES.name, allocations.c.amount)
     .select_from(HELD)
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
@@ -71,7 +57,7 @@ async def read(connection: asyncpg.Connection, names: NameTable) -> BookExport:
     return await _read(connection, names, _ALL_IDS)
 
 
-async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[int]) -> BookExport:
+async def _read(connection: asyncpg.Connection, names: NameTable, ids: sa.Select[int]) -> BookExport:
     numbers = [row[0] for row in await fetch(connection, ids)]
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
@@ -106,8 +92,8 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     changed = sorted(uuid for uuid in was.keys() | now.keys() if was.get(uuid) != now.get(uuid))
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
     given = max((provider.shape for provider in after.values()), default=shape)
-    last = select(column("last_value")).select_from(table("shapes")).scalar_subquery()
-    await fetch(connection, select(func.setval("shapes", func.greatest(given, last))))
+    last = sa.select(sa.column("last_value")).select_from(sa.table("shapes")).scalar_subquery()
+    await fetch(connection, sa.select(sa.func.setval("shapes", sa.func.greatest(given, last))))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
@@ -124,7 +110,7 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     states = await read_providers(connection, sorted(moved))
     if await feed.append(connection, changes_of(gone, states)):
-        await fetch(connection, update(feed_head).values(history=func.gen_random_uuid()))
+        await fetch(connection, sa.update(feed_head).values(history=sa.func.gen_random_uuid()))
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
     return len(regrouped.union(changed)) + len(gone) + len(rewritten)
 
@@ -150,8 +136,8 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
 async def _write_consumers(
     connection: asyncpg.Connection, wanted: BookExport, changed: list[str], ids: Mapping[str, int], names: NameTable
 ) -> None:
-    await fetch(connection, delete(allocations).where(one_of(allocations.c.consumer, "uuids")), uuids=changed)
-    await fetch(connection, delete(consumers).where(one_of(consumers.c.uuid, "uuids")), uuids=changed)
+    await fetch(connection, sa.delete(allocations).where(one_of(allocations.c.consumer, "uuids")), uuids=changed)
+    await fetch(connection, sa.delete(consumers).where(one_of(consumers.c.uuid, "uuids")), uuids=changed)
     new = [(uuid, wanted.consumers[uuid]) for uuid in changed if uuid in wanted.consumers]
     await _insert(
         connection,
@@ -172,15 +158,17 @@ async def _write_consumers(
 
 async def _insert(
     connection: asyncpg.Connection,
-    columns: Sequence[Column[Any]],
+    columns: Sequence[sa.Column[Any]],
     rows: Sequence[Sequence[object]],
 ) -> None:
     """Insert rows in one statement, with an array for each column."""
-    arrays = [literal([row[at] for row in rows], ARRAY(one.type)) for at, one in enumerate(columns)]
+    arrays = [sa.literal([row[at] for row in rows], sa.ARRAY(one.type)) for at, one in enumerate(columns)]
     given = (
-        func.unnest(*arrays).table_valued(*(column(one.name, one.type) for one in columns), name="n").render_derived()
+        sa.func.unnest(*arrays)
+        .table_valued(*(sa.column(one.name, one.type) for one in columns), name="n")
+        .render_derived()
     )
-    await fetch(connection, insert(columns[0].table).from_select([one.name for one in columns], select(given)))
+    await fetch(connection, sa.insert(columns[0].table).from_select([one.name for one in columns], sa.select(given)))
 
 
 async def _write_members(

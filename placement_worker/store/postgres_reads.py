@@ -9,25 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import asyncpg
-from sqlalchemy import (
-    ARRAY,
-    BigInteger,
-    ColumnElement,
-    Integer,
-    Select,
-    Table,
-    Text,
-    any_,
-    bindparam,
-    case,
-    cast,
-    collate,
-    distinct,
-    exists,
-    func,
-    literal,
-    select,
-)
+import sqlalchemy as sa
 
 from bus.contracts.book import (
     MAX_TREE,
@@ -93,7 +75,7 @@ Opens = Callable[[], AbstractAsyncContextManager[Reading]]
 
 NO_NUMBER = 0  # no class or trait has this id
 
-_ALLOCATION: Select[Any] = select(
+_ALLOCATION: sa.Select[Any] = sa.select(
     consumers.c.uuid,
     providers.c.uuid,
     providers.c.generation,
@@ -105,10 +87,10 @@ _ALLOCATION: Select[Any] = select(
     consumers.c.consumer_type,
     seconds(consumers),
 )
-_THIS = providers.c.uuid == bindparam("uuid", type_=UUID)
+_THIS = providers.c.uuid == sa.bindparam("uuid", type_=UUID)
 _BY_CONSUMER = (
     _ALLOCATION.select_from(HELD)
-    .where(allocations.c.consumer == bindparam("uuid", type_=UUID))
+    .where(allocations.c.consumer == sa.bindparam("uuid", type_=UUID))
     .order_by(providers.c.id, CLASSES.name)
 )
 _BY_PROVIDER = (
@@ -120,8 +102,8 @@ _BY_PROVIDER = (
     .where(_THIS)
     .order_by(consumers.c.uuid, CLASSES.name)
 )
-_LISTED: Select[Any] = (
-    select(
+_LISTED: sa.Select[Any] = (
+    sa.select(
         providers.c.uuid,
         providers.c.name,
         providers.c.generation,
@@ -133,10 +115,10 @@ _LISTED: Select[Any] = (
     .order_by(providers.c.id)
 )
 _TREE = providers.alias("tree")
-_SAME_TREE = select(_TREE.c.root_id).where(_TREE.c.uuid == bindparam("tree", type_=UUID)).scalar_subquery()
-_TREE_IDS = select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
+_SAME_TREE = sa.select(_TREE.c.root_id).where(_TREE.c.uuid == sa.bindparam("tree", type_=UUID)).scalar_subquery()
+_TREE_IDS = sa.select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
 _TREE_HELD = (
-    select(
+    sa.select(
         allocations.c.consumer,
         providers.c.uuid,
         CLASSES.name,
@@ -150,26 +132,26 @@ _TREE_HELD = (
     .where(one_of(allocations.c.provider_id, "ids"), one_of(allocations.c.consumer, "uuids"))
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
-_MIGRATIONS = literal(sorted(MIGRATION_TYPES), ARRAY(Text))
+_MIGRATIONS = sa.literal(sorted(MIGRATION_TYPES), sa.ARRAY(sa.Text))
 _HOLDING = (
-    select(
+    sa.select(
         consumers.c.uuid,
         consumers.c.project_id,
         consumers.c.run,
-        case((consumers.c.consumer_type == any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
+        sa.case((consumers.c.consumer_type == sa.any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
         consumers.c.generation,
-        func.array_agg(providers.c.uuid),
-        func.array_agg(CLASSES.name),
-        func.array_agg(allocations.c.amount),
-        func.array_agg(distinct(ROOT.c.uuid)),
-        func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
+        sa.func.array_agg(providers.c.uuid),
+        sa.func.array_agg(CLASSES.name),
+        sa.func.array_agg(allocations.c.amount),
+        sa.func.array_agg(sa.distinct(ROOT.c.uuid)),
+        sa.func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
     )
     .select_from(HELD.join(ROOT, ROOT.c.id == providers.c.root_id))
     .where(one_of(consumers.c.uuid, "uuids"))
     .group_by(consumers.c.uuid)
     .order_by(consumers.c.uuid)
 )
-_USAGE = select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
+_USAGE = sa.select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
     one_of(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
 )
 
@@ -182,7 +164,7 @@ class PostgresReads:
         self._snapshot = snapshot
         self._names = names
 
-    async def _fetch(self, statement: Select[Any], **values: object) -> Sequence[asyncpg.Record]:
+    async def _fetch(self, statement: sa.Select[Any], **values: object) -> Sequence[asyncpg.Record]:
         async with self._transaction() as transaction:
             return await fetch(transaction.connection, statement, **values)
 
@@ -252,9 +234,9 @@ class PostgresReads:
         if names is not None:
             found = found.where(one_of(traits.c.name, "names"))
         if prefix is not None:
-            found = found.where(func.starts_with(traits.c.name, prefix))
+            found = found.where(sa.func.starts_with(traits.c.name, prefix))
         if associated is not None:
-            held = exists().where(provider_traits.c.trait_id == traits.c.id)
+            held = sa.exists().where(provider_traits.c.trait_id == traits.c.id)
             found = found.where(held if associated else ~held)
         return [NameRow(*row) for row in await self._fetch(found, names=names)]
 
@@ -286,11 +268,11 @@ class PostgresReads:
         return [UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
 
 
-def _named(table: Table) -> Select[Any]:
-    return select(table.c.name, seconds(table)).order_by(table.c.id)
+def _named(table: sa.Table) -> sa.Select[Any]:
+    return sa.select(table.c.name, seconds(table)).order_by(table.c.id)
 
 
-def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bool]]:
+def _conditions(listing: Listing, names: NameTable) -> Iterator[sa.ColumnElement[bool]]:
     """Yield the conditions of a listing."""
     if listing.uuid is not None:
         yield providers.c.uuid == listing.uuid
@@ -309,9 +291,9 @@ def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bo
     for name, amount in listing.resources:
         left = inventories.c.capacity - inventories.c.used
         number = names.class_ids.get(name, NO_NUMBER)
-        wanted = literal(amount, BigInteger)
+        wanted = sa.literal(amount, sa.BigInteger)
         limits_of_one = (inventories.c.min_unit, inventories.c.max_unit, inventories.c.step_size)
-        yield exists().where(
+        yield sa.exists().where(
             inventories.c.provider_id == providers.c.id,
             inventories.c.class_id == number,
             left >= wanted,
@@ -319,48 +301,50 @@ def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bo
         )
 
 
-def _has_trait(group: Sequence[str], names: NameTable) -> ColumnElement[bool]:
+def _has_trait(group: Sequence[str], names: NameTable) -> sa.ColumnElement[bool]:
     numbers = [names.trait_ids.get(name, NO_NUMBER) for name in group]
-    return exists().where(
+    return sa.exists().where(
         provider_traits.c.provider_id == providers.c.id,
-        provider_traits.c.trait_id == any_(literal(numbers, ARRAY(Integer))),
+        provider_traits.c.trait_id == sa.any_(sa.literal(numbers, sa.ARRAY(sa.Integer))),
     )
 
 
-def _is_member(group: Sequence[str]) -> ColumnElement[bool]:
-    return exists().where(
+def _is_member(group: Sequence[str]) -> sa.ColumnElement[bool]:
+    return sa.exists().where(
         provider_aggregates.c.provider_id == providers.c.id,
-        provider_aggregates.c.aggregate == any_(literal(list(group), ARRAY(UUID))),
+        provider_aggregates.c.aggregate == sa.any_(sa.literal(list(group), sa.ARRAY(UUID))),
     )
 
 
-def _hosts_of_service(requested: ServiceHostsQuery) -> Select[Any]:
+def _hosts_of_service(requested: ServiceHostsQuery) -> sa.Select[Any]:
     """As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an
     operator.
     """
     return (
-        select(providers.c.name)
+        sa.select(providers.c.name)
         .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
         .where(
             sources.c.source == f"{COMPUTE_SOURCE}{requested.service}",
-            func.coalesce(providers.c.cell, requested.cell) == requested.cell,
-            sources.c.root == any_(sources.c.providers),
+            sa.func.coalesce(providers.c.cell, requested.cell) == requested.cell,
+            sources.c.root == sa.any_(sources.c.providers),
         )
-        .order_by(collate(providers.c.name, "C"))
+        .order_by(sa.collate(providers.c.name, "C"))
         .limit(requested.limit)
     )
 
 
-def _projects(requested: ProjectUsageQuery) -> Select[Any]:
+def _projects(requested: ProjectUsageQuery) -> sa.Select[Any]:
     """The projects of a page of usage, and one more."""
-    name = collate(project_usage.c.project_id, "C")
-    found = select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
+    name = sa.collate(project_usage.c.project_id, "C")
+    found = sa.select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
     if requested.projects:
-        found = found.where(project_usage.c.project_id == any_(literal(list(requested.projects), ARRAY(Text))))
+        found = found.where(
+            project_usage.c.project_id == sa.any_(sa.literal(list(requested.projects), sa.ARRAY(sa.Text)))
+        )
     return found if requested.after is None else found.where(name > requested.after)
 
 
-def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> Select[Any]:
+def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> sa.Select[Any]:
     """The amounts that a project's (and user's, and type's) consumers hold, by type and class, with the number of
     consumers of the type.
     """
@@ -370,14 +354,14 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     wanted += [] if consumer_type is None else [kind == consumer_type]
     held = consumers.join(allocations, allocations.c.consumer == consumers.c.uuid)
     counted = (
-        select(kind, func.count(distinct(allocations.c.consumer)).label("count"))
+        sa.select(kind, sa.func.count(sa.distinct(allocations.c.consumer)).label("count"))
         .select_from(held)
         .where(*wanted)
         .group_by(kind)
         .subquery()
     )
     return (
-        select(kind, CLASSES.name, cast(func.sum(allocations.c.amount), BigInteger), counted.c["count"])
+        sa.select(kind, CLASSES.name, sa.cast(sa.func.sum(allocations.c.amount), sa.BigInteger), counted.c["count"])
         .select_from(
             held.join(counted, counted.c.consumer_type == kind).join(
                 resource_classes, CLASSES.id == allocations.c.class_id
@@ -389,9 +373,9 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     )
 
 
-def _holders(requested: HostTreeQuery) -> Select[Any]:
+def _holders(requested: HostTreeQuery) -> sa.Select[Any]:
     """The consumers of a page of a tree's holders, and one more."""
-    found = select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
+    found = sa.select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
     return found if requested.after is None else found.where(allocations.c.consumer > requested.after)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import asyncpg
 import msgspec
-from sqlalchemy import ARRAY, Text, bindparam, delete, exists, func, literal, or_, select, tuple_, update
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete
 
@@ -62,14 +62,14 @@ from placement_worker.store.tables import (
 )
 
 # Processes that start at the same time insert one after the other; otherwise they could deadlock on unique keys.
-ONE_WRITER_OF_NAMES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.names", 0)))
+ONE_WRITER_OF_NAMES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.names", 0)))
 HAVING = (
-    select(providers.c.id)
+    sa.select(providers.c.id)
     .where(
-        exists().where(
+        sa.exists().where(
             inventories.c.provider_id == providers.c.id,
             inventories.c.class_id == CLASSES.id,
-            CLASSES.name == bindparam("name"),
+            CLASSES.name == sa.bindparam("name"),
         )
     )
     .order_by(providers.c.id)
@@ -240,7 +240,8 @@ class PostgresBookTransaction:
     async def read_names(self) -> tuple[Named, Named]:
         """The numbers of (all classes, all traits)."""
         classes, names = [
-            dict(await fetch(self.connection, select(table.c.name, table.c.id))) for table in (resource_classes, traits)
+            dict(await fetch(self.connection, sa.select(table.c.name, table.c.id)))
+            for table in (resource_classes, traits)
         ]
         return classes, names
 
@@ -250,7 +251,7 @@ class PostgresBookTransaction:
         added = 0
         for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
             if names:
-                wanted = select(func.unnest(literal(sorted(names), ARRAY(Text))))
+                wanted = sa.select(sa.func.unnest(sa.literal(sorted(names), sa.ARRAY(sa.Text))))
                 new = insert(NAMES[kind]).from_select(["name"], wanted).on_conflict_do_nothing(index_elements=["name"])
                 added += len(await fetch(self.connection, new.returning(NAMES[kind].c.id)))
         return added
@@ -259,7 +260,9 @@ class PostgresBookTransaction:
         """Remove a class or trait. Raises NameInUse."""
         table = NAMES[kind]
         try:  # a foreign key refuses it while a provider has the class or trait
-            return bool(await fetch(self.connection, delete(table).where(table.c.name == name).returning(table.c.id)))
+            return bool(
+                await fetch(self.connection, sa.delete(table).where(table.c.name == name).returning(table.c.id))
+            )
         except asyncpg.ForeignKeyViolationError as error:
             raise NameInUse(name) from error
 
@@ -270,7 +273,7 @@ class PostgresBookTransaction:
         name. They can no longer write the old id, and they look up the new one, which they have not cached.
         """
         having = [row[0] for row in await fetch(self.connection, HAVING, name=old)]
-        former = [row[0] for row in await fetch(self.connection, select(CLASSES.id).where(CLASSES.name == old))]
+        former = [row[0] for row in await fetch(self.connection, sa.select(CLASSES.id).where(CLASSES.name == old))]
         if not former:
             return None
         try:
@@ -278,7 +281,7 @@ class PostgresBookTransaction:
         except asyncpg.UniqueViolationError as error:
             raise NameExists(new) from error
         for table in (inventories, allocations, project_usage):
-            moved = update(table).where(table.c.class_id == former[0]).values(class_id=number)
+            moved = sa.update(table).where(table.c.class_id == former[0]).values(class_id=number)
             await fetch(self.connection, moved)
         await self.delete_name(NameKind.CLASS, old)
         return await read_providers(self.connection, having)
@@ -300,7 +303,7 @@ class PostgresBookTransaction:
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""
-        found = select(providers.c.id).order_by(providers.c.uuid).limit(limit)
+        found = sa.select(providers.c.id).order_by(providers.c.uuid).limit(limit)
         rows = await fetch(self.connection, found if after is None else found.where(providers.c.uuid > after))
         found_of = await read_providers(self.connection, [row[0] for row in rows])
         return [found_of[uuid] for uuid in sorted(found_of)]
@@ -311,23 +314,23 @@ REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 
 def _purge_changes(keep: int, limit: int) -> ReturningDelete[Any]:
-    head = select(feed_head.c.number).scalar_subquery()
-    published = select(feed_position.c.number).scalar_subquery()
+    head = sa.select(feed_head.c.number).scalar_subquery()
+    published = sa.select(feed_position.c.number).scalar_subquery()
     old = changes.alias("old").c
-    some = select(old.last).where(old.last <= func.least(head - keep, published)).order_by(old.last).limit(limit)
-    return delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
+    some = sa.select(old.last).where(old.last <= sa.func.least(head - keep, published)).order_by(old.last).limit(limit)
+    return sa.delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
 
 
 def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
     fence = consumers.alias("fence").c
     some = (
-        select(fence.uuid)
-        .where(fence.released_at < func.now() - timedelta(seconds=keep_s))
+        sa.select(fence.uuid)
+        .where(fence.released_at < sa.func.now() - timedelta(seconds=keep_s))
         .order_by(fence.released_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
-    return delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
+    return sa.delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
 
 
 def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
@@ -336,17 +339,17 @@ def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
     providers.
     """
     silent, newer = sources.alias("silent").c, sources.alias("newer").c
-    exist = exists().where(providers.c.uuid == silent.root)
-    covered = exists().where(
+    exist = sa.exists().where(providers.c.uuid == silent.root)
+    covered = sa.exists().where(
         newer.root == silent.root, newer.updated_at > silent.updated_at, newer.providers.op("@>")(silent.providers)
     )
     some = (
-        select(silent.root, silent.source)
-        .where(silent.updated_at < func.now() - timedelta(seconds=keep_s), or_(~exist, covered))
+        sa.select(silent.root, silent.source)
+        .where(silent.updated_at < sa.func.now() - timedelta(seconds=keep_s), sa.or_(~exist, covered))
         .limit(limit)
         .with_for_update(skip_locked=True, of=silent.root.table)
     )
-    return delete(sources).where(tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
+    return sa.delete(sources).where(sa.tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
 
 
 class PostgresBookRows:

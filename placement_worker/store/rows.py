@@ -7,17 +7,7 @@ from typing import Any
 
 import asyncpg
 import msgspec
-from sqlalchemy import (
-    ARRAY,
-    Column,
-    ColumnElement,
-    Double,
-    Table,
-    any_,
-    bindparam,
-    cast,
-    extract,
-)
+import sqlalchemy as sa
 from sqlalchemy.sql.selectable import FromClause
 
 from placement_worker.domain.values import Provider
@@ -46,19 +36,19 @@ HELD: FromClause = (
 NAMES = {NameKind.CLASS: resource_classes, NameKind.TRAIT: traits}
 
 
-def columns_of(table: Table, *names: str) -> list[Column[Any]]:
+def columns_of(table: sa.Table, *names: str) -> list[sa.Column[Any]]:
     """These columns of a table."""
     return [table.c[name] for name in names]
 
 
-def seconds(table: Table) -> ColumnElement[float]:
+def seconds(table: sa.Table) -> sa.ColumnElement[float]:
     """When a row was last written, in seconds since the epoch."""
-    return cast(extract("epoch", table.c.updated_at), Double)
+    return sa.cast(sa.extract("epoch", table.c.updated_at), sa.Double)
 
 
-def one_of(column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
     """Whether the column has one of the values of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(column.type)))
+    return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
 # A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
