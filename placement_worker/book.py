@@ -49,10 +49,9 @@ from placement_worker.domain.trees import (
     wanted_trees,
 )
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
-from placement_worker.store.names import NameTable, StaleNames
+from placement_worker.store.names import StaleNames
 from placement_worker.store.port import (
     NO_LIMITS,
-    BookReads,
     BookRows,
     BookTransaction,
     Leaving,
@@ -100,11 +99,12 @@ class Published(Struct, frozen=True):
 class ResourceBook:
     """The book over its rows. Every write commits in one transaction together with its numbered changes.
 
-    reads: the reads that no decision follows.
+    reads: the reads that no decision follows. names: the class and trait names that this process has cached.
     """
 
     def __init__(self, rows: BookRows) -> None:
         self.rows = rows
+        self.names, self.reads = rows.names, rows.reads
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
 
@@ -117,16 +117,6 @@ class ResourceBook:
     def deployment(self) -> str:
         """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
         return self.rows.deployment
-
-    @property
-    def names(self) -> NameTable:
-        """The class and trait names that this process has cached."""
-        return self.rows.names
-
-    @property
-    def reads(self) -> BookReads:
-        """The reads that no decision follows."""
-        return self.rows.reads
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
@@ -150,7 +140,7 @@ class ResourceBook:
         if not items:
             return []
         group = ClaimGroup(items)
-        await self._know_classes(group.classes)
+        await self._know(group.classes)
         try:
             return await self._write(lambda transaction: claim(transaction, group, bus))
         except PassedMeanwhile:
@@ -192,18 +182,17 @@ class ResourceBook:
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """Apply a group of writes of providers, in order, each with its own outcome. Raises Unstorable."""
-        await self._know_classes(classes_of_trees(writes))
-        await self._know_traits(traits_of_trees(writes))
+        await self._know(classes_of_trees(writes), traits_of_trees(writes))
         return await self._write(lambda transaction: write_trees(transaction, writes))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """Apply a group of writes of allocations, in order, each with its own outcome. Raises Unstorable."""
-        await self._know_classes(classes_of_allocations(items))
+        await self._know(classes_of_allocations(items))
         return await self._write(lambda transaction: write_allocations(transaction, items))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """Apply one reshape. Returns the refusal, None when it was applied."""
-        await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
+        await self._know(name for _, inventories in item.inventories.values() for name in inventories)
         return await self._write(lambda transaction: apply_reshape(transaction, item))
 
     async def _write(
@@ -229,26 +218,22 @@ class ResourceBook:
 
     # --- names
 
-    async def _know_classes(self, named: Iterable[str]) -> None:
-        """Refresh the names when the writes name a class that is not cached: another process may have created it."""
-        if not self.names.class_ids.keys() >= set(named):
-            await self.names.refresh()
-
-    async def _know_traits(self, named: Iterable[str]) -> None:
-        if not self.names.trait_ids.keys() >= set(named):
+    async def _know(self, classes: Iterable[str], traits: Iterable[str] = ()) -> None:
+        """Refresh the names when the writes name one that is not cached: another process may have created it."""
+        if not (self.names.class_ids.keys() >= set(classes) and self.names.trait_ids.keys() >= set(traits)):
             await self.names.refresh()
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
         """Return those of these names that are not resource classes of the book, in order."""
         wanted = list(dict.fromkeys(named))
         await self.names.refresh_if_old()
-        await self._know_classes(wanted)
+        await self._know(wanted)
         return [name for name in wanted if name not in self.names.class_ids]
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
         """Return those of these names that are not traits of the book, in order."""
         wanted = list(dict.fromkeys(named))
-        await self._know_traits(wanted)
+        await self._know((), wanted)
         return [name for name in wanted if name not in self.names.trait_ids]
 
     async def create_name(self, kind: NameKind, name: str) -> bool:
@@ -405,8 +390,7 @@ async def report(
     """Decide and write a group of updates that came on one bus."""
     sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
     group = ReportGroup(updates, sources, cells=cells, bus=bus)
-    group.refuse_flawed(transaction.names.trait_ids)
-    group.refuse_foreign()
+    group.refuse_invalid(transaction.names.trait_ids)
     group.refuse_owned()
     group.sort_out_stale()
     return group.answers(await _apply_reports(transaction, group))

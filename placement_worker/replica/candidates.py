@@ -188,17 +188,14 @@ class _CandidateSearch:
         others.
         """
         with self._in_time():
-            self._solve(patterns, count)
-
-    def _solve(self, patterns: list[TreePattern], count: int) -> None:
-        for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
-            solver = pattern.solver
-            before, tried = solver.dead_ends, solver.tries
-            tries = self._tries if count > 1 else ENDLESS
-            solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
-            self._budget = max(0, self._budget - (solver.dead_ends - before))
-            self._tries -= solver.tries - tried if count > 1 else 0
-            self.exhausted = self.exhausted and not solver.cut
+            for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
+                solver = pattern.solver
+                before, tried = solver.dead_ends, solver.tries
+                tries = self._tries if count > 1 else ENDLESS
+                solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
+                self._budget = max(0, self._budget - (solver.dead_ends - before))
+                self._tries -= solver.tries - tried if count > 1 else 0
+                self.exhausted = self.exhausted and not solver.cut
 
     def _all(self, limit: int | None, reach: int) -> Rows:
         """Search further assignments of every pattern, twice as many each time, until the limit or the end is

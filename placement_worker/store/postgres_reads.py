@@ -24,7 +24,7 @@ from bus.contracts.book import (
     ServiceHostsQuery,
     TreeHolder,
 )
-from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
+from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
@@ -50,6 +50,7 @@ from placement_worker.store.rows import (
     read_provider,
     read_providers,
     seconds,
+    transposed,
 )
 from placement_worker.store.tables import (
     allocations,
@@ -170,8 +171,22 @@ class PostgresReads:
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
         """For each: on which hosts consumers are, and the members of a server group."""
-        async with self._transaction() as transaction:
-            return await members.where(transaction.connection, requested)
+        groups = [
+            (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
+        ]
+        named = [
+            (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
+        ]
+        async with self._transaction() as view:
+            fetched = view.connection.fetch
+            counted = await fetched(members.COUNT, *transposed(groups, 4), MAX_LOCATED_HOSTS) if groups else []
+            found = await fetched(members.HOSTS, *transposed(named, 3)) if named else []
+        pages = [LocatePage(members={}, hosts={}) for _ in requested]
+        for at, host, count in counted:
+            pages[at].members[host] = count
+        for at, consumer, its_hosts in found:
+            pages[at].hosts[consumer] = tuple(its_hosts)
+        return pages
 
     async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
@@ -194,7 +209,29 @@ class PostgresReads:
     async def tree(self, requested: HostTreeQuery) -> HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
         async with self._snapshot() as view:
-            return await _tree(view.connection, requested)
+            connection = view.connection
+            numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
+            of_tree = await read_providers(connection, numbers[:MAX_TREE])
+            holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
+            more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
+            found: dict[str, TreeHolder] = {}
+            for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
+                connection, _TREE_HELD, ids=numbers, uuids=holding
+            ):
+                holder = found.setdefault(
+                    consumer,
+                    TreeHolder(
+                        consumer=consumer,
+                        project_id=project,
+                        user_id=user,
+                        consumer_type=kind,
+                        attempt=attempt,
+                        holding={},
+                    ),
+                )
+                holder.holding.setdefault(provider, {})[name] = amount
+            states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
+            return HostTree(providers=states, holders=tuple(found.values()), more=more)
 
     async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
@@ -203,8 +240,11 @@ class PostgresReads:
 
     async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""
-        async with self._transaction() as transaction:
-            return await members.page(transaction.connection, requested)
+        parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
+        async with self._transaction() as view:
+            rows = await view.connection.fetch(members.PAGE, *parameters)
+        found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
+        return GroupMembersPage(members=found, more=len(rows) > requested.limit)
 
     async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
         """Return the usage of projects."""
@@ -385,23 +425,3 @@ def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequen
     for provider, name, amount in zip(providers, names, amounts, strict=True):
         held.setdefault(provider, {})[name] = amount
     return held
-
-
-async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
-    numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
-    of_tree = await read_providers(connection, numbers[:MAX_TREE])
-    holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
-    more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
-    found: dict[str, TreeHolder] = {}
-    for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
-        connection, _TREE_HELD, ids=numbers, uuids=holding
-    ):
-        holder = found.setdefault(
-            consumer,
-            TreeHolder(
-                consumer=consumer, project_id=project, user_id=user, consumer_type=kind, attempt=attempt, holding={}
-            ),
-        )
-        holder.holding.setdefault(provider, {})[name] = amount
-    states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
-    return HostTree(providers=states, holders=tuple(found.values()), more=more)

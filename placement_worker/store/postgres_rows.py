@@ -439,5 +439,7 @@ class PostgresBookRows:
             async with self.database.raw() as connection:
                 more |= len(await fetch(connection, statement)) >= limit
         async with self.database.raw() as connection:
-            more |= await members.purge(connection, limit) >= limit
+            left = await connection.fetch(members.LOCK_LEFT, limit)
+            await connection.execute(members.DELETE_LEFT, *transposed(left, 3))
+            more |= len(left) >= limit
         return more
