@@ -16,20 +16,9 @@ from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
 from bus.faults import Transient
 from bus.turns import turn_for
-from placement_worker.domain import allocations
+from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
-from placement_worker.domain.allocations import (
-    AllocationOutcome,
-    AllocationWrite,
-    Reshape,
-    classes_of_allocations,
-    entries_of_allocations,
-    expect,
-    expected_rows,
-    providers_held,
-    reshape,
-    touched,
-)
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, reshape
 from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, decide
@@ -37,17 +26,7 @@ from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal, caused
 from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
 from placement_worker.domain.reports import ReportRefusal, changes_of, plan
-from placement_worker.domain.trees import (
-    ProviderTrees,
-    TreeOutcome,
-    TreeWrite,
-    WantedTrees,
-    adopted_providers,
-    classes_of_trees,
-    deleted_trees,
-    traits_of_trees,
-    wanted_trees,
-)
+from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
 from placement_worker.store.names import StaleNames
 from placement_worker.store.port import (
@@ -182,12 +161,12 @@ class ResourceBook:
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """Apply a group of writes of providers, in order, each with its own outcome. Raises Unstorable."""
-        await self._know(classes_of_trees(writes), traits_of_trees(writes))
+        await self._know(trees.classes_of_trees(writes), trees.traits_of_trees(writes))
         return await self._write(lambda transaction: write_trees(transaction, writes))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """Apply a group of writes of allocations, in order, each with its own outcome. Raises Unstorable."""
-        await self._know(classes_of_allocations(items))
+        await self._know(allocations.classes_of_allocations(items))
         return await self._write(lambda transaction: write_allocations(transaction, items))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
@@ -405,15 +384,15 @@ async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list
     sources = await transaction.retired_sources(limit)
     if not sources:
         return []
-    _, locked = await transaction.lock_trees(WantedTrees(whole={root for root, _ in sources}))
-    trees: dict[str, list[Provider]] = {}
+    _, locked = await transaction.lock_trees(trees.WantedTrees(whole={root for root, _ in sources}))
+    by_root: dict[str, list[Provider]] = {}
     for provider in locked.values():
-        trees.setdefault(provider.root, []).append(provider)
+        by_root.setdefault(provider.root, []).append(provider)
     # A claim or a write of the REST API may have changed the tree before it was locked.
     empty = [
         InventoryUpdate(source=source, version=known.version, root_uuid=root)
         for (root, source), known in sources.items()
-        if is_retired(trees.get(root, ()))
+        if is_retired(by_root.get(root, ()))
     ]
     await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
     return list(dict.fromkeys(update.root_uuid for update in empty))
@@ -464,30 +443,30 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
 async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
     reported: set[str] = set()
-    if adopted := adopted_providers(writes):
+    if adopted := trees.adopted_providers(writes):
         sources, _ = await transaction.lock_sources(adopted)
         reported = {root for (root, _), last in sources.items() if root in last.providers}
-    shape, before = await transaction.lock_trees(wanted_trees(writes))
-    trees = ProviderTrees(
+    shape, before = await transaction.lock_trees(trees.wanted_trees(writes))
+    draft = trees.ProviderTrees(
         before, transaction.names.class_ids, transaction.names.trait_ids, shape=shape, reported=reported
     )
-    outcomes = [trees.apply(write) for write in writes]
+    outcomes = [draft.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
-    changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
+    changes = caused(changes_of(before, draft.providers), ((write.cause, (write.uuid,)) for write in done))
     if changes:
-        await transaction.write_trees(before, trees.providers, changes, disowned=deleted_trees(writes, outcomes))
+        await transaction.write_trees(before, draft.providers, changes, disowned=trees.deleted_trees(writes, outcomes))
     return outcomes
 
 
 async def write_allocations(transaction: BookTransaction, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
-    expected, wanted = expected_rows(items)
+    expected, wanted = allocations.expected_rows(items)
     locked = await transaction.lock_claims(expected, wanted)
-    size = sum(map(entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
+    size = sum(map(allocations.entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
     await turn_for(size)
     outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.names.class_ids)
     await turn_for(size)
-    changes = caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
+    changes = caused(changes_of_usage(decision), allocations.touched(items, outcomes, locked.found))
     await transaction.write_claims(decision, locked, changes)
     return outcomes
 
@@ -497,9 +476,11 @@ async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRef
     await transaction.lock_sources(())
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
-    expect(item.writes, expected, wanted)
+    allocations.expect(item.writes, expected, wanted)
     locked = await transaction.lock_claims(expected, None)
-    shape, before = await transaction.lock_trees(WantedTrees(uuids=wanted | providers_held(locked.found)))
+    shape, before = await transaction.lock_trees(
+        trees.WantedTrees(uuids=wanted | allocations.providers_held(locked.found))
+    )
     await turn_for(len(before) + len(expected))
     outcome = reshape(item, locked.found, before, transaction.names.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):

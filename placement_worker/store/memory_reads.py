@@ -6,19 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bus.contracts.book import (
-    MAX_TREE,
-    GroupMembersPage,
-    GroupMembersQuery,
-    HeldAllocation,
-    HostTree,
-    HostTreeQuery,
-    ProjectUsagePage,
-    ProjectUsageQuery,
-    ServiceHostsPage,
-    ServiceHostsQuery,
-    TreeHolder,
-)
+from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
@@ -64,14 +52,14 @@ class MemoryReads:
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
-    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         table = self._table
         async with self._session.transaction():
             kept = {uuid: row.consumer for uuid in sorted(set(named)) if (row := table.consumers.get(uuid))}
             return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
 
-    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
         table, mine = self._table, f"{COMPUTE_SOURCE}{requested.service}"
         async with self._session.transaction():
@@ -80,18 +68,18 @@ class MemoryReads:
             ]
             found = [table.providers[root] for root in roots if root in table.providers]
             names = sorted(one.name for one in found if one.cell in (None, requested.cell))
-            return ServiceHostsPage(hosts=tuple(names[: requested.limit]))
+            return queries.ServiceHostsPage(hosts=tuple(names[: requested.limit]))
 
-    async def tree(self, requested: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
         table = self._table
         async with self._session.transaction():
             if (known := table.providers.get(requested.provider)) is None:
-                return HostTree()
+                return queries.HostTree()
             every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
-            shown = every[:MAX_TREE]
+            shown = every[: queries.MAX_TREE]
             holders = [
-                TreeHolder(
+                queries.TreeHolder(
                     consumer=uuid,
                     project_id=state.project_id,
                     user_id=state.user_id,
@@ -104,13 +92,13 @@ class MemoryReads:
                 and (held := {one: dict(state.holding[one]) for one in every if one in state.holding})
                 and (requested.after is None or uuid > requested.after)
             ]
-            return HostTree(
+            return queries.HostTree(
                 providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
                 holders=tuple(holders[: requested.limit]),
-                more=len(every) > MAX_TREE or len(holders) > requested.limit,
+                more=len(every) > queries.MAX_TREE or len(holders) > requested.limit,
             )
 
-    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+    async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """The members of a server group, and their hosts."""
         table = self._table
         async with self._session.transaction():
@@ -120,9 +108,9 @@ class MemoryReads:
                 uuid: tuple(sorted(table.providers[host].name for host in alive[uuid]))
                 for uuid in found[: requested.limit]
             }
-            return GroupMembersPage(members=members, more=len(found) > requested.limit)
+            return queries.GroupMembersPage(members=members, more=len(found) > requested.limit)
 
-    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """The usage of projects, as of one moment."""
         async with self._session.transaction():
             usage: dict[str, dict[str, int]] = {}
@@ -132,7 +120,7 @@ class MemoryReads:
                 if (requested.after is None or project > requested.after) and any(held.values()):
                     usage[project] = {name: amount for name, amount in sorted(held.items()) if amount}
             shown = dict(list(usage.items())[: requested.limit])
-            return ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
+            return queries.ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
         """A class or trait by name."""
@@ -263,10 +251,10 @@ def _has_left(provider: Provider, name: str, amount: int) -> bool:
     return fit(amount, provider.inventories.get(name), provider.used.get(name, 0), amount) is Fit.FITS
 
 
-def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> HeldAllocation:
+def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> queries.HeldAllocation:
     roots = sorted({table.providers[provider].root for provider in consumer.holding})
     cells = [cell for root in roots if (cell := table.cell(root)) is not None and cell != ABOVE_CELLS]
-    return HeldAllocation(
+    return queries.HeldAllocation(
         consumer=uuid,
         project_id=consumer.project_id,
         run=consumer.run,

@@ -11,19 +11,7 @@ from typing import Any, Protocol
 import asyncpg
 import sqlalchemy as sa
 
-from bus.contracts.book import (
-    MAX_TREE,
-    GroupMembersPage,
-    GroupMembersQuery,
-    HeldAllocation,
-    HostTree,
-    HostTreeQuery,
-    ProjectUsagePage,
-    ProjectUsageQuery,
-    ServiceHostsPage,
-    ServiceHostsQuery,
-    TreeHolder,
-)
+from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
@@ -188,10 +176,10 @@ class PostgresReads:
             pages[at].hosts[consumer] = tuple(its_hosts)
         return pages
 
-    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         return [
-            HeldAllocation(
+            queries.HeldAllocation(
                 consumer=uuid,
                 project_id=project,
                 run=run,
@@ -206,21 +194,24 @@ class PostgresReads:
             )
         ]
 
-    async def tree(self, requested: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
         async with self._snapshot() as view:
             connection = view.connection
             numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
-            of_tree = await read_providers(connection, numbers[:MAX_TREE])
+            of_tree = await read_providers(connection, numbers[: queries.MAX_TREE])
             holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
-            more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
-            found: dict[str, TreeHolder] = {}
+            more, holding = (
+                len(numbers) > queries.MAX_TREE or len(holding) > requested.limit,
+                holding[: requested.limit],
+            )
+            found: dict[str, queries.TreeHolder] = {}
             for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
                 connection, _TREE_HELD, ids=numbers, uuids=holding
             ):
                 holder = found.setdefault(
                     consumer,
-                    TreeHolder(
+                    queries.TreeHolder(
                         consumer=consumer,
                         project_id=project,
                         user_id=user,
@@ -231,22 +222,22 @@ class PostgresReads:
                 )
                 holder.holding.setdefault(provider, {})[name] = amount
             states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
-            return HostTree(providers=states, holders=tuple(found.values()), more=more)
+            return queries.HostTree(providers=states, holders=tuple(found.values()), more=more)
 
-    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
         rows = await self._fetch(_hosts_of_service(requested))
-        return ServiceHostsPage(hosts=tuple(row[0] for row in rows))
+        return queries.ServiceHostsPage(hosts=tuple(row[0] for row in rows))
 
-    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+    async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""
         parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
         async with self._transaction() as view:
             rows = await view.connection.fetch(members.PAGE, *parameters)
         found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
-        return GroupMembersPage(members=found, more=len(rows) > requested.limit)
+        return queries.GroupMembersPage(members=found, more=len(rows) > requested.limit)
 
-    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """Return the usage of projects."""
         async with self._snapshot() as view:
             rows = await fetch(view.connection, _projects(requested))
@@ -255,7 +246,7 @@ class PostgresReads:
             used = {row[1] for row in held if row[1] != limits.INSTANCES_ID}
             by_project = limits.by_project(held, await self._names.names_of(view, used))
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
-        return ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
+        return queries.ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
         """A class or trait by name."""
@@ -356,7 +347,7 @@ def _is_member(group: Sequence[str]) -> sa.ColumnElement[bool]:
     )
 
 
-def _hosts_of_service(requested: ServiceHostsQuery) -> sa.Select[Any]:
+def _hosts_of_service(requested: queries.ServiceHostsQuery) -> sa.Select[Any]:
     """As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an
     operator.
     """
@@ -373,7 +364,7 @@ def _hosts_of_service(requested: ServiceHostsQuery) -> sa.Select[Any]:
     )
 
 
-def _projects(requested: ProjectUsageQuery) -> sa.Select[Any]:
+def _projects(requested: queries.ProjectUsageQuery) -> sa.Select[Any]:
     """The projects of a page of usage, and one more."""
     name = sa.collate(project_usage.c.project_id, "C")
     found = sa.select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
@@ -413,7 +404,7 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     )
 
 
-def _holders(requested: HostTreeQuery) -> sa.Select[Any]:
+def _holders(requested: queries.HostTreeQuery) -> sa.Select[Any]:
     """The consumers of a page of a tree's holders, and one more."""
     found = sa.select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
