@@ -27,7 +27,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.replica.search import warm_up_search
 from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.cell_finder import CellFinder

@@ -36,24 +36,6 @@ class InventoryRow(Struct, frozen=True):
     stranded: bool
 
 
-class UsageMismatch(Struct, frozen=True):
-    """An inventory whose `used` is not the sum of its allocations. used: None for allocations without an inventory."""
-
-    provider: str
-    resource_class: str
-    used: int | None
-    allocated: int
-
-
-class FeedHole(Struct, frozen=True):
-    """Two neighbouring rows of the feed whose numbers are not consecutive, or a last row whose number is not the
-    head.
-    """
-
-    after: int
-    before: int
-
-
 _INVENTORIES: sa.Select[Any] = (
     sa.select(
         tables.providers.c.uuid,
@@ -88,6 +70,7 @@ _PROJECTS = (
 
 
 def _mismatches() -> sa.Select[Any]:
+    """Inventories whose `used` is not the sum of their allocations, and allocations without an inventory."""
     counted = (
         sa.select(_HELD.provider_id, _HELD.class_id, sa.cast(sa.func.sum(_HELD.amount), sa.BigInteger).label("amount"))
         .group_by(_HELD.provider_id, _HELD.class_id)
@@ -109,6 +92,7 @@ def _mismatches() -> sa.Select[Any]:
 
 
 def _holes() -> sa.CompoundSelect[Any]:
+    """Neighbouring rows of the feed whose numbers are not consecutive, and a last row whose number is not the head."""
     head = sa.select(tables.feed_head.c.number).scalar_subquery()
     rows = sa.select(sa.func.lag(_FEED.last).over(order_by=_FEED.last).label("before"), _FEED.first).subquery()
     between = sa.select(rows.c.before, rows.c.first).where(rows.c.first != rows.c.before + 1)
@@ -169,19 +153,9 @@ async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dic
     return held
 
 
-async def usage_mismatches(connection: asyncpg.Connection) -> list[UsageMismatch]:
-    """Return the inventories whose `used` is not the sum of the allocations."""
-    return [UsageMismatch(*row) for row in await fetch(connection, _mismatches())]
-
-
 async def strays(connection: asyncpg.Connection) -> list[str]:
     """Return consumers without allocations and allocations without consumers, one line each."""
     return [row[0] for row in await fetch(connection, _strays())]
-
-
-async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
-    """Return the holes in the part of the feed that is kept."""
-    return [FeedHole(*row) for row in await fetch(connection, _holes())]
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:
@@ -203,10 +177,10 @@ async def project_usage(connection: asyncpg.Connection) -> list[str]:
 async def findings(connection: asyncpg.Connection) -> list[str]:
     """Return all findings about the book, one line each; none when the book is consistent."""
     lines = [
-        f"{wrong.provider} {wrong.resource_class}: used {wrong.used}, allocated {wrong.allocated}"
-        for wrong in await usage_mismatches(connection)
+        f"{provider} {name}: used {used}, allocated {allocated}"
+        for provider, name, used, allocated in await fetch(connection, _mismatches())
     ]
     lines += await project_usage(connection)
     lines += await strays(connection)
-    lines += [f"feed: nothing between {hole.after} and {hole.before}" for hole in await feed_holes(connection)]
+    lines += [f"feed: nothing between {after} and {before}" for after, before in await fetch(connection, _holes())]
     return lines

@@ -11,8 +11,8 @@ import msgspec
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.search import warm_up_search
 from placement_worker.replica.tree_solver import TimeBudget, TooLong
-from placement_worker.replica.warm_up import warm_up_search
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import ParsedQuery, parse_candidates
 from placement_worker.rest.faults import HttpFault, invalid_query

@@ -319,25 +319,14 @@ def _check_subtrees(groups: list[Group], subtrees: tuple[tuple[str, ...], ...]) 
 
 def _check_orphans(groups: list[Group]) -> None:
     """Check that every group has resources, which is required below 1.36."""
-    orphans = [f"required{group.suffix}" for group in groups if group.required and not group.resources]
-    if orphans:
-        raise HttpFault(
-            400,
-            "All traits parameters must be associated with resources.  "
-            f"Found the following orphaned traits keys: {', '.join(orphans)}",
-        )
-    orphans = [
-        f"member_of{group.suffix}"
-        for group in groups
-        if (group.member_of or group.forbidden_aggregates) and not group.resources
-    ]
-    if orphans:
-        raise HttpFault(
-            400,
-            "All member_of parameters must be associated with resources. "
-            f"Found the following orphaned member_of keys: {', '.join(orphans)}",
-        )
-    if not all(group.resources for group in groups):
+    without = [group for group in groups if not group.resources]
+    traits = [f"required{group.suffix}" for group in without if group.required]
+    members = [f"member_of{group.suffix}" for group in without if group.member_of or group.forbidden_aggregates]
+    for kind, gap, orphans in (("traits", "  ", traits), ("member_of", " ", members)):
+        if orphans:
+            words = f"All {kind} parameters must be associated with resources.{gap}"
+            raise HttpFault(400, f"{words}Found the following orphaned {kind} keys: {', '.join(orphans)}")
+    if without:
         raise HttpFault(400, "All request groups must specify resources.")
     if not groups:
         raise HttpFault(400, "At least one request group (`resources` or `resources{$S}`) is required.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from bus.clock import Clock
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller
@@ -60,13 +62,7 @@ class Policy:
         return verdict
 
     def _ask(self, rule: str, caller: Caller, project_id: str | None) -> bool:
-        creds = {
-            "user_id": caller.user_id,
-            "project_id": caller.project_id,
-            "domain_id": caller.domain_id,
-            "roles": list(caller.roles),
-            "system_scope": caller.system_scope,
-        }
+        creds = {**asdict(caller), "roles": list(caller.roles)}
         target = {"project_id": project_id, "user_id": caller.user_id}
         # do_raise: a token of the wrong scope is refused like any other, without an exception of its own.
         return bool(self._enforcer.authorize(rule, target, creds, do_raise=False))
