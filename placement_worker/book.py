@@ -28,18 +28,8 @@ from placement_worker.domain.report_group import ReportGroup, is_retired, names_
 from placement_worker.domain.reports import ReportRefusal, changes_of, plan
 from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
+from placement_worker.store import port
 from placement_worker.store.names import StaleNames
-from placement_worker.store.port import (
-    NO_LIMITS,
-    BookRows,
-    BookTransaction,
-    Leaving,
-    Locked,
-    NameExists,
-    NameKind,
-    NewestHead,
-    PassedMeanwhile,
-)
 
 Written = TypeVar("Written")
 
@@ -81,7 +71,7 @@ class ResourceBook:
     reads: the reads that no decision follows. names: the class and trait names that this process has cached.
     """
 
-    def __init__(self, rows: BookRows) -> None:
+    def __init__(self, rows: port.BookRows) -> None:
         self.rows = rows
         self.names, self.reads = rows.names, rows.reads
         self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
@@ -122,7 +112,7 @@ class ResourceBook:
         await self._know(group.classes)
         try:
             return await self._write(lambda transaction: claim(transaction, group, bus))
-        except PassedMeanwhile:
+        except port.PassedMeanwhile:
             return await self._write(lambda transaction: claim(transaction, group, bus, alone=True))
 
     async def report(
@@ -176,7 +166,7 @@ class ResourceBook:
 
     async def _write(
         self,
-        apply: Callable[[BookTransaction], Awaitable[Written]],
+        apply: Callable[[port.BookTransaction], Awaitable[Written]],
         ahead: Callable[[], Awaitable[None]] | None = None,
     ) -> Written:
         """Run one transaction. When it fails because of stale names, refresh them and run it once more.
@@ -215,16 +205,16 @@ class ResourceBook:
         await self._know((), wanted)
         return [name for name in wanted if name not in self.names.trait_ids]
 
-    async def create_name(self, kind: NameKind, name: str) -> bool:
+    async def create_name(self, kind: port.NameKind, name: str) -> bool:
         """Create a class or trait. Returns False when it exists."""
-        classes, traits = ((name,), ()) if kind is NameKind.CLASS else ((), (name,))
+        classes, traits = ((name,), ()) if kind is port.NameKind.CLASS else ((), (name,))
         async with self.rows.transaction() as transaction:
             created = await transaction.add_names(classes, traits)
         if created:
             await self.names.refresh()
         return bool(created)
 
-    async def delete_name(self, kind: NameKind, name: str) -> bool:
+    async def delete_name(self, kind: port.NameKind, name: str) -> bool:
         """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
         async with self.rows.transaction() as transaction:
             deleted = await transaction.delete_name(kind, name)
@@ -240,7 +230,7 @@ class ResourceBook:
                 await transaction.lock_sources(())
                 after = await transaction.rename_class(old, new)
                 await transaction.append(changes_of({}, after or {}))
-        except NameExists:
+        except port.NameExists:
             return None
         await self.names.refresh()
         return after is not None
@@ -279,7 +269,7 @@ class ResourceBook:
         """Return the number of the newest committed change, and the id of its history."""
         return await self.rows.head()
 
-    async def newest(self) -> NewestHead:
+    async def newest(self) -> port.NewestHead:
         """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
 
         A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
@@ -332,7 +322,9 @@ def _bytes_of(provider: Provider) -> int:
     return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.inventories) + BYTES_A_NAME * names
 
 
-async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False) -> list[ClaimReply]:
+async def claim(
+    transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
+) -> list[ClaimReply]:
     """Decide and write one group of claims from one bus.
 
     alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
@@ -355,7 +347,7 @@ async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, al
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
-    most = NO_LIMITS if alone else group.limits
+    most = port.NO_LIMITS if alone else group.limits
     sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
     # A cell learns nothing of others' consumers.
     lost = group.lost(decision.verdicts) if bus == ABOVE_CELLS else {}
@@ -364,7 +356,7 @@ async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, al
 
 
 async def report(
-    transaction: BookTransaction, updates: Sequence[InventoryUpdate], bus: str
+    transaction: port.BookTransaction, updates: Sequence[InventoryUpdate], bus: str
 ) -> list[InventoryResult | ReportRefusal]:
     """Decide and write a group of updates that came on one bus."""
     sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
@@ -375,7 +367,7 @@ async def report(
     return group.answers(await _apply_reports(transaction, group))
 
 
-async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list[str]:
+async def remove_retired_trees(transaction: port.BookTransaction, limit: int) -> list[str]:
     """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
 
     A source that has ended for good will not report again, so no report would remove them.
@@ -398,7 +390,7 @@ async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
-async def _apply_reports(transaction: BookTransaction, group: ReportGroup) -> int:
+async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) -> int:
     """Plan the fresh updates and write the result."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
@@ -423,13 +415,15 @@ async def _apply_reports(transaction: BookTransaction, group: ReportGroup) -> in
     return await transaction.write_trees(now, outcome.after, changes, sources=group.written())
 
 
-async def _lock_holders(transaction: BookTransaction, consumers: Sequence[str]) -> Locked:
+async def _lock_holders(transaction: port.BookTransaction, consumers: Sequence[str]) -> port.Locked:
     if not consumers:
-        return Locked({}, {})
+        return port.Locked({}, {})
     return await transaction.lock_claims(dict.fromkeys(consumers, NEW_HOLDER), None)
 
 
-async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Leaving], locked: Locked) -> Locked:
+async def _with_late_holders(
+    transaction: port.BookTransaction, leaving: Sequence[port.Leaving], locked: port.Locked
+) -> port.Locked:
     """Lock the consumers that appeared before the providers were locked, too. To wait for one could deadlock with a
     transaction that has locked the consumer and waits for the providers. Raises HoldersBusy.
     """
@@ -437,10 +431,10 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
     if late and not await transaction.lock_free(late):
         raise HoldersBusy("an allocation that is to be moved is being changed")
     more = await _lock_holders(transaction, late)
-    return Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
+    return port.Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
 
 
-async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
     reported: set[str] = set()
     if adopted := trees.adopted_providers(writes):
@@ -458,7 +452,9 @@ async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite])
     return outcomes
 
 
-async def write_allocations(transaction: BookTransaction, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
+async def write_allocations(
+    transaction: port.BookTransaction, items: Sequence[AllocationWrite]
+) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
     expected, wanted = allocations.expected_rows(items)
     locked = await transaction.lock_claims(expected, wanted)
@@ -471,7 +467,7 @@ async def write_allocations(transaction: BookTransaction, items: Sequence[Alloca
     return outcomes
 
 
-async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRefusal | None:
+async def apply_reshape(transaction: port.BookTransaction, item: Reshape) -> WriteRefusal | None:
     """Decide and write one reshape. Reshapes are not grouped, because they are rare and large."""
     await transaction.lock_sources(())
     expected: dict[str, ConsumerState] = {}

@@ -18,14 +18,8 @@ SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 def shown(inventory: StoredInventory) -> dict[str, Any]:
     """Return an inventory as the API shows it."""
-    return {
-        "total": inventory.total,
-        "reserved": inventory.reserved,
-        "min_unit": inventory.min_unit,
-        "max_unit": inventory.max_unit,
-        "step_size": inventory.step_size,
-        "allocation_ratio": inventory.allocation_ratio,
-    }
+    fields = ("total", "reserved", "min_unit", "max_unit", "step_size", "allocation_ratio")
+    return {name: getattr(inventory, name) for name in fields}
 
 
 def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:

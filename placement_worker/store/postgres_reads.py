@@ -17,16 +17,8 @@ from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
-from placement_worker.store import limits, members
+from placement_worker.store import limits, members, port
 from placement_worker.store.names import NameRows, NameTable
-from placement_worker.store.port import (
-    AllocationRow,
-    Listing,
-    NameKind,
-    NameRow,
-    ProviderTimes,
-    UsageRow,
-)
 from placement_worker.store.rows import (
     CLASSES,
     HELD,
@@ -248,18 +240,20 @@ class PostgresReads:
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
         return queries.ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
 
-    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+    async def name(self, kind: port.NameKind, name: str) -> port.NameRow | None:
         """A class or trait by name."""
         table = NAMES[kind]
         rows = await self._fetch(_named(table).where(table.c.name == name))
-        return NameRow(*rows[0]) if rows else None
+        return port.NameRow(*rows[0]) if rows else None
 
-    async def resource_classes(self) -> list[NameRow]:
+    async def resource_classes(self) -> list[port.NameRow]:
         """All classes, standard ones first."""
         rows = await self._fetch(_named(resource_classes))
-        return sorted((NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
+        return sorted((port.NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
 
-    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+    async def trait_names(
+        self, names: list[str] | None, prefix: str | None, associated: bool | None
+    ) -> list[port.NameRow]:
         """All traits with one of these names, with this prefix, that some provider has, or that none has."""
         found = _named(traits)
         if names is not None:
@@ -269,41 +263,41 @@ class PostgresReads:
         if associated is not None:
             held = sa.exists().where(provider_traits.c.trait_id == traits.c.id)
             found = found.where(held if associated else ~held)
-        return [NameRow(*row) for row in await self._fetch(found, names=names)]
+        return [port.NameRow(*row) for row in await self._fetch(found, names=names)]
 
-    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+    async def providers(self, listing: port.Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first, each as the fields of ProviderRow. A name that
         the book does not know matches nothing.
         """
         return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
-    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+    async def provider(self, uuid: str) -> tuple[Provider, port.ProviderTimes] | None:
         """Return a provider and when its rows were written, None when it does not exist."""
         async with self._transaction() as transaction:
             return await read_provider(transaction.connection, uuid)
 
-    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+    async def allocations_of_consumer(self, uuid: str) -> list[port.AllocationRow]:
         """The allocations of a consumer."""
-        return [AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid=uuid)]
+        return [port.AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid=uuid)]
 
-    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[port.AllocationRow]] | None:
         """(generation, allocations of a provider), None when it does not exist."""
         rows = await self._fetch(_BY_PROVIDER, uuid=uuid)
-        return (rows[0][2], [AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
+        return (rows[0][2], [port.AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
 
-    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[port.UsageRow]:
         """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
 
         "" is the unknown type.
         """
-        return [UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
+        return [port.UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
 
 
 def _named(table: sa.Table) -> sa.Select[Any]:
     return sa.select(table.c.name, seconds(table)).order_by(table.c.id)
 
 
-def _conditions(listing: Listing, names: NameTable) -> Iterator[sa.ColumnElement[bool]]:
+def _conditions(listing: port.Listing, names: NameTable) -> Iterator[sa.ColumnElement[bool]]:
     """Yield the conditions of a listing."""
     if listing.uuid is not None:
         yield providers.c.uuid == listing.uuid

@@ -29,22 +29,8 @@ from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
-from placement_worker.store import claims, feed, limits, members, trees
+from placement_worker.store import claims, feed, limits, members, port, trees
 from placement_worker.store.names import NameTable, StaleNames
-from placement_worker.store.port import (
-    NO_LIMITS,
-    NO_SOURCES,
-    Leaving,
-    Locked,
-    Named,
-    NameExists,
-    NameInUse,
-    NameKind,
-    NewestHead,
-    PassedMeanwhile,
-    Taken,
-    Unstorable,
-)
 from placement_worker.store.postgres_reads import PostgresReads
 from placement_worker.store.rows import CLASSES, NAMES, read_providers, transposed
 from placement_worker.store.tables import (
@@ -100,7 +86,7 @@ class PostgresBookTransaction:
         *,
         limited: Sequence[str] = (),
         alone: bool = False,
-    ) -> Locked:
+    ) -> port.Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
         columns = claims.columns(sorted(expected.items()))
         providers = None if wanted is None else list(wanted)
@@ -139,9 +125,9 @@ class PostgresBookTransaction:
     async def write_claims(
         self,
         decision: Decision,
-        locked: Locked,
+        locked: port.Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+        most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
     ) -> int:
         """Write a decision about the locked rows."""
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
@@ -157,7 +143,7 @@ class PostgresBookTransaction:
         try:
             sequence, written = await self.connection.fetchval(claims.WRITE, *columns, *numbered, *usage)
         except asyncpg.RaiseError as error:
-            raise PassedMeanwhile from error
+            raise port.PassedMeanwhile from error
         wanted = sum(map(len, decision.used.values()))
         if written != wanted:
             raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
@@ -187,7 +173,7 @@ class PostgresBookTransaction:
         """Record that another compute service may take over these roots of a source, those of the cell."""
         await fetch(self.connection, trees.release(source, roots, cell))
 
-    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+    async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
         known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving if name in self.names.class_ids]
         rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
@@ -213,7 +199,7 @@ class PostgresBookTransaction:
         after: Mapping[str, Provider],
         changes: Sequence[Change] = (),
         *,
-        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        sources: Mapping[Key, ReportSource] = port.NO_SOURCES,
         disowned: Sequence[str] = (),
     ) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources."""
@@ -237,7 +223,7 @@ class PostgresBookTransaction:
 
     # --- names
 
-    async def read_names(self) -> tuple[Named, Named]:
+    async def read_names(self) -> tuple[port.Named, port.Named]:
         """The numbers of (all classes, all traits)."""
         classes, names = [
             dict(await fetch(self.connection, sa.select(table.c.name, table.c.id)))
@@ -249,14 +235,14 @@ class PostgresBookTransaction:
         """Insert the names that are missing."""
         await fetch(self.connection, ONE_WRITER_OF_NAMES)
         added = 0
-        for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
+        for kind, names in ((port.NameKind.CLASS, classes), (port.NameKind.TRAIT, traits)):
             if names:
                 wanted = sa.select(sa.func.unnest(sa.literal(sorted(names), sa.ARRAY(sa.Text))))
                 new = insert(NAMES[kind]).from_select(["name"], wanted).on_conflict_do_nothing(index_elements=["name"])
                 added += len(await fetch(self.connection, new.returning(NAMES[kind].c.id)))
         return added
 
-    async def delete_name(self, kind: NameKind, name: str) -> bool:
+    async def delete_name(self, kind: port.NameKind, name: str) -> bool:
         """Remove a class or trait. Raises NameInUse."""
         table = NAMES[kind]
         try:  # a foreign key refuses it while a provider has the class or trait
@@ -264,7 +250,7 @@ class PostgresBookTransaction:
                 await fetch(self.connection, sa.delete(table).where(table.c.name == name).returning(table.c.id))
             )
         except asyncpg.ForeignKeyViolationError as error:
-            raise NameInUse(name) from error
+            raise port.NameInUse(name) from error
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
         """Give a class another name. Returns the providers that have it. Raises NameExists.
@@ -279,11 +265,11 @@ class PostgresBookTransaction:
         try:
             [(number,)] = await fetch(self.connection, insert(resource_classes).values(name=new).returning(CLASSES.id))
         except asyncpg.UniqueViolationError as error:
-            raise NameExists(new) from error
+            raise port.NameExists(new) from error
         for table in (inventories, allocations, project_usage):
             moved = sa.update(table).where(table.c.class_id == former[0]).values(class_id=number)
             await fetch(self.connection, moved)
-        await self.delete_name(NameKind.CLASS, old)
+        await self.delete_name(port.NameKind.CLASS, old)
         return await read_providers(self.connection, having)
 
     # --- the feed
@@ -398,19 +384,19 @@ class PostgresBookRows:
         except asyncpg.ForeignKeyViolationError as error:
             raise StaleNames(str(error)) from error
         except asyncpg.DataError as error:
-            raise Unstorable(str(error)) from error
+            raise port.Unstorable(str(error)) from error
 
     async def head(self) -> FeedHead:
         """The number of the newest committed change, and the id of its history."""
         async with self.database.single() as connection:
             return await feed.head(connection)
 
-    async def newest(self, seen: FeedHead | None) -> NewestHead:
+    async def newest(self, seen: FeedHead | None) -> port.NewestHead:
         """Return the newest head, of a new history when the database was restored or promoted, or is behind `seen`."""
         async with self.database.single() as connection:
             return await feed.newest(connection, seen)
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.Taken | None:
         """Take the next unpublished changes."""
         async with self.database.single() as connection:
             found = await connection.fetch(feed.TAKE, min(limit, feed.ROWS_AT_ONCE), lease_s, lease)
@@ -418,9 +404,9 @@ class PostgresBookRows:
                 return None
             history, until = found[0]["history"], found[0]["until"]
             if until is None:
-                return Taken((), True, history, None)
+                return port.Taken((), True, history, None)
             rows, more = await feed.read(connection, found[0]["number"], limit, found)
-            return Taken(rows, more, history, until)
+            return port.Taken(rows, more, history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
