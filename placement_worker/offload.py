@@ -85,9 +85,8 @@ class OffloadThread:
     _busy = 0  # of all instances, which belong to one event loop
     _usual_s = 0.0
 
-    def __init__(self, name: str, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._waiting_max = max_waiting
         self._one = asyncio.Semaphore(1)
         self._present = 0
         self._closed = False
@@ -97,8 +96,8 @@ class OffloadThread:
         """Run the work when its turn comes, on a copy of the book that is made then. Returns its result or raises its
         exception. Raises TooBusy.
         """
-        if self._present > self._waiting_max:
-            raise TooBusy(f"{self._waiting_max} wait for long work: {self._name}")
+        if self._present > MAX_WAITING:
+            raise TooBusy(f"{MAX_WAITING} wait for long work: {self._name}")
         self._present += 1
         try:
             async with self._one:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -61,21 +62,10 @@ class Api:
         self.clock = clock
         self.rng = rng
         self.committed = committed
-        self._trees: Groups[TreeWrite, TreeOutcome] = Groups(
-            "trees",
-            store.write_trees,
-            max_group=config.max_group,
-            max_waiting=config.max_waiting,
-            committed=committed,
-            entries=entries_of_tree,
-        )
-        self._allocations: Groups[AllocationWrite, AllocationOutcome] = Groups(
-            "allocations",
-            store.write_allocations,
-            max_group=config.max_group,
-            max_waiting=config.max_waiting,
-            committed=committed,
-            entries=entries_of_allocations,
+        groups = partial(Groups, max_group=config.max_group, max_waiting=config.max_waiting, committed=committed)
+        self._trees: Groups[TreeWrite, TreeOutcome] = groups("trees", store.write_trees, entries=entries_of_tree)
+        self._allocations: Groups[AllocationWrite, AllocationOutcome] = groups(
+            "allocations", store.write_allocations, entries=entries_of_allocations
         )
 
     async def drain(self) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bus.clock import Clock
 from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
 from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
@@ -52,11 +51,6 @@ class MemoryBookRows:
         self.reads = MemoryReads(session, self.table)
         self.names = NameTable(self.transaction, self.table.clock)
         self.ready = False
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of the database."""
-        return self.table.clock
 
     async def open(self) -> None:
         """Open the book. There is nothing to migrate."""

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from bus.clock import Clock
 from bus.contracts import book as queries
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
@@ -358,10 +357,6 @@ class BookRows(Protocol):
     @property
     def deployment(self) -> str:
         """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
-
-    @property
-    def clock(self) -> Clock:
-        """The process's clock."""
 
     @property
     def reads(self) -> BookReads:
