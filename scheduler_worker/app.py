@@ -114,6 +114,7 @@ def build(
     _add_watch(parts, engine, links)
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
@@ -270,15 +271,14 @@ async def _prepare_search(follower: Follower) -> None:
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api)
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup)
     drains = DrainKeeper(
         parts.store,
         registry,
-        parts.selector,
+        holders,
         DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
         clock=parts.env.clock,
         rng=random.Random(f"drains {parts.env.process}"),
-        warmup=parts.warmup,
         process=parts.process,
     )
     parts.service.add_task("drains", drains.run)
