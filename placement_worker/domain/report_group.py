@@ -75,12 +75,7 @@ class ReportGroup:
     """
 
     def __init__(
-        self,
-        updates: Sequence[InventoryUpdate],
-        sources: Sources,
-        *,
-        cells: Mapping[str, str | None],
-        bus: str,
+        self, updates: Sequence[InventoryUpdate], sources: Sources, *, cells: Mapping[str, str | None], bus: str
     ) -> None:
         self.updates = updates
         self.bus = bus

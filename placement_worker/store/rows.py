@@ -52,11 +52,11 @@ def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
 
 
 # A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
-ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes]
+ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes | None]
 _decode = msgspec.json.Decoder(list[ProviderRow]).decode
 
-READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
-READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
+READ_PROVIDERS = "SELECT read_providers($1::bigint[], false)"
+READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1), true)"
 
 
 async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
@@ -67,8 +67,10 @@ async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> 
 
 async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, ProviderTimes] | None:
     """One provider, with the times of its rows; None when it does not exist."""
-    rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
-    return (rows[0][3], rows[0][4]) if rows else None
+    for _, _, _, provider, times in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
+        assert times is not None
+        return provider, times
+    return None
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:
