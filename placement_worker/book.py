@@ -106,8 +106,6 @@ class ResourceBook:
         bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
         consumer that holds them is `consumer_changed`.
         """
-        if not items:
-            return []
         group = ClaimGroup(items)
         await self._know(group.classes)
         try:
@@ -123,8 +121,6 @@ class ResourceBook:
         bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
         cells are refused.
         """
-        if not updates:
-            return []
 
         async def create_names() -> None:  # ahead of the transaction; names that were removed are created again
             await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
