@@ -221,7 +221,7 @@ async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
     running: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler that had not received the removal has placed it there."""
-    monkeypatch.setattr("scheduler_worker.cells.CHECK_S", 0.02)
+    monkeypatch.setattr("scheduler_worker.keepers.CHECK_S", 0.02)
     monkeypatch.setattr("placement_worker.cells.LOOK_S", 0.05)
     await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)

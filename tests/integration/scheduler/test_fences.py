@@ -16,8 +16,8 @@ from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, Move
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused
-from scheduler_worker import evacuations, fences
-from scheduler_worker.domain.evacuation_policy import SPEC
+from scheduler_worker import fences
+from scheduler_worker.domain.fences import SPEC
 from tests.integration.scheduler.steps import WARM, becomes, decide, fence_sent, publish_fence, refused
 from tests.integration.scheduler.world import World
 
@@ -219,8 +219,8 @@ RESTART = EvacuationPolicy.RESTART
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evacuations, "STAGGER_S", 0.01)
-    monkeypatch.setattr(evacuations, "BUSY_S", 0.05)
+    monkeypatch.setattr(fences, "STAGGER_S", 0.01)
+    monkeypatch.setattr(fences, "BUSY_S", 0.05)
 
 
 async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:
@@ -340,7 +340,7 @@ async def test_nothing_is_evacuated_while_the_cell_has_not_the_fence_on_record(w
 async def test_what_found_no_room_is_tried_again_under_another_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evacuations, "pause_s", lambda _tried: 0.05)
+    monkeypatch.setattr(fences, "pause_s", lambda _tried: 0.05)
     await world.scheduler("s1", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)
     (built,) = await active(world, 1, on_host_failure=RESTART)
@@ -360,7 +360,7 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
 async def test_a_request_that_was_lost_on_its_way_is_published_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evacuations, "AGAIN_S", 0.2)
+    monkeypatch.setattr(fences, "AGAIN_S", 0.2)
     publish_all, lost = Bus.publish_all, list[object]()
 
     async def losing(self: Bus, messages: Sequence[tuple[Message, str]], traces: Sequence[str] = ()) -> None:
@@ -402,8 +402,8 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evacuations, "pause_s", lambda _tried: 0.0)
-    monkeypatch.setattr(evacuations, "MAX_TRIES", 3)
+    monkeypatch.setattr(fences, "pause_s", lambda _tried: 0.0)
+    monkeypatch.setattr(fences, "MAX_TRIES", 3)
     await world.scheduler("s1", EVACUATING)
     await world.scheduler("s2", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)

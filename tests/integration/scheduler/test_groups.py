@@ -252,7 +252,7 @@ async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
 
 
 async def test_members_that_are_set_otherwise_are_set_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler_worker.aggregates.LOOK_S", 0.05)
+    monkeypatch.setattr("scheduler_worker.keepers.LOOK_S", 0.05)
     await world.scheduler("s1")
     (host,) = await world.add_hosts("c1", 1)
     await change(world, zone(hosts=["c1-0"]))

@@ -17,8 +17,8 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.sharing import SHARING_TRAIT
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.gang_room import room_for
 from scheduler_worker.domain.placement import GangIncomplete, HostClaimed, PlacementRequest
+from scheduler_worker.domain.request_spec import room_for
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster

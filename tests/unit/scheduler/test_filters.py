@@ -12,7 +12,7 @@ import pytest
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
-from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.flavors import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
 from scheduler_worker.domain.request_spec import RequestSpec

@@ -1,7 +1,8 @@
-"""Numbers about hosts as columns: the newest of each host and metric, and until when it counts.
+"""What is announced besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
+builds that wait for the managers of their hosts; and the workers of the system. Pure: times come in.
 
-Times of the publishers are wall-clock times. They are turned into ages when they arrive, so that a clock that is set
-here later makes nothing fresh or stale.
+Times of the publishers of numbers are wall-clock times. They are turned into ages when they arrive, so that a clock
+that is set here later makes nothing fresh or stale.
 """
 
 from __future__ import annotations
@@ -12,8 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct
 
+from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
+from bus.contracts.cell import BuildsWaiting, WaitingBuild
 from bus.contracts.host_metrics import HostMetric, HostMetrics
+from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
 from scheduler_worker.domain.hosts import Floats, HostTable, Rows
 
 MAX_METRICS = 64  # names kept in all; the settings' own always have a place
@@ -160,3 +165,104 @@ def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any
     # In steps, so that a fleet that is announced host by host is not copied for each host.
     room = max(more, len(column) // 2)
     return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
+
+
+MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more is ignored
+WAITING = "waiting"  # in a timeline
+
+
+class AnnouncedWaits(Struct, frozen=True):
+    """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
+
+    waiting: dict[str, WaitingBuild]
+    until_s: float
+
+
+class WaitingTable:
+    """The waiting builds by cell and service."""
+
+    def __init__(self) -> None:
+        self._announced: dict[tuple[str, str], AnnouncedWaits] = {}
+
+    def apply(self, message: BuildsWaiting, now_s: float) -> None:
+        """Take one announcement in: it replaces the service's last one."""
+        key = message.cell, message.service
+        self._announced.pop(key, None)
+        for old in [one for one, kept in self._announced.items() if kept.until_s <= now_s]:
+            del self._announced[old]
+        if message.waiting and len(self._announced) < MAX_SERVICES:
+            waiting = {one.instance_uuid: one for one in message.waiting}
+            self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
+
+    def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
+        """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
+
+        A cell announces its own builds only, and an attempt that has ended waits no more.
+        """
+        if build.state != BuildState.BUILDING:
+            return None
+        for (cell, service), announced in self._announced.items():
+            found = announced.waiting.get(build.instance_uuid)
+            if cell != build.cell or found is None or announced.until_s <= now_s:
+                continue
+            if any(one.attempt >= found.attempt and one.outcome for one in build.history):
+                continue
+            return TimelineEntry(at=found.since, who=f"compute {service}", what=WAITING, detail=found.reason)
+        return None
+
+
+MAX_WORKERS = 100_000  # workers kept; a bus that invents more is ignored
+SILENT_AFTER = 3  # heartbeats missed
+RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
+
+
+class KnownWorker(Struct, frozen=True):
+    """The newest heartbeat of one worker, and when it was received (monotonic, seconds)."""
+
+    heartbeat: WorkerHeartbeat
+    last_seen_s: float
+
+
+class WorkerTable:
+    """The workers by bus, role and name. began_s: when listening began."""
+
+    def __init__(self) -> None:
+        self.began_s: float | None = None
+        self._known: dict[tuple[str, str, str], KnownWorker] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def apply(self, heartbeat: WorkerHeartbeat, bus: str, now_s: float) -> None:
+        """Take one heartbeat in."""
+        if self.began_s is None:
+            self.began_s = now_s
+        key = heartbeat.role, bus, heartbeat.worker
+        if heartbeat.phase == STOPPED:
+            self._known.pop(key, None)
+            return
+        if key not in self._known and len(self._known) >= MAX_WORKERS:
+            self._purge(now_s)
+            if len(self._known) >= MAX_WORKERS:
+                return
+        self._known[key] = KnownWorker(heartbeat, now_s)
+
+    def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
+        """The workers that a query selects, by role, bus and name."""
+        self._purge(now_s)
+        found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
+        return WorkersPage(
+            workers=tuple(_record(self._known[key], key[1], now_s) for key in found),
+            since_s=0.0 if self.began_s is None else now_s - self.began_s,
+        )
+
+    def _purge(self, now_s: float) -> None:
+        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > RETENTION_S]
+        for key in gone:
+            del self._known[key]
+
+
+def _record(one: KnownWorker, bus: str, now_s: float) -> WorkerRecord:
+    last_seen_s = now_s - one.last_seen_s
+    silent = last_seen_s > SILENT_AFTER * one.heartbeat.every_s
+    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, last_seen_s=last_seen_s, silent=silent)

@@ -1,4 +1,4 @@
-"""Takes the announcements of one cell's hosts and services into the scheduler's tables."""
+"""What a scheduler is told about hosts: their announcements and numbers, taken into its tables."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from bus.bus import Bus
+from bus.bus import API, Bus
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServiceOutdated, ServicesDigest
+from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
 from bus.contracts.workers import WorkerHeartbeat
 from bus.port import BusError
 from bus.turns import next_turn
 from scheduler_worker import metrics
-from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.domain.fleet import HostMetricsTable, WaitingTable, WorkerTable
+from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
+from scheduler_worker.domain.selector import Selector
 
 RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
 # Announced hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
@@ -121,3 +122,71 @@ class HostsListener:
 
     def _pause(self) -> float:
         return self._again_s * self._rng.uniform(0.75, 1.25)
+
+
+QUEUE = "scheduler.metrics.{process}"
+AGE_STEP_S = 1.0  # numbers age in steps of this
+
+
+class HostMetricsListener:
+    """Takes numbers about hosts from one bus. Dropped numbers are counted, by reason."""
+
+    def __init__(self, table: HostMetricsTable, bus: str, *, clock: Clock, first: asyncio.Event) -> None:
+        self._table = table
+        self._cell = None if bus == API else bus
+        self._clock = clock
+        self._first = first
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """In any order: the newest number counts."""
+        now, now_s = self._clock.time(), self._clock.monotonic()
+        for received in batch:
+            if isinstance(received.message, HostMetrics):
+                for outcome, count in self._table.apply(received.message, self._cell, now=now, now_s=now_s).items():
+                    metrics.HOST_METRICS.labels(outcome).inc(count)
+        self._first.set()
+        return [Done()] * len(batch)
+
+
+async def age(table: HostMetricsTable, first: asyncio.Event, clock: Clock) -> None:
+    """Age the numbers, until cancelled; nothing happens before there are any."""
+    await first.wait()
+    while True:
+        table.advance(clock.monotonic())
+        await clock.sleep(AGE_STEP_S)
+
+
+def host_metrics_page(query: HostMetricsQuery, selector: Selector) -> HostMetricsPage:
+    """The metrics of the hosts of this name, or of the host with this uuid."""
+    table = selector.table
+    found = [(uuid, index) for uuid in table.find(query.host) if (index := table.index_of(uuid)) is not None]
+    return HostMetricsPage(
+        hosts=tuple(
+            HostMetricsRecord(
+                host_uuid=uuid,
+                host=table.names[index],
+                cell=table.cells[int(table.cell[index])],
+                metrics=selector.metrics.of(index),
+            )
+            for uuid, index in found
+            if table.cell[index] != NO_SERVICE
+        )
+    )
+
+
+class Warmup:
+    """Of one process. It has no end before it begins: before, nothing was received."""
+
+    def __init__(self, selector: Selector, *, clock: Clock) -> None:
+        self._selector = selector
+        self._clock = clock
+        self._since_s: float | None = None
+
+    async def begin(self) -> None:
+        """Count from now on: the objects on record are in force, and the cells in reach have been connected to."""
+        self._since_s = self._clock.monotonic()
+
+    def is_on(self) -> bool:
+        """Whether services that are up may not have announced all of their hosts to this process yet."""
+        since_s = self._since_s
+        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s
