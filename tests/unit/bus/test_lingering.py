@@ -18,10 +18,9 @@ from bus.contracts.catalogue import BUILD_EVENTS
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence.confirmed_rows import DELETE_BATCH
 from bus.persistence.lingering import Lingering, StreamPosition
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
+from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.port import Outgoing
 from bus.retrying import RELAY
 from cell_conductor.app import is_progress, position_of

@@ -13,8 +13,7 @@ import pytest
 
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, check_urls
 from bus.bus import API, Bus
-from bus.cell_link import CellLink
-from bus.cell_links import REOPEN_S, CellLinks
+from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest
@@ -388,8 +387,6 @@ async def test_a_consumer_whose_start_was_interrupted_starts_the_rest_and_nothin
 
 
 # --- One flush for all commits that did not wait for the disk.
-
-
 
 
 class Server:

@@ -58,7 +58,7 @@ from tests.unit.scheduler.test_placing import Cluster
 
 GANG = 100
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
-IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
+IMAGE_FILTER = "scheduler_worker.filters.image.ImagePropertiesFilter"
 
 
 class Calls:

@@ -20,13 +20,11 @@ from scheduler_worker.domain.plugins import HostFilter, applies_to
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostView
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
-from scheduler_worker.filters.belongs_to_project import ProjectHostFilter
 from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
-from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
-from scheduler_worker.filters.image_is_supported import ImagePropertiesFilter, supports
+from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter, supports
+from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter
-from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 # --- Filters and extra specs against Nova's rules.

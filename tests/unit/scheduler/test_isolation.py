@@ -23,17 +23,11 @@ from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.weights import reweigh, score
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
-from scheduler_worker.filters.group_has_room import ServerGroupAntiAffinityFilter
-from scheduler_worker.filters.group_is_here import ServerGroupAffinityFilter
-from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
-from scheduler_worker.filters.image_is_supported import ImagePropertiesFilter
-from scheduler_worker.filters.is_another_host import DifferentHostFilter
-from scheduler_worker.filters.is_the_same_host import SameHostFilter
-from scheduler_worker.weighers.free_cpu import CPUWeigher
-from scheduler_worker.weighers.free_disk import DiskWeigher
-from scheduler_worker.weighers.free_ram import RAMWeigher
-from scheduler_worker.weighers.group_members_elsewhere import ServerGroupSoftAntiAffinityWeigher
-from scheduler_worker.weighers.group_members_here import ServerGroupSoftAffinityWeigher
+from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
+from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
+from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter
+from scheduler_worker.weighers.free_amounts import CPUWeigher, DiskWeigher, RAMWeigher
+from scheduler_worker.weighers.group_members import ServerGroupSoftAffinityWeigher, ServerGroupSoftAntiAffinityWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
