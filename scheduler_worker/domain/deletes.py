@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
@@ -90,14 +90,11 @@ def plan_deletes(
             plan.messages.extend(_end_of(pending, pending.delivery.why, build, author))
         elif held and pending.key in held and held[pending.key].cell is None and pending.delivery.awaits_hosts:
             plan.outcomes[pending.position] = HOSTS_UNKNOWN  # the cell that can be told may be announced yet
-        elif build is None or build.code == UNKNOWN:
+        elif build is None or build.code == UNKNOWN or build.project_id != request.project_id:
+            # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_early:
                 _delete_unknown(plan, pending, author, held)
-        elif build.project_id != request.project_id:
-            # The answer reveals nothing to another project, and no event is published: the instance's event stream is
-            # its owner's.
-            plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
         elif held is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
@@ -121,8 +118,7 @@ def _delete_unknown(
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
         plan.outcomes[pending.position] = Done(reply=why)
-        refused = _end(pending.request, BuildState.REFUSED, OFF_RECORD, author, why)
-        plan.messages.append(OutboxMessage(API, refused, pending.request.instance_uuid))
+        plan.messages.append(_refused(pending.request, OFF_RECORD, author, why))
 
 
 def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
@@ -143,8 +139,7 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), build.instance_uuid)
-        plan.messages.append(refused)  # of the delete
+        plan.messages.append(_refused(build, OFF_RECORD, author, why))
         after, what = build, "delete_refused"
         if build.awaits_decision:
             after, what = _failed(build, why), "failed"
@@ -173,44 +168,40 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 def refuse_unknown(
     unknown: Sequence[PendingDelete],
-    on_record: Collection[str],
+    on_record: Mapping[str, str],
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation],
 ) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
     """The outcomes of deletes of unknown instances, their events, and the deletes for the cells of what is held: they
     destroy and release what there is.
 
-    Where no tombstone is on record, the build request has just been recorded.
+    on_record: {instance: its project}, the tombstones included. An instance without one has just been recorded by its
+    build request.
     """
     why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
     final = [one for one in unknown if one.request.instance_uuid in on_record]
     refused: dict[int, Outcome] = {one.position: Done(reply=why) for one in final}
-    messages = [
-        OutboxMessage(API, _end(one.request, BuildState.REFUSED, DELETED, author, why), one.request.instance_uuid)
-        for one in final
-    ]
+    messages = []
     for one in final:
+        uuid, project = one.key
+        sequence = DELETED if on_record[uuid] == project else OFF_RECORD  # below those of another project's build
+        messages.append(_refused(one.request, sequence, author, why))
         if one.key in held and (cell := held[one.key].cell) is not None:
-            uuid, project = one.key
             messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
     return refused, messages
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:
-    """The end of a delete that is not carried out; none: its requester has left it, it has ended, another scheduler
-    will end it, or the project has no such build.
+    """The end of a delete that is not carried out; none: its requester has left it, or it has ended, or will.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
     request = pending.request
-    is_anothers = build is not None and build.project_id != request.project_id
-    has_ended = build is not None and (
-        build.code == UNKNOWN or build.state in (BuildState.DELETING, BuildState.DELETED)
-    )
-    if pending.delivery.is_left or is_anothers or has_ended:
+    theirs = build if build is not None and build.project_id == request.project_id else None
+    has_ended = theirs is not None and theirs.state in (BuildState.DELETING, BuildState.DELETED)
+    if pending.delivery.is_left or has_ended:
         return []
-    refused = _end(request, BuildState.REFUSED, OFF_RECORD, author, why)
-    return [OutboxMessage(API, refused, request.instance_uuid)]
+    return [_refused(request, OFF_RECORD, author, why)]
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
@@ -230,17 +221,16 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
     )
 
 
-def _end(
-    of: RecordedBuild | DeleteRequest, state: BuildState, sequence: int, author: Author, why: Refusal | None = None
-) -> BuildEvent:
-    """The terminal event of a build or of a delete."""
-    return BuildEvent(
+def _refused(of: RecordedBuild | DeleteRequest, sequence: int, author: Author, why: Refusal) -> OutboxMessage:
+    """The terminal event of a delete that is refused."""
+    event = BuildEvent(
         instance_uuid=of.instance_uuid,
         project_id=of.project_id,
-        state=state,
+        state=BuildState.REFUSED,
         sequence=sequence,
         terminal=True,
-        code="" if why is None else why.code,
-        reason="" if why is None else why.reason,
+        code=why.code,
+        reason=why.reason,
         at=author.at,
     )
+    return OutboxMessage(API, event, of.instance_uuid)

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from bus.consuming.given_up import EXHAUSTED, GIVEN_UP, GIVEN_UP_BY_BROKER
-from bus.consuming.outcome import Done, Received, Refuse, Retry
-from bus.contracts.base import Meta
+from bus.consuming.outcome import Done, Received, Retry
+from bus.contracts.base import Meta, Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildEvent, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
@@ -128,9 +128,28 @@ def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state:
 
 
 def test_another_projects_delete_does_nothing() -> None:
-    plan = plan_deletes([requested(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
-    assert isinstance(plan.outcomes[0], Refuse)
+    """It is answered as one of an instance that nobody has."""
+    builds, on_record = {UUID: recorded(BuildState.ACTIVE, "c1")}, {UUID: "p"}
+    plan = plan_deletes([requested(project="q")], builds, AUTHOR)
+    assert isinstance(plan.outcomes[0], Retry)
     assert (plan.accepted, plan.updates, plan.messages, plan.unknown) == (set(), [], [], [])
+    late = plan_deletes([requested(project="q", delivery=OVERTAKES)], builds, AUTHOR, kept_by("mine"))
+    assert (late.accepted, late.updates, late.messages, tombstones(late.unknown, builds, AUTHOR)) == (set(), [], [], [])
+    outcomes, (end,) = refuse_unknown(late.unknown, on_record, AUTHOR, kept_by("mine"))
+    assert isinstance(outcomes[0], Done) and isinstance(outcomes[0].reply, Refusal)
+    assert isinstance(end.message, BuildEvent) and (end.message.project_id, end.message.sequence) == ("q", 0)
+
+
+@pytest.mark.parametrize("state", [BuildState.ACCEPTED, BuildState.FAILED, BuildState.DELETED])
+def test_another_projects_build_does_not_hide_what_was_claimed_for_the_projects_own(state: BuildState) -> None:
+    """The schedulers' database was set back to before the build of p, whose machine runs; q has requested it since."""
+    builds = {UUID: replace(recorded(state), project_id="q")}
+    queried = plan_deletes([requested(delivery=OVERTAKES)], builds, AUTHOR)
+    assert [one.request.project_id for one in queried.unbuilt] == ["p"]
+    plan = plan_deletes(queried.unbuilt, builds, AUTHOR, kept_by("lost"))
+    _, messages = refuse_unknown(plan.unknown, {UUID: "q"}, AUTHOR, kept_by("lost"))
+    told = [(one.bus, one.message.project_id) for one in messages if isinstance(one.message, CellDelete)]
+    assert told == [("c1", "p")]
 
 
 def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
@@ -142,9 +161,9 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
     assert late.messages == []
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
-    refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR, {})
+    refused, messages = refuse_unknown(late.unknown, {UUID: "p"}, AUTHOR, {})
     assert list(refused) == [0] and len(messages) == 1
-    assert refuse_unknown(late.unknown, (), AUTHOR, {}) == ({}, []), "its build came in this moment"
+    assert refuse_unknown(late.unknown, {}, AUTHOR, {}) == ({}, []), "its build came in this moment"
 
 
 @pytest.mark.parametrize("on_record", [{}, {UUID: replace(recorded(BuildState.DELETED), code=UNKNOWN)}])
@@ -159,10 +178,10 @@ def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_projects_de
     )
     plan = plan_deletes(deletes, on_record, AUTHOR, held)
     assert len(plan.unknown) == 2 and plan.messages == []
-    _, messages = refuse_unknown(plan.unknown, {UUID}, AUTHOR, held)
+    _, messages = refuse_unknown(plan.unknown, {UUID: "p"}, AUTHOR, held)
     told = [(one.bus, one.message.project_id) for one in messages if isinstance(one.message, CellDelete)]
     assert told == [("c1", of)]
-    _, messages = refuse_unknown(plan.unknown, (), AUTHOR, held)
+    _, messages = refuse_unknown(plan.unknown, {}, AUTHOR, held)
     assert messages == [], "its build came in this moment"
 
 
