@@ -154,7 +154,7 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._held = HeldClaims(claims, selector.table.last_cell_of)
+        self._held = HeldClaims(claims, selector.table.last_cell_of, self._runs_on_record)
         self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
         self._recorder = RequestRecorder(store, clock=clock, process=self._who)
         self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
@@ -382,6 +382,10 @@ class SchedulingEngine:
             # The transaction of a record does not wait for the disk, and the database has crashed since: record and
             # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
+
+    async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
+        async with self._store.unit() as unit:
+            return {uuid: one.build.run for uuid, one in (await unit.read(instances)).items()}
 
     def _circumstances(self) -> Circumstances:
         author = Author(self._who, self._clock.time())

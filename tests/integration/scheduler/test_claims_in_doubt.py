@@ -5,17 +5,22 @@ An instance runs, and its record is lost; its client publishes the request again
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping, Sequence
+
 import asyncpg
 import pytest
 
 from bus.bus import API
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildState, DeleteRequest, member_uuids
 from bus.contracts.catalogue import lane_of
 from bus.contracts.placement import Release, ReleaseResult
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import delivery
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from tests.integration.scheduler.test_forgotten_claims import forget, running, unannounce
-from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, fill
+from tests.integration.scheduler.test_twins import CONFIG, ROOM_FOR_ONE, Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import PATIENCE_S, World
 
 pytestmark = pytest.mark.postgres
@@ -123,3 +128,35 @@ async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
     assert await world.queried(request) == "c1"
     await world.ended(second)
     assert set(await world.used()) == set(hosts)
+
+
+async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Release of the lost run would take the allocation of what the later one has built."""
+    looking = Gate(monkeypatch, HeldClaims, "of")
+    taken_over, take_over = asyncio.Event(), HeldClaims.take_over
+
+    async def taking_over(this: HeldClaims, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
+        try:
+            await take_over(this, held, runs)
+        finally:
+            if held:
+                taken_over.set()
+
+    monkeypatch.setattr(HeldClaims, "take_over", taking_over)
+    await world.scheduler("s1", CONFIG)
+    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    other = await fill(world, host)
+    request = world.request()
+    await world.ask(request)
+    await looking.wait()  # there is no room for it
+    await forget(world, request.instance_uuid)
+    await world.buses[API].request(Release(consumer=other), ReleaseResult, timeout_s=PATIENCE_S)
+    cut_request_consumer(world)
+    await world.scheduler("s2", CONFIG)
+    await world.until(lambda: world.builds)
+    looking.open.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await taken_over.wait()
+    assert await in_doubt(world) == set()
