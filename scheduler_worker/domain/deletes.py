@@ -126,6 +126,7 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
     claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
     """
     cell = build.cell or (None if held is None else held.cell)
+    claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         pass  # it was requested before
@@ -134,15 +135,14 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
     elif held is None:
         detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
-        attempt = FIRST_ATTEMPT if build.awaits_decision else 0  # a scheduler may be claiming for it
-        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=attempt)
+        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
         plan.messages.append(_refused(build, OFF_RECORD, author, why))
         after, what = build, "delete_refused"
         if build.awaits_decision:
-            after, what = _failed(build, why), "failed"
+            after, what = _failed(replace(build, attempt=claimed), why), "failed"
         lines = (author.entry(what, f"{STRANDED}: {STRANDED_REASON}"),)
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))

@@ -120,6 +120,15 @@ def test_a_delete_of_what_is_being_scheduled_ends_both_while_it_is_not_known_whi
     assert [update.build.state for update in plan.updates] == [BuildState.FAILED]
 
 
+def test_a_stranded_build_is_fenced_when_its_delete_finds_nothing_any_more() -> None:
+    """A claim of its run may still be on its way, and nothing else would refuse it."""
+    accepted = recorded(BuildState.ACCEPTED)
+    (stranded,) = plan_deletes([requested()], {UUID: accepted}, AUTHOR, kept_by("mine", None)).updates
+    plan = plan_deletes([requested()], {UUID: stranded.build}, AUTHOR, {})
+    assert [update.build.state for update in plan.updates] == [BuildState.DELETED]
+    assert [type(one.message) for one in plan.messages] == [BuildEvent, ReleaseRun]
+
+
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
 def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state: BuildState) -> None:
     """A conductor without a record of it has lost it, and queries its compute services."""
