@@ -73,8 +73,8 @@ class Deletes:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
             graves = tombstones(plan.unknown, builds.keys(), author)
             inserted = await unit.insert(graves, author.at)
-            made = (new.build for new in graves if new.build.instance_uuid in inserted)
-            on_record = {one.instance_uuid: one.project_id for one in (*builds.values(), *made)}
+            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
+            on_record = {**builds, **made}
             refused, messages = refuse_unknown(plan.unknown, on_record, author, held or {})
             for message in messages:
                 unit.emit(message)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.bus import API
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
@@ -85,12 +85,12 @@ def plan_deletes(
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
-        if pending.delivery.why is not None:
+        if (why := pending.delivery.ends_with()) is not None:
             plan.outcomes[pending.position] = Done()
-            plan.messages.extend(_end_of(pending, pending.delivery.why, build, author))
+            plan.messages.extend(_end_of(pending, why, build, author))
         elif held and pending.key in held and held[pending.key].cell is None and pending.delivery.awaits_hosts:
             plan.outcomes[pending.position] = HOSTS_UNKNOWN  # the cell that can be told may be announced yet
-        elif build is None or build.code == UNKNOWN or build.project_id != request.project_id:
+        elif build is None or build.code == UNKNOWN or _is_anothers(build, request.project_id):
             # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_early:
@@ -168,40 +168,47 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 def refuse_unknown(
     unknown: Sequence[PendingDelete],
-    on_record: Mapping[str, str],
+    on_record: Mapping[str, RecordedBuild],
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation],
 ) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
     """The outcomes of deletes of unknown instances, their events, and the deletes for the cells of what is held: they
     destroy and release what there is.
 
-    on_record: {instance: its project}, the tombstones included. An instance without one has just been recorded by its
-    build request.
+    on_record: the tombstones included. An instance without a record has just been recorded by its build request.
     """
-    why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
-    final = [one for one in unknown if one.request.instance_uuid in on_record]
-    refused: dict[int, Outcome] = {one.position: Done(reply=why) for one in final}
-    messages = []
-    for one in final:
+    refused: dict[int, Outcome] = {}
+    messages: list[OutboxMessage] = []
+    for one in (one for one in unknown if one.request.instance_uuid in on_record):
         uuid, project = one.key
-        sequence = DELETED if on_record[uuid] == project else OFF_RECORD  # below those of another project's build
-        messages.append(_refused(one.request, sequence, author, why))
+        if _is_anothers(on_record[uuid], project):  # no event: those about an instance are its owner's
+            refused[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        else:
+            why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
+            refused[one.position] = Done(reply=why)
+            messages.append(_refused(one.request, DELETED, author, why))
         if one.key in held and (cell := held[one.key].cell) is not None:
             messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
     return refused, messages
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:
-    """The end of a delete that is not carried out; none: its requester has left it, or it has ended, or will.
+    """The end of a delete that is not carried out; none: its requester has left it, it has ended, or will, or the
+    project has no such build.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
     request = pending.request
-    theirs = build if build is not None and build.project_id == request.project_id else None
-    has_ended = theirs is not None and theirs.state in (BuildState.DELETING, BuildState.DELETED)
-    if pending.delivery.is_left or has_ended:
+    has_ended = build is not None and build.state in (BuildState.DELETING, BuildState.DELETED)
+    is_anothers = build is not None and _is_anothers(build, request.project_id)
+    if pending.delivery.is_left or is_anothers or has_ended:
         return []
     return [_refused(request, OFF_RECORD, author, why)]
+
+
+def _is_anothers(build: RecordedBuild, project: str) -> bool:
+    """Whether it is a build of another project than this one, and no tombstone."""
+    return build.code != UNKNOWN and build.project_id != project
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
