@@ -111,17 +111,17 @@ def build(
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
-    _add_watch(parts, engine, links)
-    configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
-    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
-    keeper = _add_cells(parts, registry, links)
-    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
-    status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     keep_up = partial(relay.keep_up, API)
     warmup = Warmup(parts.selector, clock=env.clock)
     requests = RequestHandler(
         engine, moves, parts.selector, clock=env.clock, config=config, warmup=warmup, keep_up=keep_up
     )
+    _add_watch(parts, requests, links)
+    configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
+    service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    keeper = _add_cells(parts, registry, links)
+    queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
+    status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     _add_requests(parts, queries, status, requests)
     return service
 
@@ -334,7 +334,7 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
     parts.service.add_task("evacuations", evacuations.run)
 
 
-def _add_watch(parts: SchedulerParts, engine: SchedulingEngine, links: CellLinks) -> None:
+def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> None:
     """The task that looks after requests without an event."""
     unanswered = UnansweredRequests(
         parts.store,
@@ -343,7 +343,7 @@ def _add_watch(parts: SchedulerParts, engine: SchedulingEngine, links: CellLinks
         clock=parts.env.clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.move_query_s,
-        resume=engine.resume,
+        resume=requests.resume,
         process=parts.process,
     )
     parts.service.add_task("unanswered", unanswered.run)

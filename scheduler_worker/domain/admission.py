@@ -50,14 +50,15 @@ Admission = Start | Continue | Answered
 
 
 def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | None:
-    """A build whose time was over at the broker, as it is processed; None: it is left by its requester.
+    """A build whose time is over, as it is processed; None: it is left by its requester.
 
     may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
     that claim is it is built, or runs already. Another one ends with its event.
     """
+    delivery = pending.delivery
     if may_be_begun:
-        return replace(pending, delivery=pending.delivery.going_on())
-    return None if pending.delivery.is_left else pending
+        return replace(pending, delivery=delivery.going_on())
+    return None if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:

@@ -120,7 +120,7 @@ def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> Pe
         digest=new.digest,
         requested_at=new.created_at,
         taken_at=now,
-        delivery=RequestDelivery(attempt=tries, last=tries >= RETRIES),
+        delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),
         gang=new.gang,
         run=new.build.run,
     )
