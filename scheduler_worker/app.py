@@ -35,9 +35,8 @@ from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.decision_messages import refused_event
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.move_events import refused_move
+from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.domain.workers import WorkerTable
@@ -76,9 +75,6 @@ def position_of_event(message: Message) -> StreamPosition | None:
 def project_of_event(message: Message) -> str:
     """The project that an event is for; "": it is no event."""
     return message.project_id if isinstance(message, BuildEvent | MoveEvent) else ""
-
-
-MOVES = "instance.move."  # how the routing keys of moves begin
 
 
 def build(
@@ -443,7 +439,7 @@ def _add_requests(
             max_batch=config.batch,
             concurrency=config.concurrency,
             prefetch=LANE_PREFETCH,
-            on_malformed=lambda bad: refused_move(bad) if bad.key.startswith(MOVES) else refused_event(bad),
+            on_malformed=refused_unreadable,
             paced=True,
         )
     )
@@ -454,7 +450,7 @@ def _add_requests(
             max_batch=16,
             concurrency=1,
             prefetch=32,
-            on_malformed=refused_event,
+            on_malformed=refused_unreadable,
         )
     )
     service.add_bus_check("bus api", bus)

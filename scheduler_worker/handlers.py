@@ -20,7 +20,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
+from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.requests import FlavorAccess
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
@@ -93,7 +94,7 @@ class RequestHandler:
             return await process(delivery)
         except (Transient, Forbidden, BusError):
             raise
-        except Exception as error:
+        except Exception as error:  # any other: without a letter it would stay on record without an end
             if delivery.has_letter:
                 raise
             log.exception("scheduler.given_up_crashed", cause=cause)

@@ -12,17 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
     FAILED_OR_REFUSED,
-    OFF_RECORD,
     Author,
     BuildUpdate,
     NewBuild,
@@ -32,6 +30,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.delivery import HOSTS_UNKNOWN, RequestDelivery
 from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
+from scheduler_worker.domain.requests import refused_build
 
 UNKNOWN = "instance.unknown"
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
@@ -118,7 +117,7 @@ def _delete_unknown(
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
         plan.outcomes[pending.position] = Done(reply=why)
-        plan.messages.append(_refused(pending.request, OFF_RECORD, author, why))
+        plan.messages.append(refused_build(*pending.key, why, author.at))
 
 
 def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
@@ -139,7 +138,7 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        plan.messages.append(_refused(build, OFF_RECORD, author, why))
+        plan.messages.append(refused_build(build.instance_uuid, build.project_id, why, author.at))
         after, what = build, "delete_refused"
         if build.awaits_decision:
             after, what = _failed(replace(build, attempt=claimed), why), "failed"
@@ -186,7 +185,7 @@ def refuse_unknown(
         else:
             why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
             refused[one.position] = Done(reply=why)
-            messages.append(_refused(one.request, DELETED, author, why))
+            messages.append(refused_build(uuid, project, why, author.at, DELETED))
         if one.key in held and (cell := held[one.key].cell) is not None:
             messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
     return refused, messages
@@ -198,12 +197,11 @@ def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, a
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
-    request = pending.request
     has_ended = build is not None and build.state in (BuildState.DELETING, BuildState.DELETED)
-    is_anothers = build is not None and _is_anothers(build, request.project_id)
+    is_anothers = build is not None and _is_anothers(build, pending.request.project_id)
     if pending.delivery.is_left or is_anothers or has_ended:
         return []
-    return [_refused(request, OFF_RECORD, author, why)]
+    return [refused_build(*pending.key, why, author.at)]
 
 
 def _is_anothers(build: RecordedBuild, project: str) -> bool:
@@ -226,18 +224,3 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
         ),
         timeline=(author.entry("refused", "a delete came, and no build"),),
     )
-
-
-def _refused(of: RecordedBuild | DeleteRequest, sequence: int, author: Author, why: Refusal) -> OutboxMessage:
-    """The terminal event of a delete that is refused."""
-    event = BuildEvent(
-        instance_uuid=of.instance_uuid,
-        project_id=of.project_id,
-        state=BuildState.REFUSED,
-        sequence=sequence,
-        terminal=True,
-        code=why.code,
-        reason=why.reason,
-        at=author.at,
-    )
-    return OutboxMessage(API, event, of.instance_uuid)
