@@ -73,8 +73,8 @@ class FenceView(Protocol):
         """By host."""
 
     @property
-    def still_running(self) -> Mapping[str, RunningAfterFence]:
-        """By fenced host: the machines that run there all the same."""
+    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
+        """By fenced host, and by service that has reported it: the machines that run there all the same."""
 
     @property
     def is_recent(self) -> bool:
@@ -91,7 +91,7 @@ class NoFences:
     """For cells in which no fence is ever made."""
 
     known: Mapping[str, Fence] = {}
-    still_running: Mapping[str, RunningAfterFence] = {}
+    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     is_recent = True
 
     def invalidate(self) -> None:

@@ -36,14 +36,15 @@ def members_due(selector: Selector, aggregate: Aggregate) -> MembersDue | None:
         return None
     book, table, named = selector.book, selector.table, set(aggregate.hosts)
     rows = book.rows_of_roots()
-    present = {book.uuid_of(int(row)) for row in rows[np.flatnonzero(book.in_aggregate(aggregate.uuid, rows))]}
+    members = rows[np.flatnonzero(book.in_aggregate(aggregate.uuid, rows))].tolist()
+    present = {book.uuid_of(row): row for row in members}
     wanted = {uuids[0] for host in aggregate.hosts if len(uuids := selector.uuids_of(host)) == 1}
     leaves = []
-    for uuid in sorted(present - wanted):
+    for uuid in sorted(present.keys() - wanted):
         at = table.index_of(uuid)
-        if at is not None and not named & {uuid, table.names[at], selector.name_of(uuid)}:
+        if at is not None and not named & {uuid, table.names[at], book.name_of(present[uuid])}:
             leaves.append(uuid)
-    joins = [uuid for uuid in sorted(wanted - present) if book.row_of(uuid) is not None]
+    joins = [uuid for uuid in sorted(wanted - present.keys()) if book.row_of(uuid) is not None]
     if not joins and not leaves:
         return None
     return MembersDue(aggregate.uuid, tuple(joins[:MAX_AGGREGATE_HOSTS]), tuple(leaves[:MAX_AGGREGATE_HOSTS]))

@@ -108,13 +108,13 @@ def build(
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
     keep_up = partial(relay.keep_up, API)
-    warmup = Warmup(parts.selector, clock=env.clock)
     requests = RequestHandler(
-        engine, moves, parts.selector, clock=env.clock, config=config, warmup=warmup, keep_up=keep_up
+        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     _add_watch(parts, requests, links)
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
@@ -139,6 +139,7 @@ class SchedulerParts:
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
+    warmup: Warmup
     claim: Callable[[Bus], None]
 
     @property
@@ -199,6 +200,7 @@ def _parts(
         selector=selector,
         workers=WorkerTable(),
         waiting=WaitingTable(),
+        warmup=Warmup(selector, clock=env.clock),
         claim=claim,
     )
 
@@ -265,11 +267,11 @@ async def _prepare_search(follower: Follower) -> None:
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api)
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup)
     drains = DrainKeeper(
         parts.store,
         registry,
-        parts.selector,
+        holders,
         DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
         clock=parts.env.clock,
         rng=random.Random(f"drains {parts.env.process}"),
@@ -294,7 +296,7 @@ def _add_objects(
         services,
         refused=RefusedCommands(parts.store),
         finder=CellFinder(parts.selector, bus),
-        warmup=Warmup(parts.selector, clock=bus.clock),
+        warmup=parts.warmup,
     )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))

@@ -37,8 +37,8 @@ class CellFinder:
         The book has no two hosts of one name, and a host's cell is that which first reported it.
         """
         table, book = self._selector.table, self._selector.book
-        unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None and book.row_of(uuid) is not None)
-        wanted = {self._selector.name_of(uuid): uuid for uuid in unknown}
+        unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
+        wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
         for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
             if not wanted:
                 return

@@ -348,7 +348,7 @@ class ObjectRegistry:
                 for one in reports:
                     stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
                     if stored is None:
-                        host = self._selector.table.last_name_of(one.host_uuid) or one.host_uuid
+                        host = self._selector.name_of(one.host_uuid)
                         change = fences.lift_of_unknown(one, present.revision, host)
                         if change is not None:
                             log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)

@@ -345,12 +345,13 @@ class Relay:
 
     @contextmanager
     def _ended(self, ids: Sequence[int]) -> Iterator[None]:
-        """While a statement deletes confirmed rows. A drain checks again afterwards."""
+        """While a statement deletes confirmed rows. A drain checks again afterwards, and rows that are left are due."""
         try:
             with self._confirmed.ended(ids):
                 yield
         finally:
             self._changed.set()
+            self._deleting.wake()
 
     async def _sweep(self) -> None:
         """Publish the rows that were left behind: at intervals, and when a bus is back."""

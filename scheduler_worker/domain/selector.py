@@ -193,14 +193,21 @@ class Selector:
         missing[self.announced_in_book()] = False
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
-    def every_named(self, name: str) -> list[str]:
-        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use."""
+    def meant_by(self, name: str, *, is_warming_up: bool = False) -> list[str]:
+        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use.
+
+        A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
+        be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
+        may be dead; while hosts may still be announced, it may have another name.
+        """
         decided = self.table.decided_about(name)
+        if is_warming_up:
+            return self.uuids_of(name) or decided
         kept = [one for one in decided if self.table.decisions()[one].state is not AdminState.ENABLED]
-        found = list(dict.fromkeys((*self.uuids_of(name), *self.roots_named(name), *kept)))
+        found = list(dict.fromkeys((*self.uuids_of(name), *self._roots_named(name), *kept)))
         return found or decided
 
-    def roots_named(self, name: str) -> list[str]:
+    def _roots_named(self, name: str) -> list[str]:
         """The hosts (uuids) that have this name in the book, announced or not."""
         book = self.book
         return [book.uuid_of(row) for row in book.rows_of_roots().tolist() if book.name_of(row) == name]
@@ -291,9 +298,16 @@ class Selector:
         return self.table.cells[int(self.table.cell[at])]
 
     def name_of(self, host_uuid: str) -> str:
-        """The name of a host in the book, or its uuid when it has left."""
-        row = self.book.row_of(host_uuid)
-        return host_uuid if row is None else self.book.name_of(row)
+        """The name that its compute service announces, else that of the book, else that of the decision about it; its
+        uuid where nothing names it.
+        """
+        index, row = self.table.index_of(host_uuid), self.book.row_of(host_uuid)
+        if index is not None:
+            return self.table.names[index]
+        if row is not None:
+            return self.book.name_of(row)
+        decision = self.table.decision_of(host_uuid)
+        return host_uuid if decision is None else decision.host
 
     def all_hosts(self) -> HostsView:
         """Every root of the replica that can be a host, announced or not, without a search."""

@@ -6,7 +6,6 @@ A record's fields have the names of their columns. `{}` stands for a value.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -48,6 +47,8 @@ _JSON: Mapping[str, Callable[[str], Any]] = {
     "image_properties": msgspec.json.Decoder(dict[str, dict[str, str]]).decode,
     "timeline": lambda text: tuple(_timelines.decode_lines(text)),
 }
+_READ: tuple[type[Any], ...] = (RecordedBuild, BuildRecord, RecordedMove, MoveRecord, InstanceRecord)
+_JSON_OF = {kind: [name for name in kind.__struct_fields__ if name in _JSON] for kind in _READ}
 
 ARE_NEW = "NOT EXISTS (SELECT FROM build_requests WHERE instance_uuid = ANY({}::uuid[]))"
 
@@ -200,16 +201,11 @@ def clean(text: str) -> str:
 def _read(row: Mapping[str, Any], kind: type[T]) -> T:
     """The record of a row that has at least its columns."""
     fields = dict(row)
-    for name in _json_of(kind):
+    for name in _JSON_OF[kind]:
         text = fields.pop(name)
         if text:
             fields[name] = _JSON[name](text)
     return msgspec.convert(fields, kind)
-
-
-@cache
-def _json_of(kind: type[Any]) -> list[str]:
-    return [name for name in kind.__struct_fields__ if name in _JSON]
 
 
 def recorded(row: Mapping[str, Any]) -> RecordedBuild:

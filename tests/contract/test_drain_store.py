@@ -22,14 +22,14 @@ from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.kit.sent import Sent
 
-DRAIN, OTHER, HOST, MOVE = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
+DRAIN, OTHER, HOST, UNKNOWN = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.MIGRATE, by="ann")
 State = DrainMoveState
 
 
 def row(number: int, state: DrainMoveState = State.WAITING, drain: str = DRAIN, **more: object) -> DrainMove:
     instance = f"{number:08}-0000-4000-8000-000000000000"
-    fields = {"position": number, "project_id": "p", "source_uuid": HOST, "source": "h", "kind": MoveKind.LIVE_MIGRATE}
+    fields = {"position": number, "source_uuid": HOST, "kind": MoveKind.LIVE_MIGRATE}
     return DrainMove(drain=drain, instance_uuid=instance, state=state, **{**fields, **more})  # type: ignore[arg-type]
 
 
@@ -58,10 +58,10 @@ async def put(store: SchedulerStore, *rows: DrainMove) -> None:
 
 async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(store: SchedulerStore) -> None:
     late = row(1, due_at=9.0)
-    going = row(5, State.UNDER_WAY, request_id=MOVE, tries=1, begun_at=3.0, due_at=99.0)
-    waits = [row(2), row(3), row(4, host_uuid=MOVE)]
+    going = row(5, State.UNDER_WAY, tries=1, begun_at=3.0, due_at=99.0)
+    waits = [row(2), row(3), row(4, host_uuid=UNKNOWN)]
     await put(
-        store, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=MOVE), row(7, drain=OTHER)
+        store, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=UNKNOWN), row(7, drain=OTHER)
     )
     async with store.operation() as unit:
         found = await unit.lock_drain(DRAIN, 5.0, 2)
@@ -69,8 +69,8 @@ async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(s
         assert (found.open, found.last_begun_at) == ((going, *waits[:2]), 3.0)
         counts = {State.WAITING: 4, State.UNDER_WAY: 1, State.MOVED: 1}
         assert dict(found.counts) == counts
-        assert await unit.drain_counts([DRAIN, OTHER, MOVE]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
-        assert await unit.lock_drain(MOVE, 5.0, 2) is None
+        assert await unit.drain_counts([DRAIN, OTHER, UNKNOWN]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
+        assert await unit.lock_drain(UNKNOWN, 5.0, 2) is None
         assert [one.position for one in await unit.drain_moves(DRAIN, 3)] == [1, 2, 3]
 
 
@@ -89,7 +89,7 @@ async def test_an_instance_is_written_over_and_dropped_with_its_drain(store: Sch
 
 async def test_an_instance_that_has_come_to_another_host_of_its_drain_has_that_source(store: SchedulerStore) -> None:
     await put(store, row(1, State.LEFT))
-    after = row(1, source="other", source_uuid=OTHER, due_at=7.0, code="instance.building")
+    after = row(1, source_uuid=OTHER, due_at=7.0, code="instance.building")
     await put(store, after)
     async with store.operation() as unit:
         assert await unit.drain_moves(DRAIN, 10) == [after]
@@ -114,7 +114,7 @@ async def test_a_drain_is_held_by_one_transaction_at_a_time(store: SchedulerStor
         await unit.lock_drain(DRAIN, 5.0, 10)
         held.set()
         await begun.wait()
-        await unit.put_drain_moves([row(1, State.UNDER_WAY, request_id=MOVE)])
+        await unit.put_drain_moves([row(1, State.UNDER_WAY, tries=1)])
         order.append("writes")
     await waiting
     assert order == ["waits", "writes", "under-way"]

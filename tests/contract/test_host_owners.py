@@ -173,6 +173,20 @@ async def test_a_service_whose_host_has_anothers_name_is_sent_that(store: Resour
     assert (taken.root_uuid, taken.owner, taken.code) == (CHILD, None, "provider.name_taken")
 
 
+async def test_two_hosts_that_have_swapped_their_names_are_put_right(store: ResourceBook) -> None:
+    """Each of them waited for the other one, for ever."""
+    (report,) = first(1).providers
+    other = replace(first(1), root_uuid=CHILD, providers=(replace(report, uuid=CHILD, name="other"),))
+    assert await outcomes(store, first(1), other) == ["applied", "applied"]
+    swapped = [
+        replace(first(2), providers=(replace(report, name="other"),)),
+        replace(other, version=2, providers=(replace(report, uuid=CHILD),)),
+    ]
+    assert await outcomes(store, swapped[0]) == ["provider.name_taken"]
+    assert await outcomes(store, *swapped) == ["applied", "applied"]
+    assert await outcomes(store, *(replace(one, version=3) for one in swapped)) == ["unchanged", "unchanged"]
+
+
 async def test_what_rest_has_changed_of_a_host_is_put_right_by_the_same_report(store: ResourceBook) -> None:
     """A total of 1,000,000 stayed: a report of the content that its source had reported before was not looked at."""
     assert [*await outcomes(store, first(1)), *await outcomes(store, first(2))] == ["applied", "unchanged"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
+import msgspec
 import pytest
 
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
@@ -24,6 +26,22 @@ async def rig() -> AsyncIterator[LocalRig]:
         yield rig
     finally:
         await rig.close()
+
+
+def frames(*parts: object) -> bytes:
+    bodies = [msgspec.msgpack.encode(one) for one in parts]
+    return b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[list[object]]:
+    """What the loop reports of tasks that ended with an error."""
+    errors: list[object] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    yield errors
+    gc.collect()
+    loop.set_exception_handler(None)
 
 
 ROW = QueueRow(
@@ -90,9 +108,29 @@ async def test_what_is_too_large_is_refused_and_the_connection_stays(rig: LocalR
         b"\x00\x00\x00\x01\x90",
         b"",
         b"\x00\x00\x00\x03\x93\x00\x00\x00",
+        frames(["api", ""], [0, 0, "nonsense"]),
+        frames(["api", ""], [0, 0, "ack"]),
+        frames(["api", ""], [0, 0, "depth"]),
+        frames(["api", ""], [0, 0, "depth", 7]),
     ],
 )
 async def test_who_is_no_client_of_ours_is_shown_the_door(rig: LocalRig, sent: bytes) -> None:
+    with reported() as errors:
+        await shown_the_door(rig, sent)
+    assert errors == []
+    assert (await rig.transport()).connected
+
+
+async def test_a_call_with_wrong_arguments_is_answered(rig: LocalRig) -> None:
+    transport = await rig.transport()
+    with pytest.raises(BusError):
+        await transport.depth(7)  # type: ignore[arg-type]
+    with pytest.raises(BusError):
+        await transport.consume("work", Collector(), prefetch="all")  # type: ignore[arg-type]
+    assert transport.connected
+
+
+async def shown_the_door(rig: LocalRig, sent: bytes) -> None:
     reader, writer = await asyncio.open_unix_connection(str(rig.socket))
     writer.write(sent)
     writer.write_eof()
@@ -100,4 +138,3 @@ async def test_who_is_no_client_of_ours_is_shown_the_door(rig: LocalRig, sent: b
         with contextlib.suppress(ConnectionResetError):  # the door closed on what it had not read
             assert await reader.read() == b""
     writer.close()
-    assert (await rig.transport()).connected

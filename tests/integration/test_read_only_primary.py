@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import asyncpg
 import pytest
+import structlog
 from sqlalchemy import text
 
 from bus.contracts.build import BuildRequest, BuildState
@@ -230,6 +231,23 @@ async def test_a_connection_of_statements_that_are_not_hot_is_not_used_again_onc
                         await connection.execute("SET TRANSACTION READ ONLY")
                         await connection.execute("CREATE TABLE written (n int)")
             assert await _port_of_core(database) == pair.stand_by.port
+        finally:
+            await database.close()
+
+
+async def test_each_change_between_two_servers_that_take_writes_is_logged() -> None:
+    """Found by reading: the pools went from one to the other and back without a line."""
+    async with _two_servers() as (pair, door, url):
+        database = Database(url, "fenced")
+        try:
+            await database.open()
+            with structlog.testing.capture_logs() as lines:
+                for port in (pair.stand_by.port, pair.primary.port):
+                    async with database.raw():
+                        await (_promote(pair, door) if port == pair.stand_by.port else door.open())
+                        async with database.raw() as other:
+                            assert await other.fetchval("SELECT inet_server_port()") == port
+            assert [line["event"] for line in lines] == ["database.other_server"] * 2
         finally:
             await database.close()
 

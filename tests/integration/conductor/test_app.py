@@ -26,7 +26,7 @@ from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.safety import KEEP, PostgresSafety
+from cell_conductor.store.safety import KEEP, DecidedMachine, PostgresSafety
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
 
 
@@ -169,7 +169,7 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
         await safety.record("s1", machines, 1.0)
         assert await shown() == (1, 2)
         await safety.reset("s1", "ann", 2.0)
-        await safety.decide(str(UUID(int=9)), KEEP, "ann", 2.0, host=hosts[0])
+        await safety.decide([DecidedMachine(str(UUID(int=9)), hosts[0])], KEEP, "ann", 2.0)
         assert await shown() == (0, 1)
     finally:
         await database.close()

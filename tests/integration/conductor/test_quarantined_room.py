@@ -28,7 +28,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
-from cell_conductor.store.safety import DESTROY, KEEP
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from compute_sim.config import ComputeConfig, HostSize
 from compute_sim.fleet import Fleet, Guest
 from tests.integration.compute.harness import Life
@@ -176,7 +176,7 @@ async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world:
     await world.offers(12)
     world.received.clear()
     async with asyncio.timeout(PATIENCE_S):
-        while not await world.store.safety.decide(OURS, verdict, "op", 1.0):  # noqa: ASYNC110  (until it is on record)
+        while not await world.store.safety.decide([DecidedMachine(OURS)], verdict, "op", 1.0):  # noqa: ASYNC110  (until it is on record)
             await asyncio.sleep(0.01)
     await world.look()
     if verdict == KEEP:

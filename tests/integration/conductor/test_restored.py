@@ -17,7 +17,7 @@ from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
 from bus.faults import DatabaseReplaced
 from cell_conductor.domain.instance import State
 from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
-from cell_conductor.store.safety import ADOPT
+from cell_conductor.store.safety import ADOPT, DecidedMachine
 from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
 
 
@@ -219,7 +219,7 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
 
     await report()
     async with asyncio.timeout(WAIT_S):
-        while not await cell.store.safety.decide(uuid, ADOPT, "ann", 1.0, host=at):  # noqa: ASYNC110  (as below)
+        while not await cell.store.safety.decide([DecidedMachine(uuid, at)], ADOPT, "ann", 1.0):  # noqa: ASYNC110  (as below)
             await asyncio.sleep(0.01)
     assert await cell.state(uuid) is State.ACTIVE and cell.around.events[-1].host == "host-1"
     await report()

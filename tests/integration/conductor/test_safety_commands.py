@@ -16,12 +16,16 @@ from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 from cell_conductor.store.postgres import PostgresInstances
+from cell_conductor.store.safety import DecidedMachine
 from tests.kit.forks import run_berth
 
 pytestmark = pytest.mark.postgres
 
 CELL = "cell1"
 COMMAND_TIMEOUT_S = 120.0
+ADDED_CELL = (
+    "INSERT INTO objects (kind, name, body, version, changed_at, changed_by) VALUES ('cell', 'added', $1, 1, 0, '')"
+)
 A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
 
 
@@ -66,6 +70,39 @@ async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> N
     assert (status == 1 and "not_open" in output) or "is open" in output
     for store in stores:
         await store.close()
+
+
+async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_command(postgres_url: str) -> None:
+    """1,218 machines in quarantine were 1,218 commands; those of a cell that was added at run time were not listed."""
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    added = {"state": "enabled", "bus": {"prefix": "added."}}
+    async with schedulers.raw() as connection:
+        await connection.execute(ADDED_CELL, json.dumps(added))
+    store = PostgresInstances(Database(postgres_url, "cell_added"))
+    await store.open()
+    ours = [
+        Unexplained(f"{n:08d}-0000-4000-8000-000000000000", 1, HOST, UnexplainedKind.QUARANTINED, "no record")
+        for n in range(1_218)
+    ]
+    await store.safety.record("s", ours, 1.0)
+    await store.safety.record("t", [replace(ours[0], uuid=A)], 1.0)
+    await store.safety.decide([DecidedMachine(ours[0].uuid)], "destroy", "ann", 1.0)
+
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "--json")
+    assert (status, len(listed)) == (0, 1_219)
+    assert (await berth(postgres_url, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
+    assert (await berth(postgres_url, "quarantine", "release", "--keep"))[0] == 2
+    words = ("quarantine", "release", "--service", "s", "--keep", "--by", "op", "--json")
+    status, decided = await berth(postgres_url, *words)
+    assert (status, decided["machines"]) == (0, 1_217)
+    verdicts = {one.machine.uuid: one.verdict for one in await store.safety.records()}
+    assert (verdicts.pop(A), verdicts.pop(ours[0].uuid), set(verdicts.values())) == ("", "destroy", {"keep"})
+    assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
+    status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--keep", "--json")
+    assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
+    for one in (store, schedulers):
+        await one.close()
 
 
 async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(postgres_url: str) -> None:

@@ -12,7 +12,7 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.drains import DrainedHost, HeldInstance
-from scheduler_worker.drain_plan import DrainPlanner
+from scheduler_worker.drain_plan import DrainHolders
 from tests.integration.scheduler.test_drains import (
     WARM,
     active,
@@ -284,15 +284,15 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
-    held_on, stopped = DrainPlanner.held_on, list[str]()
+    held_on, stopped = DrainHolders.held_on, list[str]()
 
-    async def overtaken(self: DrainPlanner, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
         found = await held_on(self, hosts)
         if hosts and not stopped:
             stopped.append(begun.id)
             await command(world, begun, DrainAction.STOP)
         return [*found, *(replace(one, instance_uuid=begun.id) for one in found)]
 
-    monkeypatch.setattr(DrainPlanner, "held_on", overtaken)
+    monkeypatch.setattr(DrainHolders, "held_on", overtaken)
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.stopped", {"waiting": 1})
