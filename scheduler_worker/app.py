@@ -28,29 +28,24 @@ from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.warm_up import warm_up_search
-from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
-from scheduler_worker.cell_finder import CellFinder
-from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.evacuations import EvacuationTask
-from scheduler_worker.fences import FencePublisher
-from scheduler_worker.fleet_metrics import FLEET
+from scheduler_worker.fences import CellFinder, EvacuationTask, FencePublisher
+from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
+from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import HostForgetter, ServiceForgetter
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.host_metrics import QUEUE as METRICS_QUEUE
-from scheduler_worker.host_metrics import HostMetricsListener, age
-from scheduler_worker.hosts_listener import HostsListener
+from scheduler_worker.keepers import AggregateKeeper, CellKeeper
+from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler
@@ -59,7 +54,6 @@ from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredRequests
-from scheduler_worker.warmup import Warmup
 
 
 def is_progress(message: Message) -> bool:

@@ -45,10 +45,10 @@ from scheduler_worker.domain.drains import (
 from scheduler_worker.domain.placement import PlacementUnavailable, unavailable_after
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import Chosen, MoveEngine
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
-from scheduler_worker.warmup import Warmup
 
 ANSWER_S = 10.0  # of placement
 TREES = 50  # hosts that the book is queried about at a time

@@ -20,10 +20,10 @@ from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, Se
 from bus.contracts.workers import WorkersQuery
 from bus.turns import InParts, next_turn
 from scheduler_worker.domain.flavors import ZONE_KEY
+from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.workers import WorkerTable
-from scheduler_worker.host_metrics import host_metrics_page
+from scheduler_worker.fleet import host_metrics_page
 from scheduler_worker.objects import ObjectRegistry
 
 # In one turn of the event loop: hosts that are listed, 1 to 2 ms, and those whose records are made, 2 to 5.

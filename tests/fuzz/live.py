@@ -40,13 +40,13 @@ from bus.wire import JSON, Codec, Read
 from placement_worker.rest import bodies
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.routes import ROUTES
-from tests.contract.rig import until
 from tests.fuzz import hostile
 from tests.fuzz.doors import NEW_ID, packed, property_of
 from tests.integration.placement_rest.conftest import Placement
 from tests.integration.scheduler.world import World
 from tests.kit import servers
 from tests.kit.raw_amqp import FLAGS, publish_frames, raw_publisher
+from tests.kit.waiting import until
 
 LIMIT_S = 0.1
 PATIENCE_S = 120.0

@@ -28,10 +28,10 @@ from bus.persistence.unit_of_work import published
 from bus.port import BusUnavailable, Outgoing
 from bus.publishing import Waiter
 from scheduler_worker.app import project_of_event
-from tests.contract.house import boot
-from tests.contract.rig import until
+from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
 from tests.kit.virtual_time import on_virtual_time
+from tests.kit.waiting import until
 
 # --- when an outbox row is deleted
 

@@ -33,7 +33,7 @@ from compute_sim.guarded import guarded
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import Key, Records
 from compute_sim.survey import Survey
-from tests.contract.rig import until
+from tests.kit.waiting import until
 
 # --- the agent over a driver that is slow, breaks, and checks that it is used as the port requires
 

@@ -21,8 +21,8 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import status
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.status import hosts_page
