@@ -16,10 +16,10 @@ from bus.faults import BrokenInvariant
 from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
 from scheduler_worker.domain.pending import PendingBuild, pending_build
 from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
-from scheduler_worker.warmup import Warmup
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_found_claims import hold
 from tests.unit.scheduler.test_late_moves import keep_up
