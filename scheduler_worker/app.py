@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bus.bus import API, Bus
-from bus.cell_link import CellLink, wait_for
-from bus.cell_links import CellLinks
+from bus.cell_links import CellLink, CellLinks, wait_for
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.lanes import LANE_PREFETCH

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveQuery, MoveState
 from bus.faults import DatabaseUnavailable
-from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
