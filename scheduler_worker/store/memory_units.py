@@ -64,7 +64,7 @@ class MemoryBuildUnit:
         await self._transaction.statement()
         table = self._table
         return {
-            uuid: BuildStatus(build, table.digests[uuid])
+            uuid: BuildStatus(build, table.requested[uuid].digest)
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None
         }
@@ -131,7 +131,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
             requests,
             moves={one: table.moves[one][0] for one in requests if one in table.moves},
             builds={uuid: table.recorded[uuid] for uuid in uuids},
-            requested={uuid: table.requests[uuid] for uuid in uuids},
+            requested={uuid: table.requested[uuid].request for uuid in uuids},
             instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
             named=requests.keys() & table.recorded.keys(),
         )

@@ -24,11 +24,11 @@ from bus.contracts.stages import Stamps
 from bus.faults import BrokenInvariant, DatabaseUnavailable
 from bus.wire import Malformed
 from scheduler_worker.announcements import AnnouncementWriter, AppliedAnnouncements
-from scheduler_worker.domain.builds import NewBuild, RecordedBuild, apply_announcement, timeline_entries
-from scheduler_worker.domain.decision_messages import refused_event
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild, apply_announcement
 from scheduler_worker.domain.effects import effects, releases_of
-from scheduler_worker.domain.move_events import apply_announcement as apply_move_announcement
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import apply_announcement as apply_move_announcement
+from scheduler_worker.domain.requests import refused_unreadable, timeline_of
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
@@ -130,7 +130,7 @@ def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
     def malformed(body: bytes, key: str = "build.request.0.demo") -> Malformed:
         return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q", key=key)
 
-    (published,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
+    (published,) = refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
     assert (published.state, published.terminal, published.sequence, published.code) == (
         BuildState.REFUSED,
         True,
@@ -138,11 +138,11 @@ def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
         "request.invalid",
     )
     assert published.project_id == "demo"
-    assert refused_event(malformed(b'{"instance_uuid":"x"}')) == ()
-    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
-    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
-    assert refused_event(malformed(b"\xff{")) == ()
-    assert refused_event(malformed(b"[" * 100_000)) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"x"}')) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
+    assert refused_unreadable(malformed(b"\xff{")) == ()
+    assert refused_unreadable(malformed(b"[" * 100_000)) == ()
 
 
 def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -> None:
@@ -150,7 +150,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
     body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
     for code in ("message.invalid", "message.wrong_key"):
         forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.18.evil")
-        (published,) = refused_event(forged)
+        (published,) = refused_unreadable(forged)
         assert (published.project_id, published.code) == ("evil", code)
 
 
@@ -165,7 +165,7 @@ def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.ACTIVE, sequence=13, cell="c1", host="h3", attempt=2,
         history=tries, at=4.0,
     )  # fmt: skip
-    assert [(line.at, line.what, line.detail) for line in timeline_entries(up, 0, 9.0)] == [
+    assert [(line.at, line.what, line.detail) for line in timeline_of(up, 0, 9.0)] == [
         (2.0, "failed", "h1 (attempt 1); spawn.failed: no disk"),
         (2.5, "not_claimed", "h2 (attempt 2); full"),
         (4.0, "active", "h3 (attempt 2)"),
@@ -174,14 +174,14 @@ def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.FAILED, sequence=13, host="h1", attempt=1,
         code="max_retries_exceeded", history=tries[:1], at=3.0,
     )  # fmt: skip
-    assert [line.detail for line in timeline_entries(down, 0, 9.0)] == [
+    assert [line.detail for line in timeline_of(down, 0, 9.0)] == [
         "h1 (attempt 1); spawn.failed: no disk",
         "h1 (attempt 1); max_retries_exceeded",
     ]
     gone = BuildEvent(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETED, sequence=15, cell="c1", history=tries, at=8.0
     )
-    assert [line.what for line in timeline_entries(gone, 3, 9.0)] == ["deleted"]
+    assert [line.what for line in timeline_of(gone, 3, 9.0)] == ["deleted"]
 
 
 # --- Announcements of several cells at once are one transaction; what one of them announces wrongly is its own.
@@ -454,6 +454,8 @@ def after(state: BuildState, cell: str | None = None) -> RecordedBuild:
         (S.ACCEPTED, after(S.DELETED), [API, API], [BuildEvent, ReleaseRun]),
         (S.ACCEPTED, replace(after(S.FAILED), attempt=0), [API], [BuildEvent]),  # nobody has claimed for it
         (S.FAILED, after(S.DELETED), [API], [BuildEvent]),
+        # What it held is gone, and a claim of its run may still be on its way.
+        (S.FAILED, replace(after(S.DELETED), code="claim.stranded"), [API, API], [BuildEvent, ReleaseRun]),
         (S.SCHEDULED, after(S.DELETING, "c1"), ["c1"], [CellDelete]),
         (S.DELETING, after(S.DELETING, "c1"), [], []),
         (S.DELETED, after(S.DELETED), [], []),
@@ -500,6 +502,7 @@ def test_a_delete_shows_its_cell_whether_that_has_announced_the_build(before: Bu
         (after(S.SCHEDULED, "c1"), False),
         (replace(after(S.DELETED), run=""), False),  # a delete came, and no build
         (replace(after(S.FAILED), code="claim.stranded"), False),  # its machine may run, and its cell is not known
+        (replace(after(S.DELETED), code="claim.stranded"), True),  # it held nothing any more when it was deleted
     ],
 )
 def test_what_has_ended_without_a_cell_is_released_by_its_run(record: RecordedBuild, is_released: bool) -> None:
