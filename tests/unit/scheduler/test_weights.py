@@ -13,10 +13,9 @@ import pytest
 import scheduler_worker
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Weigher, Weighing
+from scheduler_worker.domain.plugins import Weigher, Weighing, reweigh, score
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import reweigh, score
 from scheduler_worker.weighers.free_amounts import CPUWeigher, DiskWeigher, RAMWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -149,7 +148,7 @@ def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
     monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     """Why here, answered like why nowhere; as it was at this choice, the ones just before counted."""
-    monkeypatch.setattr("scheduler_worker.domain.weights.KEPT_HOSTS", kept)
+    monkeypatch.setattr("scheduler_worker.domain.plugins.KEPT_HOSTS", kept)
     monkeypatch.setattr("scheduler_worker.domain.ranking.KEPT_HOSTS", kept)
     hosts = Hosts([PLENTY] * 3)
     hosts.book.assume("one", {hosts.uuids[0]: {"VCPU": 4}})
