@@ -79,7 +79,7 @@ class CellKeeper:
         before = self._occupied
         try:
             self._occupied = frozenset(
-                [name for name in removed_cells(self._registry.cells) if await self._store.builds_in_cell(name, 1)]
+                [name for name in removed_cells(self._registry.cells) if await self._store.machines(1, cell=name)]
             )
         except Transient as fault:
             log.warning("cells.not_looked_at", code=fault.code, reason=str(fault))

@@ -12,9 +12,8 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
-from bus.persistence.confirmed_rows import DELETE_BATCH
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
+from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.retrying import RELAY
 from tests.kit.posting import PostedBus
 

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildState
 from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.move_events import apply_announcement
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, apply_announcement
 
 MOVE, VM = "40000000-0000-4000-8000-000000000000", "a0000000-0000-4000-8000-000000000000"
 CELL, SOURCE, TARGET = "c1", "host-1", "host-2"

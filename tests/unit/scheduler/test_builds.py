@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from bus.contracts.base import Meta
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildState
 from bus.wire import Malformed
-from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, timeline_entries
-from scheduler_worker.domain.decision_messages import refused_event
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement
+from scheduler_worker.domain.requests import refused_unreadable, timeline_of
 
 UUID = "00000000-0000-4000-8000-000000000001"
 AT = RecordedBuild(
@@ -105,7 +105,7 @@ def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
     def malformed(body: bytes, key: str = "build.request.0.demo") -> Malformed:
         return Malformed(body=body, code="request.invalid", reason="no flavor", meta=Meta(id="m"), queue="q", key=key)
 
-    (published,) = refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
+    (published,) = refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode()))
     assert (published.state, published.terminal, published.sequence, published.code) == (
         BuildState.REFUSED,
         True,
@@ -113,11 +113,11 @@ def test_an_unreadable_request_is_answered_when_it_names_its_subject() -> None:
         "request.invalid",
     )
     assert published.project_id == "demo"
-    assert refused_event(malformed(b'{"instance_uuid":"x"}')) == ()
-    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
-    assert refused_event(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
-    assert refused_event(malformed(b"\xff{")) == ()
-    assert refused_event(malformed(b"[" * 100_000)) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"x"}')) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "build.request.de.mo")) == ()
+    assert refused_unreadable(malformed(b'{"instance_uuid":"%s"}' % UUID.encode(), "")) == ()
+    assert refused_unreadable(malformed(b"\xff{")) == ()
+    assert refused_unreadable(malformed(b"[" * 100_000)) == ()
 
 
 def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -> None:
@@ -125,7 +125,7 @@ def test_item_7_a_forged_request_is_answered_to_the_project_of_its_key_alone() -
     body = b'{"instance_uuid":"%s","project_id":"demo","flavor":5}' % UUID.encode()
     for code in ("message.invalid", "message.wrong_key"):
         forged = Malformed(body=body, code=code, reason="", meta=Meta(id="m"), queue="q", key="build.request.18.evil")
-        (published,) = refused_event(forged)
+        (published,) = refused_unreadable(forged)
         assert (published.project_id, published.code) == ("evil", code)
 
 
@@ -140,7 +140,7 @@ def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.ACTIVE, sequence=13, cell="c1", host="h3", attempt=2,
         history=tries, at=4.0,
     )  # fmt: skip
-    assert [(line.at, line.what, line.detail) for line in timeline_entries(up, 0, 9.0)] == [
+    assert [(line.at, line.what, line.detail) for line in timeline_of(up, 0, 9.0)] == [
         (2.0, "failed", "h1 (attempt 1); spawn.failed: no disk"),
         (2.5, "not_claimed", "h2 (attempt 2); full"),
         (4.0, "active", "h3 (attempt 2)"),
@@ -149,11 +149,11 @@ def test_a_timeline_holds_each_attempt_once_and_then_the_end() -> None:
         instance_uuid=UUID, project_id="demo", state=BuildState.FAILED, sequence=13, host="h1", attempt=1,
         code="max_retries_exceeded", history=tries[:1], at=3.0,
     )  # fmt: skip
-    assert [line.detail for line in timeline_entries(down, 0, 9.0)] == [
+    assert [line.detail for line in timeline_of(down, 0, 9.0)] == [
         "h1 (attempt 1); spawn.failed: no disk",
         "h1 (attempt 1); max_retries_exceeded",
     ]
     gone = BuildEvent(
         instance_uuid=UUID, project_id="demo", state=BuildState.DELETED, sequence=15, cell="c1", history=tries, at=8.0
     )
-    assert [line.what for line in timeline_entries(gone, 3, 9.0)] == ["deleted"]
+    assert [line.what for line in timeline_of(gone, 3, 9.0)] == ["deleted"]

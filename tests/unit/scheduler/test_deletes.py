@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from bus.consuming.given_up import EXHAUSTED, GIVEN_UP, GIVEN_UP_BY_BROKER
+from bus.consuming.given_up import EXHAUSTED, EXPIRED, GIVEN_UP, GIVEN_UP_BY_BROKER
 from bus.consuming.outcome import Done, Received, Refuse, Retry
 from bus.contracts.base import Meta
 from bus.contracts.book import HeldAllocation
@@ -34,11 +34,14 @@ def requested(position: int = 0, *, project: str = "p", delivery: int = 0) -> Pe
     return pending_delete(received, delivery_of(received, is_warming_up=False), position)
 
 
-LETTER = replace(requested(), delivery=replace(requested().delivery, is_letter=True, why=GIVEN_UP_BY_BROKER))
+LETTER = replace(requested(), delivery=replace(requested().delivery, has_letter=False, why=GIVEN_UP_BY_BROKER))
 
 
 def recorded(state: BuildState, cell: str | None = None) -> RecordedBuild:
     return RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=2, cell=cell, run="mine")
+
+
+GRAVE = {UUID: replace(recorded(BuildState.DELETED), code=UNKNOWN)}
 
 
 def kept_by(
@@ -120,6 +123,15 @@ def test_a_delete_of_what_is_being_scheduled_ends_both_while_it_is_not_known_whi
     assert [update.build.state for update in plan.updates] == [BuildState.FAILED]
 
 
+def test_a_stranded_build_is_fenced_when_its_delete_finds_nothing_any_more() -> None:
+    """A claim of its run may still be on its way, and nothing else would refuse it."""
+    accepted = recorded(BuildState.ACCEPTED)
+    (stranded,) = plan_deletes([requested()], {UUID: accepted}, AUTHOR, kept_by("mine", None)).updates
+    plan = plan_deletes([requested()], {UUID: stranded.build}, AUTHOR, {})
+    assert [update.build.state for update in plan.updates] == [BuildState.DELETED]
+    assert [type(one.message) for one in plan.messages] == [BuildEvent, ReleaseRun]
+
+
 @pytest.mark.parametrize("state", [BuildState.SCHEDULED, BuildState.BUILDING, BuildState.ACTIVE, BuildState.FAILED])
 def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state: BuildState) -> None:
     """A conductor without a record of it has lost it, and queries its compute services."""
@@ -128,9 +140,27 @@ def test_a_delete_shows_its_cell_whether_the_cell_has_announced_the_build(state:
 
 
 def test_another_projects_delete_does_nothing() -> None:
-    plan = plan_deletes([requested(project="q")], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
-    assert isinstance(plan.outcomes[0], Refuse)
+    """It is answered as one of an instance that nobody has."""
+    builds = {UUID: recorded(BuildState.ACTIVE, "c1")}
+    plan = plan_deletes([requested(project="q")], builds, AUTHOR)
+    assert isinstance(plan.outcomes[0], Retry)
     assert (plan.accepted, plan.updates, plan.messages, plan.unknown) == (set(), [], [], [])
+    late = plan_deletes([requested(project="q", delivery=OVERTAKES)], builds, AUTHOR, kept_by("mine"))
+    assert (late.accepted, late.updates, late.messages, tombstones(late.unknown, builds, AUTHOR)) == (set(), [], [], [])
+    outcomes, messages = refuse_unknown(late.unknown, builds, AUTHOR, kept_by("mine"))
+    assert isinstance(outcomes[0], Refuse) and messages == []
+
+
+@pytest.mark.parametrize("state", [BuildState.ACCEPTED, BuildState.FAILED, BuildState.DELETED])
+def test_another_projects_build_does_not_hide_what_was_claimed_for_the_projects_own(state: BuildState) -> None:
+    """The schedulers' database was set back to before the build of p, whose machine runs; q has requested it since."""
+    builds = {UUID: replace(recorded(state), project_id="q")}
+    queried = plan_deletes([requested(delivery=OVERTAKES)], builds, AUTHOR)
+    assert [one.request.project_id for one in queried.unbuilt] == ["p"]
+    plan = plan_deletes(queried.unbuilt, builds, AUTHOR, kept_by("lost"))
+    _, messages = refuse_unknown(plan.unknown, builds, AUTHOR, kept_by("lost"))
+    told = [(one.bus, one.message.project_id) for one in messages if isinstance(one.message, CellDelete)]
+    assert told == [("c1", "p")]
 
 
 def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_deleted() -> None:
@@ -142,12 +172,12 @@ def test_an_unknown_instance_is_looked_for_again_and_then_put_on_record_as_delet
     assert late.messages == []
     (tombstone,) = tombstones(late.unknown, (), AUTHOR)
     assert (tombstone.build.state, tombstone.build.terminal) == (BuildState.DELETED, True)
-    refused, messages = refuse_unknown(late.unknown, {UUID}, AUTHOR, {})
+    refused, messages = refuse_unknown(late.unknown, {UUID: tombstone.build}, AUTHOR, {})
     assert list(refused) == [0] and len(messages) == 1
-    assert refuse_unknown(late.unknown, (), AUTHOR, {}) == ({}, []), "its build came in this moment"
+    assert refuse_unknown(late.unknown, {}, AUTHOR, {}) == ({}, []), "its build came in this moment"
 
 
-@pytest.mark.parametrize("on_record", [{}, {UUID: replace(recorded(BuildState.DELETED), code=UNKNOWN)}])
+@pytest.mark.parametrize("on_record", [{}, GRAVE])
 @pytest.mark.parametrize("of", ["p", "another"])
 def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_projects_delete(
     on_record: dict[str, RecordedBuild], of: str
@@ -159,10 +189,10 @@ def test_the_cell_of_the_claim_of_an_unknown_instance_is_told_of_its_projects_de
     )
     plan = plan_deletes(deletes, on_record, AUTHOR, held)
     assert len(plan.unknown) == 2 and plan.messages == []
-    _, messages = refuse_unknown(plan.unknown, {UUID}, AUTHOR, held)
+    _, messages = refuse_unknown(plan.unknown, GRAVE, AUTHOR, held)
     told = [(one.bus, one.message.project_id) for one in messages if isinstance(one.message, CellDelete)]
     assert told == [("c1", of)]
-    _, messages = refuse_unknown(plan.unknown, (), AUTHOR, held)
+    _, messages = refuse_unknown(plan.unknown, {}, AUTHOR, held)
     assert messages == [], "its build came in this moment"
 
 
@@ -194,4 +224,17 @@ def test_a_delete_that_ended_its_schedulers_is_not_carried_out() -> None:
     plan = plan_deletes([exhausted], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR)
     (end,) = plan.messages
     assert isinstance(end.message, BuildEvent) and end.message.code == EXHAUSTED
+    assert (plan.outcomes, plan.accepted, plan.updates) == ({0: Done()}, set(), [])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_delete_whose_time_is_over_ends_as_a_move_does(*, waits: bool) -> None:
+    """It was carried out, as it was no letter."""
+    meta = Meta(id="m", attempt=1, reply_to="client.reply.x" if waits else None)
+    received = Received(requested().request, meta, "api", "scheduler.requests", left_s=lambda: -1.0)
+    plan = plan_deletes(
+        [pending_delete(received, delivery_of(received), 0)], {UUID: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
+    )
+    ends = [one.message.code for one in plan.messages if isinstance(one.message, BuildEvent)]
+    assert ends == ([] if waits else [EXPIRED])
     assert (plan.outcomes, plan.accepted, plan.updates) == ({0: Done()}, set(), [])

@@ -60,7 +60,7 @@ def test_what_a_request_refers_to_is_looked_for_again_a_few_times() -> None:
 def test_a_letter_that_goes_on_is_its_last_delivery_and_one_that_crashes_ends() -> None:
     expired = delivery_of(came(LETTERS, given_up=EXPIRED, waits=True))
     begun, crashed = expired.going_on(), expired.crashed()
-    assert expired.is_expired and begun.last and begun.ends_with() is None
+    assert expired.is_late() and begun.last and begun.ends_with() is None
     assert crashed.why is not None and crashed.why.code == GIVEN_UP
     assert not crashed.is_left, "it is on record by now, and has an event"
 

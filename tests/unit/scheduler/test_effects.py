@@ -34,6 +34,8 @@ def after(state: BuildState, cell: str | None = None) -> RecordedBuild:
         (S.ACCEPTED, after(S.DELETED), [API, API], [BuildEvent, ReleaseRun]),
         (S.ACCEPTED, replace(after(S.FAILED), attempt=0), [API], [BuildEvent]),  # nobody has claimed for it
         (S.FAILED, after(S.DELETED), [API], [BuildEvent]),
+        # What it held is gone, and a claim of its run may still be on its way.
+        (S.FAILED, replace(after(S.DELETED), code="claim.stranded"), [API, API], [BuildEvent, ReleaseRun]),
         (S.SCHEDULED, after(S.DELETING, "c1"), ["c1"], [CellDelete]),
         (S.DELETING, after(S.DELETING, "c1"), [], []),
         (S.DELETED, after(S.DELETED), [], []),
@@ -80,6 +82,7 @@ def test_a_delete_shows_its_cell_whether_that_has_announced_the_build(before: Bu
         (after(S.SCHEDULED, "c1"), False),
         (replace(after(S.DELETED), run=""), False),  # a delete came, and no build
         (replace(after(S.FAILED), code="claim.stranded"), False),  # its machine may run, and its cell is not known
+        (replace(after(S.DELETED), code="claim.stranded"), True),  # it held nothing any more when it was deleted
     ],
 )
 def test_what_has_ended_without_a_cell_is_released_by_its_run(record: RecordedBuild, is_released: bool) -> None:

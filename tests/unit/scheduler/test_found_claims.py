@@ -155,3 +155,11 @@ async def test_what_cannot_be_taken_over_is_tried_again(cluster: Cluster) -> Non
     cluster.answer = lambda _: ClaimResult(outcome=ClaimOutcome.CONSUMER_CHANGED)
     (placed,) = await cluster.place(request)
     assert isinstance(placed, PlacementUnavailable)
+
+
+async def test_a_run_whose_record_was_made_anew_takes_nothing_from_the_run_after_it(cluster: Cluster) -> None:
+    request = nowhere(cluster)
+    hold(cluster, request, run="newer")
+    cluster.on_record[request.instance_uuid] = "newer"
+    (placed,) = await cluster.place(request)
+    assert isinstance(placed, PlacementUnavailable) and cluster.claims == []

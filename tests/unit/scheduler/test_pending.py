@@ -23,7 +23,8 @@ from scheduler_worker.domain.admission import (
 from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.delivery import LAST, LETTERS, RequestDelivery, delivery_of
-from scheduler_worker.domain.pending import TOO_OLD, PendingBuild, new_build, pending_build
+from scheduler_worker.domain.pending import PendingBuild, new_build, pending_build
+from scheduler_worker.domain.requests import TOO_OLD
 from tests.unit.scheduler.hosts import Hosts
 
 NO_FLAVORS = Hosts([]).selector
@@ -43,7 +44,7 @@ def status(state: BuildState = BuildState.ACCEPTED, digest: bytes | None = None,
 
 def test_a_new_request_is_accepted_or_refused_at_once() -> None:
     assert admit_new(taken()) == Start()
-    for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD)):
+    for pending, code in ((taken(replace(REQUEST, flavor="f")), "flavor.unknown"), (taken(sent_at=1.0), TOO_OLD.code)):
         outcome = admit_new(pending).outcome
         assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == code
         build = new_build(pending, Author("s", 1.0)).build
