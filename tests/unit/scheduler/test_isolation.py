@@ -17,10 +17,9 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import LocatePage
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.plugins import Filter, Weigher, Weighing, applies_to
+from scheduler_worker.domain.plugins import Filter, Weigher, Weighing, applies_to, reweigh, score
 from scheduler_worker.domain.request_spec import Peers, RequestSpec, Unsatisfiable, has_peers, peers_of
 from scheduler_worker.domain.view import HostsView
-from scheduler_worker.domain.weights import reweigh, score
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
 from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
@@ -430,7 +429,7 @@ def test_a_choice_keeps_what_each_weigher_gave_its_host_and_the_runners_up(
     monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
     """Why here, answered like why nowhere; as it was at this choice, the ones just before counted."""
-    monkeypatch.setattr("scheduler_worker.domain.weights.KEPT_HOSTS", kept)
+    monkeypatch.setattr("scheduler_worker.domain.plugins.KEPT_HOSTS", kept)
     monkeypatch.setattr("scheduler_worker.domain.ranking.KEPT_HOSTS", kept)
     hosts = Hosts([PLENTY] * 3)
     hosts.book.assume("one", {hosts.uuids[0]: {"VCPU": 4}})
