@@ -35,9 +35,8 @@ from cell_conductor.domain.proof import is_ordered, rescan_id
 from cell_conductor.domain.quarantine_reservations import misreserved, pages, reserved_on
 from cell_conductor.domain.report import NO_MARK, NO_RECORD, Differences, Unexplained, UnexplainedKind, differences
 from cell_conductor.engine import Engine, Sender
-from cell_conductor.guard import Guard
+from cell_conductor.guard import Guard, QuarantineReservations
 from cell_conductor.handlers import HostHandlers
-from cell_conductor.quarantine_reservations import QuarantineReservations
 from cell_conductor.store import rows
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, request, seen, to_resized

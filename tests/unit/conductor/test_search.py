@@ -16,13 +16,13 @@ from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
 from bus.contracts.placement import ReleaseResult
 from bus.faults import Transient
 from cell_conductor import engine
+from cell_conductor.app import search_forever
 from cell_conductor.domain import events as e
 from cell_conductor.domain.arrival_doubts import MAX_SEARCH_PAUSE_S
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.table import step
 from cell_conductor.handlers import RETRIES
-from cell_conductor.side_tasks import search_forever
 from cell_conductor.store.memory import MemoryInstances
 from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
 from tests.unit.conductor.scenario import SPEC, UUID, host

@@ -34,10 +34,9 @@ from cell_conductor.domain.listings import Listings
 from cell_conductor.domain.proof import is_at
 from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
-from cell_conductor.forgetting import LeaseForgetter
+from cell_conductor.guard import HostOwners
 from cell_conductor.handlers import RequestHandlers
-from cell_conductor.lease_keeper import AFTER_LOSS_S, LeaseKeeper, pages_of
-from cell_conductor.owners import HostOwners
+from cell_conductor.lease_keeper import AFTER_LOSS_S, LeaseForgetter, LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.move_scenario import Scenario, active, begun, request, to_resized
