@@ -133,6 +133,7 @@ class Warm:
         parts: list[list[int]] = [[] for _ in range(self._job["jobs"])]
         for tests in by_module:
             min(parts, key=len).extend(tests)
+        parts = [part for part in parts if part]
 
         def measure(part: int) -> int:
             coverage = Coverage(

@@ -10,13 +10,20 @@ from lab.simulation.draw import plan_of
 from lab.simulation.run import run, simulate
 from lab.simulation.steering import deleted_amid
 from lab.simulation.widening import Widening
-from tests.sim.mutants_of_rare_pairs import Mutant, old_error_ends_a_power_order, release_under_the_reverts_number
+from tests.sim.mutants_of_rare_pairs import (
+    Mutant,
+    old_error_ends_a_power_order,
+    refused_while_another_bus_is_away,
+    release_under_the_reverts_number,
+)
 
 MOVES = frozenset({Widening.MOVES})
+BUSES_APART = frozenset({Widening.BUSES_APART})
 NODE_POWER = frozenset({Widening.NODE_POWER})
 # {defect: the kind of the world, and a seed that finds it}
 FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     old_error_ends_a_power_order: (NODE_POWER, 3),
+    refused_while_another_bus_is_away: (BUSES_APART, 41),
 }
 
 
