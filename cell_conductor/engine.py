@@ -18,7 +18,7 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
 from bus.faults import Transient
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
 

@@ -12,7 +12,7 @@ from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.domain.listings import Listings
 from cell_conductor.owners import HostOwners
 from tests.unit.conductor.scenario import host
-from tests.unit.conductor.test_host_reported_twice import Quiet, listing
+from tests.unit.conductor.world import Quiet, listing
 
 
 class Known:

@@ -20,8 +20,8 @@ from cell_conductor.domain.table import step
 from cell_conductor.side_tasks import search_forever
 from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
 from tests.unit.conductor.scenario import UUID
-from tests.unit.conductor.test_search import Conductor, Services
 from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
+from tests.unit.conductor.world import Conductor, Services
 
 
 def held(state: State = State.RELEASING) -> Scenario:

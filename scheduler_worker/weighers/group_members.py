@@ -1,4 +1,4 @@
-"""How many members of the soft affinity group are on the host?"""
+"""How many members of the request's server group are on the host?"""
 
 from __future__ import annotations
 
@@ -22,6 +22,25 @@ class ServerGroupSoftAffinityWeigher:
     def applies_to(self, spec: RequestSpec) -> bool:
         """Only to groups with this policy."""
         return spec.has_policy(GroupPolicy.SOFT_AFFINITY)
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """The number of other members on each host."""
+        assert spec.peers is not None
+        return view.counted(spec.peers.members)
+
+
+class ServerGroupSoftAntiAffinityWeigher:
+    """Prefers hosts with few members."""
+
+    name: ClassVar[str] = "soft_anti_affinity"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to groups with this policy."""
+        return spec.has_policy(GroupPolicy.SOFT_ANTI_AFFINITY)
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """The number of other members on each host."""

@@ -1,4 +1,4 @@
-"""How much memory is free on the host?"""
+"""How much memory, how many virtual CPUs and how much disk are free on the host?"""
 
 from __future__ import annotations
 
@@ -17,8 +17,23 @@ class RAMWeigher:
     sign: ClassVar[float] = 1.0
     minimum: ClassVar[float | None] = 0.0
     maximum: ClassVar[float | None] = None
+    resource_class: ClassVar[str] = "MEMORY_MB"
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """Capacity less used, assumed claims included."""
         del spec
-        return view.free("MEMORY_MB")
+        return view.free(self.resource_class)
+
+
+class CPUWeigher(RAMWeigher):
+    """Prefers free virtual CPUs in the same way."""
+
+    name: ClassVar[str] = "cpu"
+    resource_class: ClassVar[str] = "VCPU"
+
+
+class DiskWeigher(RAMWeigher):
+    """Prefers free disk in the same way."""
+
+    name: ClassVar[str] = "disk"
+    resource_class: ClassVar[str] = "DISK_GB"
