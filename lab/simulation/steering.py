@@ -94,8 +94,8 @@ def with_act(plan: Plan, stay: Stay, act: Act, rng: random.Random) -> Plan:
 
 
 def deleted_amid(plan: Plan, stays: Iterable[Stay], state: str, rng: random.Random) -> Plan:
-    """A delete of each instance amid its stays in this state, while one worker of placement stands still: what placement
-    was requested before may be done after the delete's own requests.
+    """A delete of each instance amid its stays in this state, while one worker of placement stands still: what it was
+    requested before may be done after the delete's own requests.
     """
     for stay in stays:
         if stay.state.startswith(state):
