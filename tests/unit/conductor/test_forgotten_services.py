@@ -22,9 +22,8 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_at
-from cell_conductor.forgetting import LeaseForgetter
 from cell_conductor.handlers import RequestHandlers
-from cell_conductor.lease_keeper import LeaseKeeper, pages_of
+from cell_conductor.lease_keeper import LeaseForgetter, LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.unit.conductor.scenario import UUID, host, on, phase_of, run
