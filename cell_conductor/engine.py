@@ -18,7 +18,7 @@ from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
 from bus.faults import Transient
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
 
@@ -48,11 +48,17 @@ from .domain.leases import Lease
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
-from .placement_requests import PendingQuestion, PlacementRequests, due_questions
+from .placement_requests import (
+    PendingQuestion,
+    PlacementRequests,
+    Transition,
+    due_questions,
+    may_be_redone,
+    observe_steps,
+)
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
 from .store.safety import UnexplainedRecord
-from .transition import Transition, may_be_redone, observe_steps
 
 log = structlog.get_logger(__name__)
 

@@ -400,7 +400,7 @@ ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )
 # They carry a message's time to the broker and from there.
-CARRIERS = {"bus/wire.py", "bus/publishing.py", "bus/memory/queue.py", "bus/rabbitmq/confirms.py"}
+CARRIERS = {"bus/wire.py", "bus/publishing.py", "bus/memory/broker.py", "bus/rabbitmq/channels.py"}
 
 
 @pytest.mark.parametrize(("decision", "packages", "made_of", "modules"), ONE_PLACE)

@@ -17,7 +17,7 @@ from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 from bus.gather import Gather
 
-# Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. Unacknowledged messages
+# Acknowledgements gather for as long anyway (bus.rabbitmq.channels), so no task waits for it. Unacknowledged messages
 # count against the prefetch, so it cannot be much longer.
 GATHER_S = 0.5
 # A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.

@@ -17,7 +17,7 @@ from msgspec import structs
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
-from bus.rabbitmq.confirms import PublishChannel
+from bus.rabbitmq.channels import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import listen_for_alarms
 from bus.server_url import Endpoint

@@ -19,8 +19,8 @@ from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.fences import SPEC as POLICY_SPEC
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import Membership
-from scheduler_worker.filters.tenant_is_allowed import KEY as TENANT_KEY
-from scheduler_worker.filters.tenant_is_allowed import tenants
+from scheduler_worker.filters.project import KEY as TENANT_KEY
+from scheduler_worker.filters.project import tenants
 
 __all__ = ["FlavorInvalid", "ParsedFlavor", "parse", "request_spec"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import structlog
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildRecord, BuildRequest, TimelineEntry
+from bus.contracts.build import BuildRecord, TimelineEntry
 from bus.persistence.memory_database import MemoryDatabase
 from scheduler_worker.domain.builds import BuildDecision, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove
@@ -26,8 +26,7 @@ class MemoryBuildTable(MemoryDatabase):
         *MemoryDatabase.ROWS,
         "records",
         "recorded",
-        "digests",
-        "requests",
+        "requested",
         "moves",
         "instances",
         "objects",
@@ -38,8 +37,7 @@ class MemoryBuildTable(MemoryDatabase):
         super().__init__(*arguments, **named)  # type: ignore[arg-type]
         self.records: dict[str, BuildRecord] = {}
         self.recorded: dict[str, RecordedBuild] = {}
-        self.digests: dict[str, bytes] = {}
-        self.requests: dict[str, BuildRequest] = {}
+        self.requested: dict[str, NewBuild] = {}
         self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
         self.instances: dict[str, InstanceRecord] = {}
         self.objects = MemoryObjects()
@@ -55,8 +53,7 @@ def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
     """Insert a row with all columns."""
     request = new.request
     uuid = request.instance_uuid
-    table.digests[uuid] = new.digest
-    table.requests[uuid] = request
+    table.requested[uuid] = new
     table.records[uuid] = BuildRecord(
         instance_uuid=uuid,
         project_id=request.project_id,
@@ -103,20 +100,10 @@ def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
         del table.drain_moves[key]
 
 
-def drop_moves(table: MemoryBuildTable, requests: Sequence[str]) -> None:
-    """Requests about instances, by their ids."""
-    for one in requests:
-        table.moves.pop(one, None)
-
-
-def delete_builds(table: MemoryBuildTable, uuids: Sequence[str]) -> None:
-    """Delete instances' rows from all tables."""
-    for uuid in uuids:
-        for column in (
-            table.records,
-            table.recorded,
-            table.digests,
-            table.requests,
-            table.instances,
-        ):
+def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
+    """Delete builds with all that belongs to them, and moves."""
+    for uuid in builds:
+        for column in (table.records, table.recorded, table.requested, table.instances):
             column.pop(uuid, None)
+    for one in moves:
+        table.moves.pop(one, None)

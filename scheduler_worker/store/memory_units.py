@@ -8,7 +8,7 @@ from functools import partial
 
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
-from bus.persistence.conflict import PreconditionFailed
+from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
@@ -64,7 +64,7 @@ class MemoryBuildUnit:
         await self._transaction.statement()
         table = self._table
         return {
-            uuid: BuildStatus(build, table.digests[uuid])
+            uuid: BuildStatus(build, table.requested[uuid].digest)
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None
         }
@@ -131,7 +131,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
             requests,
             moves={one: table.moves[one][0] for one in requests if one in table.moves},
             builds={uuid: table.recorded[uuid] for uuid in uuids},
-            requested={uuid: table.requests[uuid] for uuid in uuids},
+            requested={uuid: table.requested[uuid].request for uuid in uuids},
             instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
             named=requests.keys() & table.recorded.keys(),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -20,13 +20,15 @@ from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
+ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 
 
 class Purged(Struct, frozen=True):
-    """How many records one statement has deleted, and when the youngest of them was created."""
+    """How many builds and moves one statement has deleted, and when the youngest of these builds was created."""
 
-    count: int
+    builds: int
+    moves: int
     until: float
 
 
@@ -152,23 +154,18 @@ class SchedulerStore(Protocol):
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Entries of the log of changes, newest first."""
 
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """How many builds of a flavor have a machine, or may get one; counted up to `limit`."""
-
-    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
-        """How many builds of a project's server group (by uuid) have a machine, or may get one, up to `limit`."""
-
-    async def builds_in_cell(self, cell: str, limit: int) -> int:
-        """How many builds have a machine in this cell, or may get one, or go back to one, up to `limit`.
-
-        Reads all builds.
+    async def machines(
+        self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
+    ) -> int:
+        """How many builds of a flavor, of a server group or in a cell have a machine, or may get one; counted up to
+        `limit`. A cell has one, too, where an instance may go back to it. Reads all builds.
         """
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Delete builds that ended without a machine and last changed before this time, oldest first from a creation
-        time on.
+        """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
+        oldest first, builds from a creation time on. limit: of each.
 
-        Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.
+        A build's cell mapping goes with it. A build that has a machine, or may get one, is kept whatever its age.
         """
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
@@ -191,11 +188,6 @@ class SchedulerStore(Protocol):
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""
-
-    async def purge_moves(self, before: float, limit: int) -> int:
-        """Delete requests that ended and last changed before this time, up to a bound; returns how
-        many were deleted.
-        """
 
     async def flush(self) -> None:
         """Return when every commit is on disk, those that were not durable too."""

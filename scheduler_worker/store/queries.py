@@ -27,26 +27,24 @@ from sqlalchemy.dialects.postgresql import JSON
 from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ObjectLogQuery
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
+from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.rows import clean
 from scheduler_worker.store.tables import build_requests, instances, moves, object_log
 
 
-def builds_of(flavor: str, limit: int) -> Select[int]:
-    """How many builds of a flavor may have a machine: a scan that ends at the limit."""
-    return _count(_builds(build_requests.c.flavor == flavor).limit(limit))
-
-
-def builds_of_group(project: str, group: str, limit: int) -> Select[int]:
-    """The same of a server group: a scan of the project's builds that ends at the limit."""
-    named = cast(build_requests.c.request, JSON)[("server_group", "uuid")].astext == group
-    return _count(_builds(build_requests.c.project_id == project, named).limit(limit))
-
-
-def builds_in_cell(cell: str, limit: int) -> Select[int]:
-    """The same of a cell, with the machines that it has kept for instances that left it."""
-    kept = cast(instances.c.handed, JSON)[("kept", "cell")].astext == cell
-    handed = select(literal(1)).where(instances.c.handed != "", kept)
-    return _count(union_all(_builds(build_requests.c.cell == cell), handed).limit(limit))
+def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:
+    """How many builds may have a machine, and how many machines a cell has kept for instances that left it."""
+    columns = build_requests.c
+    found: Any = select(literal(1)).where(columns.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text))))
+    if flavor is not None:
+        found = found.where(columns.flavor == flavor)
+    if group is not None:
+        named = cast(columns.request, JSON)[("server_group", "uuid")].astext
+        found = found.where(columns.project_id == group[0], named == group[1])
+    if cell is not None:
+        kept = cast(instances.c.handed, JSON)[("kept", "cell")].astext == cell
+        found = union_all(found.where(columns.cell == cell), select(literal(1)).where(kept))
+    return select(func.count()).select_from(found.limit(limit).subquery())
 
 
 def moves_of(query: MoveQuery) -> Select[Any]:
@@ -75,12 +73,3 @@ def log_of(query: ObjectLogQuery) -> Select[Any]:
             earlier = or_(earlier, and_(columns.revision == query.before, tuple_(columns.kind, columns.name) > last))
         found = found.where(earlier)
     return found.order_by(columns.revision.desc(), columns.kind, columns.name).limit(query.limit)
-
-
-def _builds(*conditions: ColumnElement[bool]) -> Select[int]:
-    has_machine = build_requests.c.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text)))
-    return select(literal(1)).where(has_machine, *conditions)
-
-
-def _count(found: Any) -> Select[int]:
-    return select(func.count()).select_from(found.subquery())

@@ -33,7 +33,7 @@ from bus.contracts.catalogue import COMMANDS
 from bus.contracts.cell import CellBuild
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
-from bus.rabbitmq.delivery import RabbitDelivery
+from bus.rabbitmq.channels import RabbitDelivery
 from bus.service.main import GC_THRESHOLD
 from bus.topology import QueueNames
 from bus.wire import JSON, Codec, Read

@@ -12,7 +12,7 @@ import pytest
 from bus import metrics, topology
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.consuming import dead_lettering, dead_letters
+from bus.consuming import dead_letters, outcome_handling
 from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, encode
@@ -349,7 +349,7 @@ async def test_letters_of_clients_leave_room_for_those_of_workers(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that a worker makes of a sound request goes on: its requester's end is announced by it."""
-    monkeypatch.setattr(dead_lettering, "MAX_CLIENT_LETTERS", 3)
+    monkeypatch.setattr(outcome_handling, "MAX_CLIENT_LETTERS", 3)
     bus = await house.bus()
     dropped = metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value
     before = dropped.get()

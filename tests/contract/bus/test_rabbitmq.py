@@ -30,7 +30,7 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildAccepted, BuildRequest
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, EVENTS, QUEUES, QueueKind
 from bus.port import BusForbidden, BusUnavailable, Outgoing, PublishRefused, QueueDiffers, QueueMissing
-from bus.rabbitmq import RabbitTransport, confirms, parse_bus_url
+from bus.rabbitmq import RabbitTransport, channels, parse_bus_url
 from bus.rabbitmq.session import Session
 from bus.rabbitmq.transport import RabbitSubscription
 from bus.service.health import Health
@@ -394,7 +394,7 @@ async def test_a_refusal_beside_a_publish_that_hangs_stops_nothing(
     own_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The channel that was refused something is replaced; each publish waited up to 35 s for the one that hung."""
-    monkeypatch.setattr(confirms, "REPLACE_REFUSED_S", 0.0)
+    monkeypatch.setattr(channels, "REPLACE_REFUSED_S", 0.0)
     transport = RabbitTransport(own_broker.url(), name="api")
     await transport.open()
     try:

@@ -14,8 +14,8 @@ from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
 from bus.faults import DatabaseReplaced, DatabaseUnavailable
-from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain.desires import Work, in_text, states_where
 from cell_conductor.domain.instance import MACHINE_EXISTS, SET_BACK_GAP, Instance, Move, Phase, State

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.moves import MoveKind
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, Move, State

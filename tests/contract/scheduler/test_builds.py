@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord, BuildEvent, BuildQuery, BuildRequest, BuildState, TimelineEntry
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveQuery, MoveState
 from bus.faults import DatabaseUnavailable
-from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
@@ -454,8 +454,8 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
 async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) -> None:
     async with store.operation() as unit:
         await unit.insert_moves([moved(A, terminal=True), moved(B), moved(C, terminal=True, created_at=50.0)], 6.0)
-    assert await store.purge_moves(6.0, 10) == 0  # it changed last at 6
-    assert await store.purge_moves(10.0, 10) == 1
+    assert (await store.purge(6.0, 10)).moves == 0  # it changed last at 6
+    assert (await store.purge(10.0, 10)).moves == 1
     async with store.operation() as unit:
         found = await unit.known(dict.fromkeys((A, B, C), A))
     assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]

@@ -15,9 +15,8 @@ from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import DatabaseUnavailable
 from bus.persistence import database as database_module
 from bus.persistence import group_flush
-from bus.persistence.conflict import PreconditionFailed
 from bus.persistence.database import Database
-from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.guarded_statement import GuardedStatement, PreconditionFailed
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.contract.rig import Proxy
