@@ -80,11 +80,10 @@ class Query(Group, frozen=True, kw_only=True):
     """The requirements on one host: its un-numbered group, whose amounts each come from one provider of its tree or one
     that shares with it, and further groups.
 
-    A class with an amount of zero or less is not requested (a bare-metal flavor's VCPU=0). in_tree: the host must be in
-    the tree of this provider. root_required, root_forbidden: traits of the root (from 1.35). root_member_of,
-    root_forbidden_aggregates: conditions on the root's own aggregates, such as those of an availability zone.
-    only_roots, ignore_roots: uuids of roots; an empty only_roots means any. groups: numbered groups, each from one
-    provider; group_policy and same_subtree as in CandidatesRequest.
+    A class with an amount of zero or less is not requested (a bare-metal flavor's VCPU=0). root_required,
+    root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions on the root's
+    own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an empty only_roots
+    means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
     """
 
     root_required: tuple[tuple[str, ...], ...] = ()

@@ -14,8 +14,8 @@ from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
-from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query, render
-from placement_worker.rest.http import JSON, HttpRequest, Response
+from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
+from placement_worker.rest.http import JSON, HttpRequest, Response, render
 from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
 from placement_worker.rest.policy import Policy

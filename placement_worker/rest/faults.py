@@ -1,19 +1,14 @@
-"""The error answers of the API: a table of statuses and codes, and their rendering as the caller accepts it. The texts
-are Placement's, because clients show them and some match them.
+"""The error answers of the API: a table of statuses and codes, and which form the caller accepts. The texts are
+Placement's, because clients show them and some match them.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from placement_worker.domain.refusal import Why, WriteRefusal
-
-if TYPE_CHECKING:
-    from placement_worker.rest.http import HttpRequest
 
 # Placement's error codes.
 UNDEFINED = "placement.undefined_code"
@@ -112,39 +107,6 @@ def refused(refusal: WriteRefusal, answers: Answers = NO_ANSWERS) -> HttpFault:
     status, code = REFUSED[refusal.why]
     before, place, after = own.words.rpartition("{}")
     return HttpFault(own.status or status, f"{before}{refusal.words if place else ''}{after}", own.code or code)
-
-
-def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: tuple[str, str]) -> tuple[str, bytes]:
-    """Return (content type, body) of an error. version: the minor microversion, None before it is known."""
-    title, explanation = STATUS[fault.status]
-    explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
-    kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
-    if kind == "application/json":
-        error = _json(fault, about, version, explanation)
-        if fault.status == 406 and version is None:
-            error["min_version"], error["max_version"] = versions
-        return kind, msgspec.json.encode({"errors": [error]})
-    status = f"{fault.status} {title}"
-    if kind == "text/html":
-        page = (
-            f"<html>\n <head>\n  <title>{status}</title>\n </head>\n <body>\n  <h1>{status}</h1>\n"
-            f"  {html.escape(explanation)}<br /><br />\n{html.escape(fault.words)}\n </body>\n</html>"
-        )
-        return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
-    return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
-
-
-def _json(fault: HttpFault, about: HttpRequest, version: int | None, explanation: str) -> dict[str, object]:
-    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
-    error: dict[str, object] = {
-        "status": fault.status,
-        "title": STATUS[fault.status][0],
-        "detail": f"{explanation}\n\n {words}  ",
-    }
-    if version is not None and version >= SINCE_CODES:
-        error["code"] = fault.code
-    error["request_id"] = about.id
-    return error
 
 
 def best(accept: str, offers: tuple[str, ...]) -> str | None:

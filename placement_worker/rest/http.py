@@ -1,7 +1,8 @@
-"""The request and the response of handlers."""
+"""The request and the response of handlers, and the rendering of an error."""
 
 from __future__ import annotations
 
+import html
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from placement_worker.rest.auth import Caller
-from placement_worker.rest.faults import invalid_query
+from placement_worker.rest.faults import SINCE_CODES, STATUS, HttpFault, best, invalid_query
 
 JSON = "application/json"
 SINCE_CACHE_HEADERS = 15
@@ -112,3 +113,36 @@ def _http_date(second: int) -> bytes:
 def json_response(data: Any, status: int = 200) -> Response:
     """Return a response with this data as JSON."""
     return Response(status, msgspec.json.encode(data))
+
+
+def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: tuple[str, str]) -> tuple[str, bytes]:
+    """Return (content type, body) of an error. version: the minor microversion, None before it is known."""
+    title, explanation = STATUS[fault.status]
+    explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
+    kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
+    if kind == "application/json":
+        error = _json(fault, about, version, explanation)
+        if fault.status == 406 and version is None:
+            error["min_version"], error["max_version"] = versions
+        return kind, msgspec.json.encode({"errors": [error]})
+    status = f"{fault.status} {title}"
+    if kind == "text/html":
+        page = (
+            f"<html>\n <head>\n  <title>{status}</title>\n </head>\n <body>\n  <h1>{status}</h1>\n"
+            f"  {html.escape(explanation)}<br /><br />\n{html.escape(fault.words)}\n </body>\n</html>"
+        )
+        return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
+    return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
+
+
+def _json(fault: HttpFault, about: HttpRequest, version: int | None, explanation: str) -> dict[str, object]:
+    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
+    error: dict[str, object] = {
+        "status": fault.status,
+        "title": STATUS[fault.status][0],
+        "detail": f"{explanation}\n\n {words}  ",
+    }
+    if version is not None and version >= SINCE_CODES:
+        error["code"] = fault.code
+    error["request_id"] = about.id
+    return error

@@ -129,7 +129,7 @@ class PostgresBookTransaction:
         changes: Sequence[Change] = (),
         most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
     ) -> int:
-        """Write a decision about the locked rows."""
+        """Write a decision about the locked rows. Raises PassedMeanwhile and BrokenInvariant."""
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
         await self.ids_of({provider for holding in held for provider in holding})
         size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
