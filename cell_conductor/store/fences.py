@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Protocol
 
-from bus.persistence.database import Database
+from msgspec import convert
+
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
 from cell_conductor.domain.fences import Fence, Loss
+
+from .keyed import PostgresKeyed, columns
 
 MAX_LOSSES = 100_000  # read at a time; the oldest are destroyed first
 
@@ -44,7 +48,7 @@ class FenceStore(Protocol):
 
 # Before what depends on both tables of fences: the statements that follow see what the one before has committed.
 LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended(concat(current_schema(), '.fences.', $1::text), 0))"
-FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences ORDER BY host_uuid"
+FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by AS by, at FROM fences ORDER BY host_uuid"
 LOSSES = """
 SELECT host_uuid::text, instance_uuid::text, attempt, service, at FROM fence_losses
 ORDER BY at, host_uuid, instance_uuid LIMIT $1
@@ -97,49 +101,25 @@ ORDER BY uuid LIMIT $3
 """
 
 
-def loss_columns(losses: Sequence[Loss]) -> tuple[list[object], ...]:
+def loss_columns(losses: Sequence[Loss]) -> list[Sequence[object]]:
     """Column arrays for LOSE, each place once, in the order of the locks."""
-    ordered = [one for _, one in sorted({one.place: one for one in sorted(losses, key=_attempt)}.items())]
-    return (
-        [one.host_uuid for one in ordered],
-        [one.instance_uuid for one in ordered],
-        [one.attempt for one in ordered],
-        [one.service for one in ordered],
-        [one.at for one in ordered],
-    )
+    newest = {one.place: one for one in sorted(losses, key=lambda loss: loss.attempt)}
+    return columns([one for _, one in sorted(newest.items())], *Loss.__struct_fields__)
 
 
-def _values(fence: Fence) -> tuple[object, ...]:
-    return (fence.host_uuid, fence.host, fence.version, fence.lifting, fence.reason, fence.by, fence.at)
+_values = attrgetter(*Fence.__struct_fields__)
 
 
-def _attempt(loss: Loss) -> int:
-    return loss.attempt
-
-
-class PostgresFences:
+class PostgresFences(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def fences(self) -> list[Fence]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [
-                Fence(
-                    host_uuid=row[0], host=row[1], version=row[2], lifting=row[3], reason=row[4], by=row[5], at=row[6]
-                )
-                for row in await connection.fetch(FENCES)
-            ]
+        return [convert(dict(row), Fence) for row in await self._fetch(FENCES)]
 
     async def losses(self) -> list[Loss]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [
-                Loss(host_uuid=row[0], instance_uuid=row[1], attempt=row[2], service=row[3], at=row[4])
-                for row in await connection.fetch(LOSSES, MAX_LOSSES)
-            ]
+        return [convert(dict(row), Loss) for row in await self._fetch(LOSSES, MAX_LOSSES)]
 
     async def put(self, fence: Fence) -> bool:
         """One transaction."""
@@ -151,9 +131,7 @@ class PostgresFences:
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One statement."""
-        hosts, instances, attempts, _, _ = loss_columns(losses)
-        async with self._database.raw() as connection:
-            await connection.execute(DELETE_LOSSES, hosts, instances, attempts)
+        await self._fetch(DELETE_LOSSES, *loss_columns(losses)[:3])
 
     async def lift(self, host_uuid: str, version: int) -> bool:
         """One transaction: the row is locked before its losses are read, and who records a loss locks it, too."""
@@ -178,10 +156,8 @@ class PostgresFences:
 
     async def lifted(self, host_uuid: str) -> int:
         """One statement."""
-        async with self._database.raw() as connection:
-            return await connection.fetchval(LIFTED_BY, host_uuid) or 0
+        return await self._fetchval(LIFTED_BY, host_uuid) or 0
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; it reads the whole table, and fences are rare."""
-        async with self._database.raw() as connection:
-            return [row[0] for row in await connection.fetch(TOUCHING, host_uuid, after, limit)]
+        return [row[0] for row in await self._fetch(TOUCHING, host_uuid, after, limit)]

@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from bus.persistence.database import Database
-from cell_conductor.domain.leases import Lease, LeaseState
+from msgspec import convert
+
+from cell_conductor.domain.leases import Lease
+
+from .keyed import PostgresKeyed, columns
 
 
 class LeaseStore(Protocol):
@@ -48,13 +51,14 @@ ON CONFLICT (one) DO UPDATE SET
 WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
 """
-LEASES = "SELECT service, epoch, interval_s, state, since, reason FROM leases ORDER BY service"
+COLUMNS = Lease.__struct_fields__
+LEASES = f"SELECT {', '.join(COLUMNS)} FROM leases ORDER BY service"
 # The keeper's row is locked: no newer term begins while this one writes. One statement is one transaction: a keeper
 # that is paused holds no lock, and the next one does not wait for it.
 _MINE = "mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHARE)"
 RECORD = f"""
 WITH {_MINE}, recorded AS (
-    INSERT INTO leases (service, epoch, interval_s, state, since, reason)
+    INSERT INTO leases ({", ".join(COLUMNS)})
     SELECT n.* FROM unnest($2::text[], $3::bigint[], $4::float8[], $5::text[], $6::float8[], $7::text[]) AS n
     WHERE EXISTS (SELECT FROM mine)
     ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s,
@@ -69,11 +73,8 @@ DELETE FROM leases WHERE EXISTS (SELECT FROM mine) AND service IN (
 FORGET = "DELETE FROM leases WHERE service = $1 RETURNING 1"
 
 
-class PostgresLeases:
+class PostgresLeases(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One statement."""
@@ -83,29 +84,13 @@ class PostgresLeases:
 
     async def leases(self) -> list[Lease]:
         """One statement."""
-        async with self._database.raw() as connection:
-            found = await connection.fetch(LEASES)
-        return [
-            Lease(
-                service=row[0], epoch=row[1], interval_s=row[2], state=LeaseState(row[3]), since=row[4], reason=row[5]
-            )
-            for row in found
-        ]
+        return [convert(dict(row), Lease) for row in await self._fetch(LEASES)]
 
     async def record(self, term: int, leases: Sequence[Lease]) -> bool:
         """One statement."""
         ordered = sorted(leases, key=lambda lease: lease.service)
         async with self._database.single() as connection:
-            recorded: bool = await connection.fetchval(
-                RECORD,
-                term,
-                [lease.service for lease in ordered],
-                [lease.epoch for lease in ordered],
-                [lease.interval_s for lease in ordered],
-                [lease.state.value for lease in ordered],
-                [lease.since for lease in ordered],
-                [lease.reason for lease in ordered],
-            )
+            recorded: bool = await connection.fetchval(RECORD, term, *columns(ordered, *COLUMNS))
         return recorded
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
@@ -115,5 +100,4 @@ class PostgresLeases:
 
     async def forget(self, service: str) -> bool:
         """One statement."""
-        async with self._database.raw() as connection:
-            return await connection.fetchval(FORGET, service) is not None
+        return await self._fetchval(FORGET, service) is not None

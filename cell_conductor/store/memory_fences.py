@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
 
-from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from bus.persistence.memory_database import MemoryDatabaseTransaction
 from cell_conductor.domain.desires import AT_REST
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance
 
 from .fences import MAX_LOSSES
+from .keyed import MemoryKeyed
 
 MachineKey = tuple[str, str]
 
@@ -26,30 +27,21 @@ class FenceTables(Protocol):
     fence_losses: dict[MachineKey, Loss]
 
 
-class MemoryFences:
+class MemoryFences(MemoryKeyed[FenceTables]):
     """In a cell's tables."""
-
-    def __init__(self, table: FenceTables, session: MemorySession) -> None:
-        self._table = table
-        self._session = session
 
     async def fences(self) -> list[Fence]:
         """All of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            return [fence for _, fence in sorted(self._table.fences.items())]
+        return await self._read(self._table.fences)
 
     async def losses(self) -> list[Loss]:
         """All of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun():
             return sorted(self._table.fence_losses.values(), key=lambda one: (one.at, one.place))[:MAX_LOSSES]
 
     async def put(self, fence: Fence) -> bool:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_key(fence.host_uuid)])
+        async with self._begun(_key(fence.host_uuid)) as transaction:
             known = self._table.fences.get(fence.host_uuid)
             newest = known.version if known is not None else self._table.lifted_fences.get(fence.host_uuid, 0)
             if newest >= fence.version:
@@ -59,15 +51,12 @@ class MemoryFences:
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun() as transaction:
             transaction.will(partial(_drop, self._table.fence_losses, losses))
 
     async def lift(self, host_uuid: str, version: int) -> bool:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_key(host_uuid)])
+        async with self._begun(_key(host_uuid)) as transaction:
             known = self._table.fences.get(host_uuid)
             if known is None or not known.lifting or known.version != version:
                 return False
@@ -80,23 +69,19 @@ class MemoryFences:
 
     async def lift_unknown(self, fence: Fence) -> None:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_key(fence.host_uuid)])
+        async with self._begun(_key(fence.host_uuid)) as transaction:
             newest = self._table.lifted_fences.get(fence.host_uuid, 0)
             if fence.host_uuid not in self._table.fences and newest < fence.version:
                 transaction.will(partial(_lift, self._table, fence.host_uuid, fence.version))
 
     async def lifted(self, host_uuid: str) -> int:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun():
             return 0 if host_uuid in self._table.fences else self._table.lifted_fences.get(host_uuid, 0)
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """All of them are looked at."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun():
             return [
                 uuid
                 for uuid, one in sorted(self._table.instances.items())

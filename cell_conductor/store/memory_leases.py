@@ -9,8 +9,9 @@ from typing import Protocol
 from msgspec import Struct
 
 from bus.clock import Clock
-from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.leases import Lease, LeaseState
+
+from .keyed import MemoryKeyed, drop
 
 
 class Keeper(Struct, frozen=True):
@@ -33,18 +34,12 @@ ONE = "one"
 _ROW = ("lease_keeper", ONE)
 
 
-class MemoryLeases:
+class MemoryLeases(MemoryKeyed[LeaseTables]):
     """In a cell's tables."""
-
-    def __init__(self, table: LeaseTables, session: MemorySession) -> None:
-        self._table = table
-        self._session = session
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_ROW])
+        async with self._begun(_ROW) as transaction:
             now = self._table.clock.time()
             held = self._table.lease_keeper.get(ONE)
             if held is not None and held.process != process and held.until >= now:
@@ -57,15 +52,11 @@ class MemoryLeases:
 
     async def leases(self) -> list[Lease]:
         """All of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            return [lease for _, lease in sorted(self._table.leases.items())]
+        return await self._read(self._table.leases)
 
     async def record(self, term: int, leases: Sequence[Lease]) -> bool:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_ROW])
+        async with self._begun(_ROW) as transaction:
             if not self._is_mine(term):
                 return False
             transaction.will(partial(self._table.leases.update, {lease.service: lease for lease in leases}))
@@ -73,28 +64,20 @@ class MemoryLeases:
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([_ROW])
+        async with self._begun(_ROW) as transaction:
             down = [one for one in self._table.leases.values() if one.state is not LeaseState.UP]
             gone = [one.service for one in sorted(down, key=lambda one: one.since) if one.since < before][:limit]
             if not self._is_mine(term):
                 return []
-            transaction.will(partial(_drop, self._table.leases, gone))
+            transaction.will(partial(drop, self._table.leases, gone))
             return sorted(gone)
 
     async def forget(self, service: str) -> bool:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            transaction.will(partial(_drop, self._table.leases, [service]))
+        async with self._begun() as transaction:
+            transaction.will(partial(drop, self._table.leases, [service]))
             return service in self._table.leases
 
     def _is_mine(self, term: int) -> bool:
         held = self._table.lease_keeper.get(ONE)
         return held is not None and held.term == term
-
-
-def _drop(rows: dict[str, Lease], services: Sequence[str]) -> None:
-    for service in services:
-        rows.pop(service, None)

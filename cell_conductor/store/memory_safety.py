@@ -8,10 +8,10 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
+from .keyed import MemoryKeyed, drop
 from .safety import DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset
 
 
@@ -22,18 +22,12 @@ class Tables(Protocol):
     breakers: dict[str, Breaker]
 
 
-class MemorySafety:
+class MemorySafety(MemoryKeyed[Tables]):
     """In a cell's tables."""
-
-    def __init__(self, table: Tables, session: MemorySession) -> None:
-        self._table = table
-        self._session = session
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock(_rows((machine.host_uuid, machine.uuid) for machine in machines))
+        async with self._begun(*_rows((machine.host_uuid, machine.uuid) for machine in machines)) as transaction:
             made: dict[MachineKey, UnexplainedRecord] = {}
             for machine in machines:
                 record = UnexplainedRecord(machine=machine, service=service, first_seen=now, last_seen=now, is_new=True)
@@ -49,21 +43,16 @@ class MemorySafety:
 
     async def records(self) -> list[UnexplainedRecord]:
         """All of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            return [record for _, record in sorted(self._table.unexplained.items())]
+        return await self._read(self._table.unexplained)
 
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock(_rows(places))
-            transaction.will(partial(_drop, self._table.unexplained, places))
+        async with self._begun(*_rows(places)) as transaction:
+            transaction.will(partial(drop, self._table.unexplained, places))
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun() as transaction:
             table = self._table.unexplained
             await transaction.lock(_rows(place for place, record in table.items() if _is_named(record, machines)))
             decided = {
@@ -76,28 +65,21 @@ class MemorySafety:
 
     async def breaker(self, service: str) -> Breaker | None:
         """One of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
+        async with self._begun():
             return self._table.breakers.get(service)
 
     async def breakers(self) -> list[Breaker]:
         """All of them."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            return [breaker for _, breaker in sorted(self._table.breakers.items())]
+        return await self._read(self._table.breakers)
 
     async def trip(self, breaker: Breaker) -> None:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([("breakers", breaker.service)])
+        async with self._begun(("breakers", breaker.service)) as transaction:
             transaction.will(partial(self._table.breakers.update, {breaker.service: breaker}))
 
     async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
         """One transaction."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            await transaction.lock([("breakers", service)])
+        async with self._begun(("breakers", service)) as transaction:
             breaker = self._table.breakers.get(service)
             if breaker is None or not is_to_reset(breaker, tripped_at):
                 return False
@@ -118,8 +100,3 @@ def _is_named(record: UnexplainedRecord, machines: Sequence[DecidedMachine]) -> 
 def _rows(places: Iterable[MachineKey]) -> list[tuple[str, str, str]]:
     """The keys of their locks, in the order in which PostgreSQL's statements take them."""
     return [("unexplained", *place) for place in sorted(set(places))]
-
-
-def _drop(rows: dict[MachineKey, UnexplainedRecord], places: Sequence[MachineKey]) -> None:
-    for place in places:
-        rows.pop(place, None)

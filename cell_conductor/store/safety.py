@@ -13,9 +13,10 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained
+
+from .keyed import PostgresKeyed, columns
 
 DESTROY = "destroy"
 KEEP = "keep"
@@ -126,62 +127,40 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Breaker).decode
 
 
-class PostgresSafety:
+class PostgresSafety(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
         """One statement."""
         rows = {(one.host_uuid, one.uuid): one for one in machines}.values()
-        columns = (
-            [one.host_uuid for one in rows],
-            [one.uuid for one in rows],
-            [one.attempt for one in rows],
-            [one.kind.value for one in rows],
-        )
-        async with self._database.raw() as connection:
-            found = await connection.fetch(RECORD, *columns, service, now, [one.why for one in rows])
-        return [_record_of(row) for row in found]
+        *places, why = columns(rows, "host_uuid", "uuid", "attempt", "kind", "why")
+        return [_record_of(row) for row in await self._fetch(RECORD, *places, service, now, why)]
 
     async def records(self) -> list[UnexplainedRecord]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [_record_of(row) for row in await connection.fetch(RECORDS)]
+        return [_record_of(row) for row in await self._fetch(RECORDS)]
 
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """One statement."""
-        async with self._database.raw() as connection:
-            await connection.execute(
-                DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places]
-            )
+        await self._fetch(DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places])
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One statement."""
-        columns = (
-            [one.uuid for one in machines],
-            [one.host_uuid for one in machines],
-            [one.attempt for one in machines],
-        )
-        async with self._database.raw() as connection:
-            return sorted((host, uuid) for host, uuid in await connection.fetch(DECIDE, *columns, verdict, by, now))
+        named = columns(machines, *DecidedMachine.__struct_fields__)
+        return sorted((host, uuid) for host, uuid in await self._fetch(DECIDE, *named, verdict, by, now))
 
     async def breaker(self, service: str) -> Breaker | None:
         """One statement."""
-        async with self._database.raw() as connection:
-            record = await connection.fetchval("SELECT record FROM breakers WHERE service = $1", service)
+        record = await self._fetchval("SELECT record FROM breakers WHERE service = $1", service)
         return None if record is None else _decode(record)
 
     async def breakers(self) -> list[Breaker]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [_decode(row[0]) for row in await connection.fetch("SELECT record FROM breakers ORDER BY service")]
+        return [_decode(row[0]) for row in await self._fetch("SELECT record FROM breakers ORDER BY service")]
 
     async def trip(self, breaker: Breaker) -> None:
         """One statement."""
-        async with self._database.raw() as connection:
-            await connection.execute(TRIP, breaker.service, _encode(breaker).decode())
+        await self._fetch(TRIP, breaker.service, _encode(breaker).decode())
 
     async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
         """Read with a lock and written back in one transaction."""
