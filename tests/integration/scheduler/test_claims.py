@@ -92,16 +92,6 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     assert host in await world.used()
 
 
-async def test_a_delete_in_the_batch_of_its_request_reaches_the_cell_of_a_young_claim(world: World) -> None:
-    """It was answered as deleted, and the instance ran on without its allocation."""
-    request, host = await running(world)
-    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
-    await world.ask(request, delete)  # one batch
-    ((cell, command),) = await world.until(lambda: world.deletes)
-    assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
-    assert set(await world.used()) == {host}
-
-
 async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,27 +106,6 @@ async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     await world.scheduler("s2", CONFIG)
     await until_acknowledged(world)
     assert host in await world.used()
-
-
-async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One member had failed before the record was lost; its host is taken."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
-    await world.scheduler("s1", CONFIG)
-    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
-    request = world.request(count=2)
-    first, second = member_uuids(request)
-    await world.ask(request)
-    await world.ended(first, BuildState.SCHEDULED)
-    name = (await world.ended(second, BuildState.SCHEDULED)).host
-    await world.answer(Release(consumer=second), ReleaseResult)
-    await fill(world, hosts[0] if name == "c1-0" else hosts[1])
-    await forget(world, first, second)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.ended(second)
-    assert set(await world.used()) == set(hosts)
 
 
 async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after_it(

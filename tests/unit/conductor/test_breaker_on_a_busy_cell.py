@@ -22,19 +22,11 @@ from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
 from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.world import Silent
 
 HOST = "bbbbbbbb-0000-4000-8000-000000000000"
 SERVICE, CELL, EPOCH = "s", "c", 1
 MANY = 10
-
-
-class Silent:
-    """A bus that takes what is published."""
-
-    name = CELL
-
-    async def publish(self, *_: object, **__: object) -> None:
-        return None
 
 
 def active(number: int) -> Instance:

@@ -14,7 +14,7 @@ from cell_conductor.engine import Engine
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.conductor.scenario import TIMED_OUT, UUID, queried, run, spawned
-from tests.unit.conductor.test_set_back import Queried, Relay
+from tests.unit.conductor.world import Queried, Relay
 
 
 async def after_crash(building: Instance, event: Event) -> Instance:

@@ -13,7 +13,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
 from cell_conductor.store.safety import ADOPT, UnexplainedRecord
 from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_search import Conductor, Services
+from tests.unit.conductor.world import Conductor, Services
 
 KEPT = UnexplainedRecord(
     machine=Unexplained(UUID, 2, host(3), UnexplainedKind.QUARANTINED, NEWER),

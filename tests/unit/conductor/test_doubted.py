@@ -41,7 +41,7 @@ SILENT = {"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="wh
 AFTER = replace(PATIENCE, set_back_at=SET_BACK_AT, doubt_limit_s=LIMIT_S)
 
 
-def run(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
+def run_after(*happened: e.Event, start: Instance | None = None, down: bool = False) -> Step:
     stepped = Step(start or Instance(uuid=UUID))
     for event in happened:
         stepped = step(stepped.instance, event, replace(AFTER, down=SILENT if down else {}))
@@ -53,7 +53,7 @@ def requested(at: float) -> e.BuildRequested:
 
 
 def in_doubt() -> Instance:
-    return run(requested(SET_BACK_AT - 10.0)).instance
+    return run_after(requested(SET_BACK_AT - 10.0)).instance
 
 
 def past(instance: Instance, seconds: float) -> e.TimedOut:
@@ -84,14 +84,14 @@ def report_of(attempt: int, on: int = 1) -> ComputeHosts:
 
 def test_a_build_that_was_requested_before_a_set_back_waits_for_its_host() -> None:
     """The redelivered cell.build was timed out like any other: its machine was active and was built a second time."""
-    first = run(requested(SET_BACK_AT - 10.0))
+    first = run_after(requested(SET_BACK_AT - 10.0))
     assert spawns(first) == [(1, host(1))] and first.instance.doubted
     now = first
     for seconds in (61.0, 72.0, 90.0, 600.0):
-        now = run(past(first.instance, seconds), start=now.instance)
+        now = run_after(past(first.instance, seconds), start=now.instance)
         assert now.instance.state is State.BUILDING
         assert [c.unless_built for c in now.commands if isinstance(c, Destroy)] == [True]
-    up = run(spawned(), start=now.instance)
+    up = run_after(spawned(), start=now.instance)
     assert up.instance.state is State.ACTIVE and not up.instance.doubted
 
 
@@ -101,9 +101,9 @@ def test_a_build_under_a_later_attempt_is_one_that_this_database_has_lost() -> N
     first = step(Instance(uuid=UUID), late, PATIENCE)  # the set-back is not known
     assert spawns(first) == [(3, host(1))] and first.instance.doubted
     assert not is_over(first.instance, 1, host(1)) and not is_over(first.instance, 2, host(2)), "nothing is destroyed"
-    next_claim = question_of(run(failed(attempt=3, n=1), start=first.instance).instance)
+    next_claim = question_of(run_after(failed(attempt=3, n=1), start=first.instance).instance)
     assert isinstance(next_claim, Claim) and next_claim.attempt == 4
-    released = question_of(run(late, start=Instance(uuid=UUID, state=State.TOMBSTONE)).instance)
+    released = question_of(run_after(late, start=Instance(uuid=UUID, state=State.TOMBSTONE)).instance)
     assert isinstance(released, Release) and (released.attempt or 0) >= 3
 
 
@@ -132,13 +132,13 @@ def test_a_build_that_was_deleted_before_it_came_again_holds_its_claim_until_its
         instance_uuid=UUID, host_uuid=host(1), host="host", service="s1", attempt=1, project_id="p", built=True
     )
     gone = Instance(uuid=UUID, state=State.TOMBSTONE)
-    left = run(replace(requested(SET_BACK_AT - 10.0), found=(machine,)), start=gone)
+    left = run_after(replace(requested(SET_BACK_AT - 10.0), found=(machine,)), start=gone)
     assert (left.instance.phase, destroys(left), question_of(left.instance)) == (
         (State.DESTROYING, State.DELETED),
         [(1, host(1))],
         None,
     )
-    over = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=left.instance).instance
+    over = run_after(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=left.instance).instance
     assert (over.phase, isinstance(question_of(over), Release)) == ((State.RELEASING, State.DELETED), True)
 
 
@@ -146,27 +146,29 @@ def test_a_build_under_an_attempt_that_a_failed_one_had_is_not_built_on_what_tha
     over = replace(in_doubt(), state=State.FAILED, attempt=2, newest=3, requested_at=0.0)
     late = requested(SET_BACK_AT + 100.0)
     for attempt in (2, 3):
-        again = run(replace(late, attempt=attempt, found=()), start=over)
+        again = run_after(replace(late, attempt=attempt, found=()), start=over)
         assert [one.state for one in announced(again)] == [BuildState.FAILED] and not spawns(again)
-    assert spawns(run(replace(late, attempt=4, found=()), start=over)) == [(4, host(1))]
+    assert spawns(run_after(replace(late, attempt=4, found=()), start=over)) == [(4, host(1))]
     for on in (2, 1):
         machine = FoundMachine(
             instance_uuid=UUID, host_uuid=host(on), host="host", service="s1", attempt=2, project_id="p", built=True
         )
-        adopting = run(replace(late, attempt=2, found=(machine,)), start=over)
+        adopting = run_after(replace(late, attempt=2, found=(machine,)), start=over)
         assert adopting.instance.phase == (State.CLAIMING, State.ACTIVE) and not spawns(adopting)
         assert (adopting.instance.host_uuid, adopting.instance.next_attempt) == (host(on), 4)
 
 
 def test_it_does_not_pass_over_its_first_host_because_that_is_silent_just_then() -> None:
-    stepped = run(requested(SET_BACK_AT - 10.0), down=True)
+    stepped = run_after(requested(SET_BACK_AT - 10.0), down=True)
     assert spawns(stepped) == [(1, host(1))] and stepped.instance.doubted
 
 
 def test_a_build_that_was_requested_after_the_set_back_is_like_any_other() -> None:
-    stepped = run(requested(SET_BACK_AT + 60.0))
+    stepped = run_after(requested(SET_BACK_AT + 60.0))
     assert not stepped.instance.doubted
-    assert run(past(stepped.instance, 61.0), past(stepped.instance, 72.0), start=stepped.instance).instance.phase == (
+    assert run_after(
+        past(stepped.instance, 61.0), past(stepped.instance, 72.0), start=stepped.instance
+    ).instance.phase == (
         State.CLAIMING,
         State.BUILDING,
     )
@@ -174,19 +176,19 @@ def test_a_build_that_was_requested_after_the_set_back_is_like_any_other() -> No
 
 
 def test_clocks_may_be_apart() -> None:
-    assert run(requested(SET_BACK_AT + 20.0)).instance.doubted
+    assert run_after(requested(SET_BACK_AT + 20.0)).instance.doubted
 
 
 def given_up() -> Step:
     waiting = in_doubt()
-    return run(past(waiting, 61.0), past(waiting, LIMIT_S + 1.0), start=waiting)
+    return run_after(past(waiting, 61.0), past(waiting, LIMIT_S + 1.0), start=waiting)
 
 
 def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
     """It stayed `building` for ever."""
     over = given_up()
     assert over.instance.phase == (State.RELEASING, State.FAILED) and over.commands == ()
-    failed = run(RELEASED, start=over.instance)
+    failed = run_after(RELEASED, start=over.instance)
     (event,) = announced(failed)
     assert (event.state, event.code, event.terminal) == (BuildState.FAILED, OUTCOME_UNKNOWN, True)
     assert "silent" in event.reason and event.history[-1].outcome == "unknown"
@@ -196,16 +198,16 @@ def test_a_doubted_build_on_a_dead_host_ends_and_nothing_is_destroyed() -> None:
 def test_the_limit_counts_from_the_set_back_and_not_from_the_build_in_the_backup() -> None:
     """A record of a day-old backup was given up after one unanswered question."""
     restored = replace(in_doubt(), since=SET_BACK_AT - 86_400.0, queried=True)
-    assert run(e.TimedOut(at=SET_BACK_AT + 60.0), start=restored).instance.state is State.BUILDING
+    assert run_after(e.TimedOut(at=SET_BACK_AT + 60.0), start=restored).instance.state is State.BUILDING
 
 
 def test_what_its_host_runs_when_it_is_back_is_kept_in_quarantine() -> None:
     over = given_up().instance
-    for record in (over, run(RELEASED, start=over).instance):
+    for record in (over, run_after(RELEASED, start=over).instance):
         found = differences(report_of(1), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED]
         assert not found.events and not found.harmful
-        assert not destroys(run(spawned(), start=record)), "nor by the host's own late word"
+        assert not destroys(run_after(spawned(), start=record)), "nor by the host's own late word"
 
 
 @pytest.mark.parametrize("is_queried", [True, False])
@@ -213,25 +215,25 @@ def test_what_a_second_service_of_the_same_name_has_answered_for_is_kept_when_it
     """It was destroyed with the first service's next report, though a client had it as active (seed 1795360332)."""
     restored = replace(in_doubt(), reused_from=0)
     if is_queried:
-        restored = run(past(restored, 61.0), start=restored).instance
-    ended = run(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1), service="s1"), start=restored)
+        restored = run_after(past(restored, 61.0), start=restored).instance
+    ended = run_after(e.Destroyed(at=restored.since + 70.0, attempt=1, host_uuid=host(1), service="s1"), start=restored)
     assert ended.instance.phase == (State.CLAIMING, State.BUILDING) and not destroys(ended), (
         "an order would wait for the first service"
     )
-    second = run(claimed(2), start=ended.instance)
-    records = [second.instance, run(spawned(2), start=second.instance).instance]
-    again = run(
+    second = run_after(claimed(2), start=ended.instance)
+    records = [second.instance, run_after(spawned(2), start=second.instance).instance]
+    again = run_after(
         e.Destroyed(at=restored.since + 99.0, attempt=2, host_uuid=host(2), service="s1"), start=second.instance
     )
-    records += [again.instance, run(RELEASED, start=again.instance).instance]
+    records += [again.instance, run_after(RELEASED, start=again.instance).instance]
     assert [one.state for one in records] == [State.BUILDING, State.ACTIVE, State.RELEASING, State.FAILED]
     for record in records:
         for attempt, on in ((1, 1), (2, 2))[: 2 if record.state is State.FAILED else 1]:
             found = differences(report_of(attempt, on), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
             assert [one.kind for one in found.unexplained] == [UnexplainedKind.QUARANTINED], record.state
             assert not found.events and not found.harmful
-            assert not destroys(run(spawned(attempt, on), start=record))
-    deleted = run(e.DeleteRequested(at=9e3), start=records[-1]).instance
+            assert not destroys(run_after(spawned(attempt, on), start=record))
+    deleted = run_after(e.DeleteRequested(at=9e3), start=records[-1]).instance
     assert is_over(deleted, 1, host(1)), "its client wants neither"
 
 
@@ -245,44 +247,44 @@ def announced_to(build: RecordedBuild, *stepped: Step) -> RecordedBuild:
 @pytest.mark.parametrize("forgotten", ["the whole build", "its end"])
 def test_the_end_of_a_build_reaches_schedulers_though_they_have_had_one_of_that_number(forgotten: str) -> None:
     """It was numbered as the `active` that the cell had forgotten: the schedulers had it active for ever."""
-    building = run(requested(SET_BACK_AT + 100.0))
-    up = run(spawned(), start=building.instance)
+    building = run_after(requested(SET_BACK_AT + 100.0))
+    up = run_after(spawned(), start=building.instance)
     top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1")
     top = announced_to(top, building, up)
     assert (top.state, top.terminal) == (BuildState.ACTIVE, True)
     again = (
-        run(requested(SET_BACK_AT - 10.0)).instance
+        run_after(requested(SET_BACK_AT - 10.0)).instance
         if forgotten == "the whole build"
         else replace(numbered_on(building.instance), doubted=True)
     )
-    over = run(past(again, 61.0), past(again, LIMIT_S + 1e6), start=again)
-    top = announced_to(top, run(RELEASED, start=over.instance))
+    over = run_after(past(again, 61.0), past(again, LIMIT_S + 1e6), start=again)
+    top = announced_to(top, run_after(RELEASED, start=over.instance))
     assert (top.state, top.code) == (BuildState.FAILED, OUTCOME_UNKNOWN)
 
 
 def test_its_client_may_still_delete_it_and_then_the_machine_goes() -> None:
-    failed = run(RELEASED, start=given_up().instance).instance
-    deleted = run(e.DeleteRequested(at=9e3), start=failed).instance
+    failed = run_after(RELEASED, start=given_up().instance).instance
+    deleted = run_after(e.DeleteRequested(at=9e3), start=failed).instance
     assert deleted.state is State.DELETED and is_over(deleted, 1, host(1))
 
 
 def test_a_failure_that_its_host_has_reported_leaves_no_doubt() -> None:
     waiting = in_doubt()
-    failed = replace(run(RELEASED, start=given_up().instance).instance, doubted=False)
+    failed = replace(run_after(RELEASED, start=given_up().instance).instance, doubted=False)
     assert is_over(failed, 1, host(1))
-    gone = run(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=waiting)
-    assert run(claimed(), start=gone.instance).instance.state is State.BUILDING
+    gone = run_after(e.Destroyed(at=2e3, attempt=1, host_uuid=host(1), service="s1"), start=waiting)
+    assert run_after(claimed(), start=gone.instance).instance.state is State.BUILDING
 
 
 def test_what_a_forgotten_move_left_on_its_destination_is_kept_though_the_record_numbers_on() -> None:
     """A record that was set back to the middle of a move undid it, and took the only machine for over."""
-    undone = replace(run(requested(SET_BACK_AT + 100.0), spawned()).instance, doubted=True, newest=3)
+    undone = replace(run_after(requested(SET_BACK_AT + 100.0), spawned()).instance, doubted=True, newest=3)
     assert undone.state is State.ACTIVE and undone.last_attempt == 3
-    lost = run(missed(undone), RELEASED, start=undone)
+    lost = run_after(missed(undone), RELEASED, start=undone)
     assert lost.instance.state is State.FAILED
     for record in (undone, lost.instance):
         assert not is_over(record, 2, host(2))
         assert is_over(replace(record, doubted=False), 2, host(2))
         found = differences(report_of(2, on=2), [brief(record)], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         assert [(one.kind, one.why) for one in found.unexplained] == [(UnexplainedKind.QUARANTINED, RENUMBERED)]
-    assert is_over(run(e.DeleteRequested(at=9e3), start=lost.instance).instance, 2, host(2))
+    assert is_over(run_after(e.DeleteRequested(at=9e3), start=lost.instance).instance, 2, host(2))

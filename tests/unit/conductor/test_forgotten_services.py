@@ -22,15 +22,13 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import is_at
-from cell_conductor.forgetting import LeaseForgetter
 from cell_conductor.handlers import RequestHandlers
-from cell_conductor.lease_keeper import LeaseKeeper, pages_of
+from cell_conductor.lease_keeper import LeaseForgetter, LeaseKeeper, pages_of
 from cell_conductor.search import MachineSearch
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import UUID, host, phase_of
-from tests.unit.conductor.test_search import Services
-from tests.unit.conductor.test_table_services import on, run
+from tests.unit.conductor.scenario import UUID, host, on, phase_of, run
 from tests.unit.conductor.test_transfers_set_back import at_state
+from tests.unit.conductor.world import Services
 
 DOWN = Lease(service="s3", epoch=5, state=LeaseState.SILENT, since=100.0, reason="why")
 ORDER = ForgetServiceInCell(service="s3", reason="burnt", by="ann")

@@ -10,9 +10,9 @@ from bus.contracts.cell import ComputeHosts, HostReport, HostsContested, HostsRe
 from bus.contracts.placement import InventoryReleased
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
 from cell_conductor.domain.listings import Listings
-from cell_conductor.owners import HostOwners
+from cell_conductor.guard import HostOwners
 from tests.unit.conductor.scenario import host
-from tests.unit.conductor.test_host_reported_twice import Quiet, listing
+from tests.unit.conductor.world import Quiet, listing
 
 
 class Known:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -13,7 +12,7 @@ from structlog.testing import capture_logs
 from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
-from bus.contracts.cell import ComputeHosts, HostReport, RescanHosts, Running
+from bus.contracts.cell import ComputeHosts, RescanHosts, Running
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.listings import Listings
@@ -24,15 +23,9 @@ from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import Brief
 from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
-from tests.unit.conductor.test_set_back import Queried, Relay
+from tests.unit.conductor.world import Quiet, Relay, listing
 
 BOTH = ("s1", "s2")
-
-
-def listing(service: str, *hosts: int, sequence: int = 1, runs: tuple[Running, ...] = (), **other: Any) -> ComputeHosts:
-    reports = tuple(HostReport(uuid=host(n), name=f"host-{n}", running=runs) for n in hosts)
-    made = ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True)
-    return replace(made, **other)
 
 
 def listings_of(*reports: ComputeHosts) -> Listings:
@@ -89,17 +82,6 @@ def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it
     }
     assert not (found[True].events or found[True].harmful or found[True].rescans or found[True].harmful_rescans)
     assert found[False].events or found[False].harmful
-
-
-class Quiet(Queried):
-    """A bus that keeps what is published."""
-
-    def __init__(self) -> None:
-        self.published: list[object] = []
-
-    async def publish(self, message: object, **_: Any) -> None:
-        """Keep it."""
-        self.published.append(message)
 
 
 @pytest.mark.parametrize("up", [BOTH, ("s2",)], ids=["both are up", "the first one is down"])

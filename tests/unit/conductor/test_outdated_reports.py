@@ -19,7 +19,7 @@ from cell_conductor.domain.report import NO_RECORD, Differences, Unexplained, Un
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.test_breaker_on_a_busy_cell import Silent
+from tests.unit.conductor.world import Silent
 
 SOURCE, DESTINATION = "bbbbbbbb-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000001"
 SERVICE, CELL, EPOCH, MOVED_AT = "s", "c", 1, 1000.0

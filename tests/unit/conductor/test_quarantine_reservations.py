@@ -19,7 +19,7 @@ from bus.contracts.cell import (
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.quarantine_reservations import misreserved, pages, reserved_on
 from cell_conductor.domain.report import NO_MARK, NO_RECORD, Unexplained, UnexplainedKind
-from cell_conductor.quarantine_reservations import QuarantineReservations
+from cell_conductor.guard import QuarantineReservations
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 
 HOST = "10000000-0000-4000-8000-000000000001"

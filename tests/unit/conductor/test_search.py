@@ -2,107 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellBuild, CellDelete, FindMachines, FoundMachine, MachinesFound
-from bus.faults import Fault, Transient
-from cell_conductor.config import ConductorConfig
+from bus.consuming.outcome import Done, Retry
+from bus.contracts.base import Message
+from bus.contracts.cell import CellDelete, FoundMachine
+from bus.faults import Transient
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
-from cell_conductor.engine import Engine
-from cell_conductor.handlers import RETRIES, RequestHandlers
-from cell_conductor.search import MachineSearch
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_set_back import Relay
-
-BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
-
-
-class Services:
-    """A bus whose compute services have these machines; those of `silent` do not answer. Placement never does."""
-
-    name = "c1"
-
-    def __init__(self, **machines: Sequence[FoundMachine]) -> None:
-        self.machines = machines
-        self.silent: set[str] = set()
-        self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
-        self.page: int | None = None  # of these hosts in one answer
-        self.queried: list[FindMachines] = []
-
-    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
-        """One answer or fault each."""
-        self.queried += [one for one in messages if isinstance(one, FindMachines)]
-        return [
-            MachinesFound(
-                service=one.service,
-                machines=tuple(self.machines[one.service]),
-                hosts=self._hosts(one),
-                more=self.page is not None and (one.hosts_after or 0) + self.page < len(self.hosts or ()),
-            )
-            if isinstance(one, FindMachines) and one.service not in self.silent
-            else Transient("no answer", code="request.timeout")
-            for one in messages
-        ]
-
-    def _hosts(self, query: FindMachines) -> tuple[str, ...] | None:
-        if not query.thorough or self.hosts is None or self.page is None:
-            return self.hosts if query.thorough else None
-        assert query.hosts_after is not None
-        return self.hosts[query.hosts_after : query.hosts_after + self.page]
-
-
-class Conductor:
-    """Takes requests over a database that was set back just now."""
-
-    def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
-        self.table = MemoryInstanceTable(clock := SystemClock())
-        self.listed: set[str] = set()
-        self.relay, bus = Relay(), services
-        self.store = MemoryInstances(self.table.session())
-        self.search = MachineSearch(
-            self.store,
-            bus,  # type: ignore[arg-type]
-            timeout_s=1.0,
-            up=lambda: up,
-            unexplained=lambda: unexplained,
-            listed=lambda _services: self.listed,
-        )
-        self.engine = Engine(
-            store=self.store,
-            bus=bus,  # type: ignore[arg-type]
-            relay=self.relay,  # type: ignore[arg-type]
-            clock=clock,
-            config=ConductorConfig(),
-            cell="c1",
-            search=self.search,
-        )
-        self.requests = RequestHandlers(self.engine, clock, search=self.search)
-
-    async def take(self, build: CellBuild = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
-        await self.store.open()
-        if set_back:
-            self.table.place += 1
-            await self.engine.sweep()
-        return await self.request(build, attempt=attempt)
-
-    async def request(self, message: Message, *, attempt: int = 0) -> Outcome:
-        (outcome,) = await self.requests.requests(
-            [Received(message, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
-        )
-        return outcome
-
-    async def recorded(self) -> Instance | None:
-        async with self.store.transaction() as transaction:
-            return (await transaction.lock([UUID])).get(UUID)
+from cell_conductor.handlers import RETRIES
+from cell_conductor.store.memory import MemoryInstances
+from tests.unit.conductor.scenario import SPEC, UUID, host
+from tests.unit.conductor.world import BUILD, Conductor, Services
 
 
 def machine() -> FoundMachine:

@@ -13,15 +13,15 @@ from bus.clock import SystemClock
 from bus.contracts.cell import FindMachines
 from bus.contracts.placement import ReleaseResult
 from cell_conductor import engine
+from cell_conductor.app import search_forever
 from cell_conductor.domain import events as e
 from cell_conductor.domain.arrival_doubts import MAX_SEARCH_PAUSE_S
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.table import step
-from cell_conductor.side_tasks import search_forever
 from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
 from tests.unit.conductor.scenario import UUID
-from tests.unit.conductor.test_search import Conductor, Services
 from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
+from tests.unit.conductor.world import Conductor, Services
 
 
 def held(state: State = State.RELEASING) -> Scenario:

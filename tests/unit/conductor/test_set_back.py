@@ -9,36 +9,14 @@ from bus.clock import SystemClock
 from bus.consuming.outcome import Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ServicesDigest
-from bus.faults import Transient
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.engine import Engine
 from cell_conductor.lease_keeper import AFTER_LOSS_S, LeaseKeeper, pages_of
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import UUID
-from tests.unit.conductor.test_table_services import on, run
-
-
-class Relay:
-    """Keeps what would be published."""
-
-    def __init__(self) -> None:
-        self.sent: list[object] = []
-
-    def send(self, row_id: int | None, outgoing: Any) -> None:
-        """Keep it."""
-        self.sent += outgoing
-
-
-class Queried:
-    """A bus whose requests get no answer."""
-
-    name = "c1"
-
-    async def request_all(self, messages: list[Any], *_: Any, **__: Any) -> list[Any]:
-        """No answer to any of them."""
-        return [Transient("no answer", code="request.timeout") for _ in messages]
+from tests.unit.conductor.scenario import UUID, on, run
+from tests.unit.conductor.world import Queried, Relay
 
 
 async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() -> None:

@@ -3,48 +3,30 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from bus.contracts.build import BuildState
 from bus.contracts.placement import Claim
 from cell_conductor.domain import events as e
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
-from cell_conductor.domain.table import question_of, step
+from cell_conductor.domain.table import question_of
 from tests.unit.conductor.scenario import (
     DELETE,
-    PATIENCE,
     RELEASED,
     TIMED_OUT,
-    UUID,
     announced,
     claimed,
     destroys,
     failed,
     host,
+    on,
     orders,
-    queried,
+    run,
     spawned,
     spawns,
 )
 
 LOST = e.ServiceLost(at=112.0, service="s1", code="service.silent", reason="no heartbeat")
-
-
-def on(*services: str) -> e.BuildRequested:
-    """A build whose hosts are these services', in order."""
-    build = queried(hosts=len(services))
-    chosen = zip(build.selections, services, strict=True)
-    return replace(build, selections=tuple(replace(selection, service=service) for selection, service in chosen))
-
-
-def run(*happened: e.Event, down: str = "", start: Instance | None = None) -> Step:
-    leases = {name: Lease(service=name, epoch=1, state=LeaseState.SILENT, reason="why") for name in down.split()}
-    stepped = Step(start or Instance(uuid=UUID))
-    for event in happened:
-        stepped = step(stepped.instance, event, replace(PATIENCE, down=leases))
-    return stepped
 
 
 def options(stepped: Step) -> list[str]:

@@ -21,7 +21,7 @@ from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
 from tests.kit.sent import Sent
-from tests.unit.scheduler.test_found_claims import hold
+from tests.unit.scheduler.test_deletes import hold
 from tests.unit.scheduler.test_late_moves import keep_up
 from tests.unit.scheduler.test_placing import Cluster, cluster
 
