@@ -67,7 +67,7 @@ build_requests = Table(
 
 # Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest event
 # of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
-# into another cell ('': of every other one). A row is written under the lock of its instance's row above.
+# into another cell (NULL: of every other one). A row is written under the lock of its instance's row above.
 moves = Table(
     "moves",
     METADATA,
@@ -87,7 +87,7 @@ moves = Table(
     needed("funnel", Text),
     needed("history", Text),
     needed("created_at", Double),
-    needed("command", Text, default=""),
+    Column("command", Text),
     needed("updated_at", Double),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),
@@ -97,7 +97,7 @@ moves = Table(
 # What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
 # image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a
 # terminal event. sequence: of the newest event that changed the row. handed: JSON, the departure by which a cell has
-# kept its stopped machine, or '' (scheduler_worker.domain.transfers).
+# kept its stopped machine, or NULL (scheduler_worker.domain.transfers).
 instances = Table(
     "instances",
     METADATA,
@@ -108,7 +108,7 @@ instances = Table(
     needed("image_properties", Text),
     Column("under_way", UUID),
     needed("sequence", BigInteger),
-    needed("handed", Text, default=""),
+    Column("handed", Text),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the

@@ -39,7 +39,7 @@ from tests.unit.conductor.test_leaving import (
     released_in,
     starts,
 )
-from tests.unit.conductor.test_search import Conductor, Services
+from tests.unit.conductor.world import Conductor, Services
 
 SET_BACK_AT = 1_000.0
 AFTER = replace(THERE, set_back_at=SET_BACK_AT)
