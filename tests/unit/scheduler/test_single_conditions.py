@@ -30,7 +30,8 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor
-from scheduler_worker.domain.builds import Author, RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
 from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.drains import is_migration
@@ -44,7 +45,14 @@ from scheduler_worker.domain.object_changes import cell_record, cells_in_use, ce
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, plan
 from scheduler_worker.domain.pending import members_of
-from scheduler_worker.domain.placement import ClaimStranded, HostClaimed, PlacementRefused, PlacementRequest, is_lost
+from scheduler_worker.domain.placement import (
+    ClaimStranded,
+    HostClaimed,
+    PlacementRefused,
+    PlacementRequest,
+    initial_state,
+    is_lost,
+)
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.request_spec import Peers
@@ -403,6 +411,23 @@ def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
     state = replace(case.state, spec=replace(case.state.spec, peers=peers))
     after = case.step(ClaimOutcome.INCOMPLETE, state=state).state
     assert (after.same_host is not None) is stays
+
+
+def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:
+    hosts = Hosts([{"VCPU": 1, "MEMORY_MB": 1024, "DISK_GB": 20}])
+    peers = Peers(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
+    gang = Gang(uuid=UUID, size=2, min_count=1)
+    members = []
+    for flavor in ("m1.large", "m1.tiny"):
+        request = hosts.request(flavor)
+        spec = hosts.spec(flavor).with_peers(peers, request.instance_uuid)
+        members.append(initial_state(PlacementRequest(request=request, spec=spec, gang=gang), hosts.selector))
+    deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
+    try:
+        while True:
+            next(deciding)
+    except StopIteration as ended:
+        assert [one.choice is not None for one in ended.value] == [False, True]
 
 
 @pytest.mark.parametrize(
