@@ -71,6 +71,7 @@ class LeaseScenario:
 
 def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
     scenario = LeaseScenario("a", "b")
+    assert scenario.run(10) == []
     assert scenario.run(MISSED, without="a") == []
     assert scenario.run(1, without="a") == ["a"]
     lease = scenario.table.leases["a"]
