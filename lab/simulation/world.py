@@ -45,7 +45,7 @@ from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 
 log = structlog.get_logger("sim")
 
