@@ -26,7 +26,7 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims

@@ -11,18 +11,20 @@ commits were lost: the digests of a former keeper that has not noticed yet are i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Protocol
 
+import asyncpg
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, convert
 from msgspec.structs import replace
 
 from bus.persistence.database import Database
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import AT_REST, EVACUATED, EVACUATED_IN_DOUBT, in_sql
 from cell_conductor.domain.fences import Fence, Loss
-from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.report import Unexplained
 
 DESTROY = "destroy"
@@ -95,6 +97,27 @@ def is_to_reset(breaker: Breaker, tripped_at: float | None) -> bool:
     return breaker.is_open and tripped_at in (None, breaker.tripped_at)
 
 
+class PostgresKeyed:
+    """In the cell's schema."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def _fetch(self, statement: str, *values: object) -> list[asyncpg.Record]:
+        async with self._database.raw() as connection:
+            found: list[asyncpg.Record] = await connection.fetch(statement, *values)
+        return found
+
+    async def _fetchval(self, statement: str, *values: object) -> Any:
+        async with self._database.raw() as connection:
+            return await connection.fetchval(statement, *values)
+
+
+def columns(rows: Iterable[object], *names: str) -> list[Sequence[object]]:
+    """An array of each of these fields, for `unnest`."""
+    return list(zip(*map(attrgetter(*names), rows), strict=True)) or [()] * len(names)
+
+
 _ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"
 _WORD = "verdict, decided_by, decided_at"
 RECORD = f"""
@@ -134,62 +157,40 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Breaker).decode
 
 
-class PostgresSafety:
+class PostgresSafety(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def record(self, service: str, machines: Sequence[Unexplained], now: float) -> list[UnexplainedRecord]:
         """One statement."""
         rows = {(one.host_uuid, one.uuid): one for one in machines}.values()
-        columns = (
-            [one.host_uuid for one in rows],
-            [one.uuid for one in rows],
-            [one.attempt for one in rows],
-            [one.kind.value for one in rows],
-        )
-        async with self._database.raw() as connection:
-            found = await connection.fetch(RECORD, *columns, service, now, [one.why for one in rows])
-        return [_record_of(row) for row in found]
+        *places, why = columns(rows, "host_uuid", "uuid", "attempt", "kind", "why")
+        return [_record_of(row) for row in await self._fetch(RECORD, *places, service, now, why)]
 
     async def records(self) -> list[UnexplainedRecord]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [_record_of(row) for row in await connection.fetch(RECORDS)]
+        return [_record_of(row) for row in await self._fetch(RECORDS)]
 
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """One statement."""
-        async with self._database.raw() as connection:
-            await connection.execute(
-                DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places]
-            )
+        await self._fetch(DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places])
 
     async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One statement."""
-        columns = (
-            [one.uuid for one in machines],
-            [one.host_uuid for one in machines],
-            [one.attempt for one in machines],
-        )
-        async with self._database.raw() as connection:
-            return sorted((host, uuid) for host, uuid in await connection.fetch(DECIDE, *columns, verdict, by, now))
+        named = columns(machines, *DecidedMachine.__struct_fields__)
+        return sorted((host, uuid) for host, uuid in await self._fetch(DECIDE, *named, verdict, by, now))
 
     async def breaker(self, service: str) -> Breaker | None:
         """One statement."""
-        async with self._database.raw() as connection:
-            record = await connection.fetchval("SELECT record FROM breakers WHERE service = $1", service)
+        record = await self._fetchval("SELECT record FROM breakers WHERE service = $1", service)
         return None if record is None else _decode(record)
 
     async def breakers(self) -> list[Breaker]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [_decode(row[0]) for row in await connection.fetch("SELECT record FROM breakers ORDER BY service")]
+        return [_decode(row[0]) for row in await self._fetch("SELECT record FROM breakers ORDER BY service")]
 
     async def trip(self, breaker: Breaker) -> None:
         """One statement."""
-        async with self._database.raw() as connection:
-            await connection.execute(TRIP, breaker.service, _encode(breaker).decode())
+        await self._fetch(TRIP, breaker.service, _encode(breaker).decode())
 
     async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
         """Read with a lock and written back in one transaction."""
@@ -253,7 +254,7 @@ class FenceStore(Protocol):
 
 # Before what depends on both tables of fences: the statements that follow see what the one before has committed.
 LOCK_HOST = "SELECT pg_advisory_xact_lock(hashtextextended(concat(current_schema(), '.fences.', $1::text), 0))"
-FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by, at FROM fences ORDER BY host_uuid"
+FENCES = "SELECT host_uuid::text, host, version, lifting, reason, decided_by AS by, at FROM fences ORDER BY host_uuid"
 LOSSES = """
 SELECT host_uuid::text, instance_uuid::text, attempt, service, at FROM fence_losses
 ORDER BY at, host_uuid, instance_uuid LIMIT $1
@@ -306,49 +307,25 @@ ORDER BY uuid LIMIT $3
 """
 
 
-def loss_columns(losses: Sequence[Loss]) -> tuple[list[object], ...]:
+def loss_columns(losses: Sequence[Loss]) -> list[Sequence[object]]:
     """Column arrays for LOSE, each place once, in the order of the locks."""
-    ordered = [one for _, one in sorted({one.place: one for one in sorted(losses, key=_attempt)}.items())]
-    return (
-        [one.host_uuid for one in ordered],
-        [one.instance_uuid for one in ordered],
-        [one.attempt for one in ordered],
-        [one.service for one in ordered],
-        [one.at for one in ordered],
-    )
+    newest = {one.place: one for one in sorted(losses, key=lambda loss: loss.attempt)}
+    return columns([one for _, one in sorted(newest.items())], *Loss.__struct_fields__)
 
 
-def _values(fence: Fence) -> tuple[object, ...]:
-    return (fence.host_uuid, fence.host, fence.version, fence.lifting, fence.reason, fence.by, fence.at)
+_values = attrgetter(*Fence.__struct_fields__)
 
 
-def _attempt(loss: Loss) -> int:
-    return loss.attempt
-
-
-class PostgresFences:
+class PostgresFences(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def fences(self) -> list[Fence]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [
-                Fence(
-                    host_uuid=row[0], host=row[1], version=row[2], lifting=row[3], reason=row[4], by=row[5], at=row[6]
-                )
-                for row in await connection.fetch(FENCES)
-            ]
+        return [convert(dict(row), Fence) for row in await self._fetch(FENCES)]
 
     async def losses(self) -> list[Loss]:
         """One statement."""
-        async with self._database.raw() as connection:
-            return [
-                Loss(host_uuid=row[0], instance_uuid=row[1], attempt=row[2], service=row[3], at=row[4])
-                for row in await connection.fetch(LOSSES, MAX_LOSSES)
-            ]
+        return [convert(dict(row), Loss) for row in await self._fetch(LOSSES, MAX_LOSSES)]
 
     async def put(self, fence: Fence) -> bool:
         """One transaction."""
@@ -360,9 +337,7 @@ class PostgresFences:
 
     async def delete_losses(self, losses: Sequence[Loss]) -> None:
         """One statement."""
-        hosts, instances, attempts, _, _ = loss_columns(losses)
-        async with self._database.raw() as connection:
-            await connection.execute(DELETE_LOSSES, hosts, instances, attempts)
+        await self._fetch(DELETE_LOSSES, *loss_columns(losses)[:3])
 
     async def lift(self, host_uuid: str, version: int) -> bool:
         """One transaction: the row is locked before its losses are read, and who records a loss locks it, too."""
@@ -387,13 +362,11 @@ class PostgresFences:
 
     async def lifted(self, host_uuid: str) -> int:
         """One statement."""
-        async with self._database.raw() as connection:
-            return await connection.fetchval(LIFTED_BY, host_uuid) or 0
+        return await self._fetchval(LIFTED_BY, host_uuid) or 0
 
     async def touching(self, host_uuid: str, after: str, limit: int) -> list[str]:
         """One statement; it reads the whole table, and fences are rare."""
-        async with self._database.raw() as connection:
-            return [row[0] for row in await connection.fetch(TOUCHING, host_uuid, after, limit)]
+        return [row[0] for row in await self._fetch(TOUCHING, host_uuid, after, limit)]
 
 
 class LeaseStore(Protocol):
@@ -430,13 +403,14 @@ ON CONFLICT (one) DO UPDATE SET
 WHERE k.process = $1 OR k.until < clock_timestamp()
 RETURNING term
 """
-LEASES = "SELECT service, epoch, interval_s, state, since, reason FROM leases ORDER BY service"
+LEASE = Lease.__struct_fields__
+LEASES = f"SELECT {', '.join(LEASE)} FROM leases ORDER BY service"
 # The keeper's row is locked: no newer term begins while this one writes. One statement is one transaction: a keeper
 # that is paused holds no lock, and the next one does not wait for it.
 _MINE = "mine AS MATERIALIZED (SELECT FROM lease_keeper WHERE term = $1 FOR SHARE)"
 RECORD_LEASES = f"""
 WITH {_MINE}, recorded AS (
-    INSERT INTO leases (service, epoch, interval_s, state, since, reason)
+    INSERT INTO leases ({", ".join(LEASE)})
     SELECT n.* FROM unnest($2::text[], $3::bigint[], $4::float8[], $5::text[], $6::float8[], $7::text[]) AS n
     WHERE EXISTS (SELECT FROM mine)
     ON CONFLICT (service) DO UPDATE SET epoch = excluded.epoch, interval_s = excluded.interval_s,
@@ -451,11 +425,8 @@ DELETE FROM leases WHERE EXISTS (SELECT FROM mine) AND service IN (
 FORGET = "DELETE FROM leases WHERE service = $1 RETURNING 1"
 
 
-class PostgresLeases:
+class PostgresLeases(PostgresKeyed):
     """In the cell's schema."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
 
     async def keep(self, process: str, for_s: float, term: int | None) -> int | None:
         """One statement."""
@@ -465,29 +436,13 @@ class PostgresLeases:
 
     async def leases(self) -> list[Lease]:
         """One statement."""
-        async with self._database.raw() as connection:
-            found = await connection.fetch(LEASES)
-        return [
-            Lease(
-                service=row[0], epoch=row[1], interval_s=row[2], state=LeaseState(row[3]), since=row[4], reason=row[5]
-            )
-            for row in found
-        ]
+        return [convert(dict(row), Lease) for row in await self._fetch(LEASES)]
 
     async def record(self, term: int, leases: Sequence[Lease]) -> bool:
         """One statement."""
         ordered = sorted(leases, key=lambda lease: lease.service)
         async with self._database.single() as connection:
-            recorded: bool = await connection.fetchval(
-                RECORD_LEASES,
-                term,
-                [lease.service for lease in ordered],
-                [lease.epoch for lease in ordered],
-                [lease.interval_s for lease in ordered],
-                [lease.state.value for lease in ordered],
-                [lease.since for lease in ordered],
-                [lease.reason for lease in ordered],
-            )
+            recorded: bool = await connection.fetchval(RECORD_LEASES, term, *columns(ordered, *LEASE))
         return recorded
 
     async def purge(self, term: int, before: float, limit: int) -> list[str]:
@@ -497,5 +452,4 @@ class PostgresLeases:
 
     async def forget(self, service: str) -> bool:
         """One statement."""
-        async with self._database.raw() as connection:
-            return await connection.fetchval(FORGET, service) is not None
+        return await self._fetchval(FORGET, service) is not None

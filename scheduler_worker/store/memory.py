@@ -27,11 +27,24 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 from scheduler_worker.store import rows
-from scheduler_worker.store.memory_table import MemoryBuildTable, delete, key_of
-from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildUnit, MemoryOperationUnit
+from scheduler_worker.store.memory_units import (
+    MemoryBuildRows,
+    MemoryBuildTable,
+    MemoryBuildUnit,
+    MemoryOperationUnit,
+    delete,
+    key_of,
+)
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, ProjectsGroup, Purged
-from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
+from scheduler_worker.store.port import (
+    FIRST_UUID,
+    BuildUnit,
+    OpenBuilds,
+    OperationUnit,
+    OptimisticBuildUnit,
+    ProjectsGroup,
+    Purged,
+)
 
 
 class MemoryBuilds:

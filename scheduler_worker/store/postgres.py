@@ -34,10 +34,17 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.store import drains as drain_rows
-from scheduler_worker.store import objects, queries, rows
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, ProjectsGroup, Purged
-from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
+from scheduler_worker.store import objects, rows
+from scheduler_worker.store.port import (
+    FIRST_UUID,
+    BuildUnit,
+    BuildWrites,
+    OpenBuilds,
+    OperationUnit,
+    OptimisticBuildUnit,
+    ProjectsGroup,
+    Purged,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -291,23 +298,23 @@ class PostgresOperationUnit(PostgresBuildUnit):
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """By the row of its object."""
-        return await drain_rows.lock(self._connection, drain, now, limit)
+        return await objects.lock_drain(self._connection, drain, now, limit)
 
     async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
         """One statement."""
-        await drain_rows.put(self._connection, moves)
+        await objects.put_moves(self._connection, moves)
 
     async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
         """Along the primary key."""
-        return await drain_rows.read(self._connection, drain, limit)
+        return await objects.read_moves(self._connection, drain, limit)
 
     async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
         """One statement."""
-        return await drain_rows.counts(self._connection, drains)
+        return await objects.count_moves(self._connection, drains)
 
     async def drop_drain_moves(self, drains: Sequence[str]) -> None:
         """One statement."""
-        await drain_rows.drop(self._connection, drains)
+        await objects.drop_moves(self._connection, drains)
 
 
 class PostgresBuilds:
@@ -379,14 +386,14 @@ class PostgresBuilds:
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Along the primary key."""
         async with self._database.transaction() as connection:
-            return objects.entries((await connection.execute(queries.log_of(query))).mappings())
+            return objects.entries((await connection.execute(objects.log_of(query))).mappings())
 
     async def machines(
         self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
     ) -> int:
         """A scan that ends at the limit."""
         async with self._database.transaction() as connection:
-            return (await connection.execute(queries.machines(limit, flavor, group, cell))).scalar_one()
+            return (await connection.execute(objects.machines(limit, flavor, group, cell))).scalar_one()
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
@@ -398,7 +405,7 @@ class PostgresBuilds:
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
         async with self._database.transaction() as connection:
-            found = (await connection.execute(queries.moves_of(query))).mappings()
+            found = (await connection.execute(objects.moves_of(query))).mappings()
             return [rows.move_record(row) for row in found]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:

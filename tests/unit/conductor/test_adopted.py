@@ -1,37 +1,59 @@
-"""Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built again."""
+"""Machines that run and are not on record: adopted, given back by an operator, or running again."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
+from bus.clock import SystemClock
 from bus.contracts.build import BuildState
-from bus.contracts.cell import FoundMachine
+from bus.contracts.cell import FoundMachine, Selection
 from bus.contracts.placement import Claim
 from bus.contracts.stages import Stamps
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
+from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
 from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
 from cell_conductor.domain.rules import is_doubted_request
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of
+from cell_conductor.engine import Engine
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.safety import ADOPT, UnexplainedRecord
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.conductor.scenario import (
     DELETE,
     RELEASED,
+    SPEC,
+    TIMED_OUT,
     UUID,
     announced,
     destroys,
     failed,
     host,
+    listed,
     missed,
     queried,
     refused,
     reported,
+    run,
+    selection,
     spawned,
     spawns,
 )
 from tests.unit.conductor.scenario import claimed as taken
 from tests.unit.conductor.test_doubted import SET_BACK_AT, in_doubt, requested, run_after
+from tests.unit.conductor.world import Conductor, Queried, Relay, Services
+
+# --- Builds that were redelivered to a database which has forgotten them: their machine runs, and is not built
+# again.
+
 
 CLAIMED = taken(attempt=2)
 
@@ -269,3 +291,191 @@ def test_no_other_record_takes_a_machine_over_by_an_operators_word() -> None:
     unknown = decided(machine(attempt=2, allocations=None))
     nested = replace(built, selections=(replace(built.here, allocations={host(7): {"VCPU": 1}}),))
     assert run_after(unknown, start=nested).instance is nested, "what it takes there is not known"
+
+
+# --- An operator has decided that a machine in quarantine is its instance's: the conductor queries the hosts first.
+
+
+KEPT = UnexplainedRecord(
+    machine=Unexplained(UUID, 2, host(3), UnexplainedKind.QUARANTINED, NEWER),
+    service="s2",
+    first_seen=1.0,
+    last_seen=1.0,
+    verdict=ADOPT,
+    decided_by="ann",
+)
+ACTIVE = Instance(
+    uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
+)
+
+
+def quarantined(n: int = 3, attempt: int = 2, **other: object) -> FoundMachine:
+    known = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(n), host=f"host-{n}", service="s2", attempt=attempt, project_id="p"
+    )
+    return replace(known, **other)
+
+
+async def adoption(
+    services: Services,
+    *,
+    record: Instance | None = ACTIVE,
+    up: Collection[str] | None = ("s1", "s2"),
+    fenced: Collection[str] = (),
+) -> tuple[dict[str, FoundMachine], str]:
+    """(what is adopted, why nothing is)"""
+    search = Conductor(services, up).search
+    await search._store.open()
+    known = {} if record is None else {UUID: record}
+    with capture_logs() as logs:
+        found = await search.find_decided({UUID: KEPT}, known, fenced)
+    (line,) = [one for one in logs if one["event"].startswith("quarantine.")]
+    assert line["event"] == ("quarantine.adopted" if found else "quarantine.not_adopted")
+    assert (line["by"], line["host"]) == ("ann", host(3))
+    return found, line["reason"]
+
+
+async def test_the_only_machine_of_the_instance_is_adopted() -> None:
+    services = Services(s1=(), s2=(quarantined(),))
+    assert await adoption(services) == ({UUID: quarantined()}, "")
+    assert all(one.thorough for one in services.queried), "another deployment's machines count, too"
+
+
+@pytest.mark.parametrize(
+    ("services", "why"),
+    [
+        (Services(s1=(), s2=()), "does not report it"),
+        (Services(s1=(), s2=(quarantined(attempt=3),)), "does not report it"),
+        (Services(s1=(), s2=(quarantined(foreign=True),)), "does not report it"),
+        (Services(s1=(quarantined(1, 1),), s2=(quarantined(),)), "another machine of it on host-1"),
+        (Services(s1=(quarantined(4, 2, foreign=True),), s2=(quarantined(),)), "another machine of it on host-4"),
+        (Services(s1=(), s2=(quarantined(project_id="theirs"),)), "another project"),
+    ],
+)
+async def test_what_the_hosts_do_not_confirm_is_left_in_quarantine(services: Services, why: str) -> None:
+    found, reason = await adoption(services)
+    assert not found and why in reason
+
+
+@pytest.mark.parametrize("up", [("s1", "s2"), ("s2",), None], ids=["silent", "down", "not known yet"])
+async def test_the_host_that_the_record_names_has_to_be_looked_at(up: Collection[str] | None) -> None:
+    """Its machine may run there."""
+    services = Services(s1=(), s2=(quarantined(),))
+    services.silent = {"s1"}
+    found, reason = await adoption(services, up=up)
+    assert not found and "answered" in reason
+    services.silent, services.hosts = set(), (host(3),)
+    found, reason = await adoption(services)
+    assert not found and "host-1" in reason
+
+
+async def test_a_fenced_host_need_not_answer() -> None:
+    services = Services(s2=(quarantined(),))
+    found, _ = await adoption(services, up=("s2",), fenced=(host(1),))
+    assert found
+
+
+@pytest.mark.parametrize(
+    "record",
+    [None, replace(ACTIVE, state=State.DESTROYING, then=State.DELETED), replace(ACTIVE, state=State.RESIZED)],
+    ids=str,
+)
+async def test_only_an_active_or_a_failed_record_takes_one_over(record: Instance | None) -> None:
+    services = Services(s1=(), s2=(quarantined(),))
+    found, reason = await adoption(services, record=record)
+    assert not found and reason and not services.queried
+
+
+OTHER = UUID[:-1] + ("2" if UUID[-1] == "1" else "1")
+
+
+async def both(services: Services, place: Selection, fenced: Collection[str] = ()) -> dict[str, FoundMachine]:
+    """The instances of two decisions that are adopted; the record of OTHER has this place."""
+    search = Conductor(services, ("s1", "s2")).search
+    await search._store.open()
+    decisions = {UUID: KEPT, OTHER: replace(KEPT, machine=replace(KEPT.machine, uuid=OTHER))}
+    record = replace(ACTIVE, uuid=OTHER, selections=(place,))
+    return await search.find_decided(decisions, {UUID: ACTIVE, OTHER: record}, fenced)
+
+
+async def test_a_dead_host_of_another_decision_delays_none() -> None:
+    """Until its service was forgotten, nothing in the cell was adopted."""
+    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=OTHER)), s9=())
+    services.silent = {"s9"}
+    assert set(await both(services, replace(selection(5), service="s9"))) == {UUID}
+
+
+async def test_a_fenced_host_need_not_be_looked_at_though_its_service_answers() -> None:
+    services = Services(s1=(), s2=(quarantined(), quarantined(instance_uuid=OTHER)))
+    services.hosts = (host(1), host(3))
+    assert set(await both(services, selection(5), fenced=(host(5),))) == {UUID, OTHER}
+
+
+# --- A machine whose instance is over runs again: its host came back from a copy, or its destruction never
+# happened.
+
+
+GONE = e.Destroyed(at=130.0, attempt=1, host_uuid=host(1), service="s1")
+SEQUENCES = {
+    State.FAILED: (queried(), failed(final=True), RELEASED),
+    State.DELETED: (queried(), spawned(), DELETE, GONE, RELEASED),
+}
+
+
+def over(state: State) -> Instance:
+    instance = run(*SEQUENCES[state]).instance
+    assert instance.state is state
+    return instance
+
+
+@pytest.mark.parametrize("state", SEQUENCES)
+def test_what_is_on_record_as_over_is_destroyed_where_it_runs_again(state: State) -> None:
+    instance = over(state)
+    found = run(listed(instance), start=instance)
+    assert destroys(found) == [(1, host(1))]
+    assert found.instance.state is state
+
+
+@pytest.mark.parametrize("state", SEQUENCES)
+def test_a_success_that_comes_when_all_is_over_is_destroyed(state: State) -> None:
+    found = run(replace(spawned(), at=1000.0), start=over(state))
+    assert destroys(found) == [(1, host(1))]
+    assert found.instance.state is state
+
+
+def test_a_lost_machine_that_runs_again_is_destroyed() -> None:
+    """Its client was answered that it is lost, and its allocation was released."""
+    up = run(queried(), spawned()).instance
+    lost = run(missed(up), RELEASED, start=up).instance
+    assert (lost.state, lost.code) == (State.FAILED, "instance.lost")
+    assert destroys(run(listed(lost), start=lost)) == [(1, host(1))]
+
+
+# --- A cell's database that dies and has forgotten its last commits: what a conductor has had on disk before.
+
+
+async def after_crash(building: Instance, event: Event) -> Instance:
+    """The record, when this has happened and the database has died at once."""
+    table, bus, relay = MemoryInstanceTable(clock := SystemClock()), Queried(), Relay()
+    store = MemoryInstances(table.session())
+    await store.open()
+    async with store.transaction() as transaction:
+        await transaction.insert([building])
+    made: dict[str, Any] = {"store": store, "bus": bus, "relay": relay, "config": ConductorConfig()}
+    engine = Engine(**made, clock=clock, cell="c1")
+    await engine._apply([InstanceEvent(UUID, event)])
+    assert relay.sent, "the client is informed"
+    assert table.instances[UUID].state is State.ACTIVE
+    table.crash()
+    return table.instances[UUID]
+
+
+@pytest.mark.parametrize(("late", "kept"), [(False, State.BUILDING), (True, State.ACTIVE)])
+@on_virtual_time
+async def test_the_answer_of_a_host_that_was_queried_in_vain_is_on_disk(late: bool, kept: State) -> None:
+    """The message of a result comes again, and a build has time for that. One whose host was queried because it was
+    late was given up before, and its machine, of which the client was informed, destroyed (seed 41019 of 2026-11-22).
+    """
+    building = run(queried(), *([TIMED_OUT] if late else [])).instance
+    assert building.queried is late
+    assert (await after_crash(building, spawned())).state is kept

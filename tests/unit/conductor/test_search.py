@@ -1,8 +1,9 @@
-"""The cell's compute services are queried before a doubted build is begun; without their answers nothing is begun."""
+"""The search for machines of doubted builds, and what it holds up."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -11,14 +12,25 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Retry
 from bus.contracts.base import Message
-from bus.contracts.cell import CellDelete, FoundMachine
+from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
+from bus.contracts.placement import ReleaseResult
 from bus.faults import Transient
+from cell_conductor import engine
+from cell_conductor.app import search_forever
+from cell_conductor.domain import events as e
+from cell_conductor.domain.arrival_doubts import MAX_SEARCH_PAUSE_S
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
+from cell_conductor.domain.table import step
 from cell_conductor.handlers import RETRIES
 from cell_conductor.store.memory import MemoryInstances
+from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
 from tests.unit.conductor.scenario import SPEC, UUID, host
+from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
 from tests.unit.conductor.world import BUILD, Conductor, Services
+
+# --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
+# begun.
 
 
 def machine() -> FoundMachine:
@@ -204,3 +216,104 @@ async def test_a_service_of_a_version_before_names_all_hosts_in_one_answer() -> 
     await conductor.store.open()
     searched = await conductor.search.find((UUID,), thorough=True)
     assert searched.hosts == set(services.hosts or ()) and not searched.missing and len(services.queried) == 1
+
+
+# --- The search for machines that a database which was set back may have forgotten holds up nothing else.
+
+
+def held(state: State = State.RELEASING) -> Scenario:
+    """It has come from another cell, by a record that was set back, and is about to be given back."""
+    there, _ = at_state(State.CLAIMING)
+    if state is State.RELEASING:
+        there.apply(refused(there.instance.next_attempt))
+    return there
+
+
+async def conductor_of(services: Services, *instances: Instance) -> Conductor:
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([replace(one, deadline=1.0) for one in instances])
+    return conductor
+
+
+class Silent(Services):
+    """A service that is up takes no queries; placement answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__(s1=())
+        self.under_way = 0
+        self.most = 0
+        self.released: list[str] = []
+        self.has_begun, self.answers, self.all_released = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+        if not all(isinstance(one, FindMachines) for one in messages):
+            self.released += [one.consumer for one in messages]
+            if len(self.released) == 3:
+                self.all_released.set()
+            return [ReleaseResult(outcome="released") for _ in messages]
+        self.under_way += 1
+        self.has_begun.set()
+        self.most = max(self.most, self.under_way)
+        await self.answers.wait()
+        self.under_way -= 1
+        return await super().request_all(messages)
+
+
+async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> None:
+    """Each sweep with such a move waited for it, 10 of each 15 s."""
+    first, second = (replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in (7, 8))
+    conductor = await conductor_of(services := Silent(), first, replace(first, uuid=OTHER, doubted=False))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        searching = group.create_task(search_forever(conductor.engine, SystemClock()))
+        await conductor.engine.sweep()
+        assert services.released == [OTHER]
+        await services.has_begun.wait()
+        async with conductor.store.transaction() as transaction:
+            await transaction.insert([replace(second, deadline=1.0)])
+        await conductor.engine.sweep()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (services.most, services.released) == (1, [OTHER])
+        services.answers.set()
+        await services.all_released.wait()
+        searching.cancel()
+    assert services.most == 1
+
+
+async def test_what_has_changed_during_the_search_is_not_requested_any_more() -> None:
+    conductor = await conductor_of(services := Silent(), held().instance)
+    await conductor.engine.sweep()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(conductor.engine.search())
+        await services.has_begun.wait()
+        async with conductor.store.transaction() as transaction:
+            (now,) = (await transaction.lock([UUID])).values()
+            await transaction.update([replace(now, newest=now.newest + 5)])
+        services.answers.set()
+    assert services.released == []
+
+
+async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_UNSEARCHED", 2)
+    three = [replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in range(3)]
+    conductor = await conductor_of(services := Silent(), *three)
+    await conductor.engine.sweep()
+    services.answers.set()
+    await conductor.engine.search()
+    assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2
+
+
+@pytest.mark.parametrize("state", [State.CLAIMING, State.RELEASING])
+def test_it_is_searched_for_less_and_less_often(state: State) -> None:
+    there = held(state)
+    at, pauses = there.instance.since + 15.0, []
+    for _ in range(8):
+        there.apply(e.TimedOut(at=at))
+        assert there.instance.deadline is not None
+        pauses.append(there.instance.deadline - at)
+        at = there.instance.deadline
+    assert pauses == sorted(pauses) and pauses[0] < pauses[-1] == MAX_SEARCH_PAUSE_S
+    sure = replace(there.instance, doubted=False)
+    assert step(sure, e.TimedOut(at=at), AFTER).instance.deadline == at + AFTER.claim_retry_s

@@ -30,7 +30,7 @@ from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 from scheduler_worker.domain.recorded_moves import apply_announcement as apply_move_announcement
 from scheduler_worker.domain.requests import refused_unreadable, timeline_of
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 
 # --- The record of a build under late, doubled and foreign announcements.

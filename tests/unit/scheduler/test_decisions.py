@@ -47,7 +47,7 @@ from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE
 from scheduler_worker.store import rows
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 from tests.kit.turns import Turns
 from tests.unit.scheduler.hosts import PLENTY, Hosts

@@ -15,7 +15,7 @@ from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.delivery import OVERTAKES, RequestDelivery
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import UUID, recorded

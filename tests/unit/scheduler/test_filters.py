@@ -19,9 +19,11 @@ from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter, applies_to
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
 from scheduler_worker.domain.view import HostView
-from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
-from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
-from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
+from scheduler_worker.filters.extra_specs import (
+    AggregateInstanceExtraSpecsFilter,
+    AggregateTypeAffinityFilter,
+    ComputeCapabilitiesFilter,
+)
 from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter, supports
 from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter

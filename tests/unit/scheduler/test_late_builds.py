@@ -19,7 +19,7 @@ from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
 from tests.unit.scheduler.test_late_moves import keep_up

@@ -30,7 +30,7 @@ from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.contract.rig import REQUESTS
 from tests.kit.claims import BookClaims
 from tests.kit.sent import Sent

@@ -43,7 +43,7 @@ from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import ServiceForgetter
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 # --- Of which cell the fence is that a decision about a host leads to.
