@@ -136,6 +136,14 @@ def test_a_report_after_a_flawed_one_is_still_compared_with_its_roots_owner() ->
     assert set(both.results) == {0, 1}
 
 
+def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
+    flawed = update(replace(node(ROOT), inventories={"nothing": Inventory(total=1)}))
+    both = group(flawed, update(node(SECOND)), sources={(SECOND, "s"): ReportSource(9, b"x", True, (SECOND,))})
+    both.refuse_flawed(())
+    both.sort_out_stale()
+    assert set(both.results) == {0, 1}
+
+
 @pytest.mark.parametrize(("changed", "settled"), [(True, False), (False, True)])
 def test_a_report_proves_the_tree_no_more_when_another_source_has_changed_it(changed: bool, settled: bool) -> None:
     mine, others = (replace(update(node(ROOT)), source=source) for source in ("mine", "others"))

@@ -167,6 +167,7 @@ def test_an_isolated_aggregate_and_the_default_zone_both_keep_their_hosts() -> N
         ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_B": "required"}, (("CUSTOM_A",), ("CUSTOM_B",)), ()),
         ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_A": "required"}, (("CUSTOM_A",),), ()),
         ({}, {"trait:CUSTOM_A": "forbidden", "os_type": "linux"}, (), ("CUSTOM_A",)),
+        ({"trait:CUSTOM_A": "forbidden"}, {"trait:CUSTOM_A": "forbidden"}, (), ("CUSTOM_A",)),
     ],
 )
 def test_the_traits_of_an_image_count_as_a_flavors_do(
