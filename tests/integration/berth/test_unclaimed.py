@@ -28,7 +28,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions

@@ -7,16 +7,16 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from cell_conductor.domain import breaker
 from cell_conductor.domain import events as e
-from cell_conductor.domain import listings
 from cell_conductor.domain.adopt_rules import why_not_its_machine
+from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
 from cell_conductor.domain.orders import numbered
-from cell_conductor.domain.quarantine_reservations import pages
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
@@ -267,15 +267,15 @@ def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHo
 def test_two_services_contest_a_host_unless_they_share_by_a_ring(
     first: tuple[int, int], second: tuple[int, int], up: tuple[str, ...], contested: bool
 ) -> None:
-    known = listings.Listings()
+    known = breaker.Listings()
     known.note(page("s2", host(1), ring=second))
     known.note(page("s1", host(1), ring=first))
     assert known.contested(page("s1", host(1), ring=first), up) == ({host(1): "s2"} if contested else {})
 
 
 def test_hosts_beyond_the_bound_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listings, "MAX_HOSTS", 1)
-    known = listings.Listings()
+    monkeypatch.setattr(breaker, "MAX_HOSTS", 1)
+    known = breaker.Listings()
     known.note(page("s1", host(1), host(2)))
     known.note(page("s2", host(1)))
     assert [known.listers(host(n)) for n in (1, 2)] == [("s1", "s2"), ()]
