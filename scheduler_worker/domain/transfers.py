@@ -4,19 +4,25 @@ The former cell is commanded to give the instance up (`to_cell`), and states onc
 commanded (`arrival`), and the map names it, in one transaction. An instance without a host leaves nothing behind. Of
 one with a machine the former cell keeps that, stopped. The next cell gives the instance back the same way when it
 cannot be built there; when it is active there for good, the former cell is commanded to destroy what it has kept.
+
+The changes that a batch of a cell's events about requests makes to the records that it names. Pure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.bus import API
 from bus.contracts.base import Message
-from bus.contracts.build import BuildState
+from bus.contracts.build import BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveEvent, MoveKind
+from bus.contracts.moves import CellMove, CellMoveQuery, Departure, MoveEvent, MoveKind, MoveState
+from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, apply_announcement
 from scheduler_worker.domain.requests import is_newer
 
 
@@ -202,3 +208,110 @@ def repeated(move: RecordedMove) -> Message | None:
     if move.command is None:
         return None
     return for_former_cell(move.command) if move.command.to_cell is not None else move.command
+
+
+class AnnouncedMoves:
+    """The records of a batch as its events leave them, one after the other; and what is published of it.
+
+    changed: the requests to write; timelines: the instances to write, with their new entries; departed: {instance: the
+    cell that it has left for}.
+    """
+
+    def __init__(self, cell: str, known: Mapping[str, MoveContext], now: float) -> None:
+        self._cell = cell
+        self._now = now
+        self.moves = {one: context.move for one, context in known.items() if context.move is not None}
+        self.builds = {one.build.instance_uuid: one.build for one in known.values() if one.build is not None}
+        self.instances: dict[str, InstanceRecord] = {
+            one.build.instance_uuid: one.now for one in known.values() if one.build is not None
+        }
+        self.timelines: dict[str, list[TimelineEntry]] = {}
+        self.changed: dict[str, None] = {}
+        self.departed: dict[str, str] = {}
+        self.messages: list[OutboxMessage] = []
+        self.ignored: list[tuple[MoveEvent, str]] = []
+
+    def apply(self, event: MoveEvent) -> None:
+        """Apply one event. A late or unknown event is ignored, and so is another cell's."""
+        uuid = event.instance_uuid
+        build = self.builds.get(uuid)
+        leaves = build is not None and is_departure(event, build, self.instances[uuid], self._cell)
+        why = self._apply(event)
+        self._send_on(event)
+        if leaves:
+            self._transfer(event)
+        elif why:
+            self.ignored.append((event, why))
+        if build is not None:
+            self._settle(event)
+        if build is not None and not leaves:
+            self._answer_keeper(event)
+
+    def _send_on(self, event: MoveEvent) -> None:
+        """The machine to which a revert goes back was seen: the revert goes on in the instance's cell."""
+        move = sent_on(event, self.moves.get(event.request_id), self._cell)
+        if move is None or move.cell is None or move.command is None or move.instance_uuid != event.instance_uuid:
+            return
+        self.moves[event.request_id] = move
+        self.changed[event.request_id] = None
+        self.messages.append(OutboxMessage(move.cell, move.command, event.request_id))
+
+    def _settle(self, event: MoveEvent) -> None:
+        """The instance stays in the cell that has it: what another cell has kept for it is destroyed."""
+        uuid = event.instance_uuid
+        handed = self.instances[uuid].handed
+        if handed is None or not is_for_good(event, handed, self._cell):
+            return
+        self.instances[uuid] = replace(self.instances[uuid], handed=settled(handed))
+        self.timelines.setdefault(uuid, [])
+        if (command := released(handed, self.builds[uuid])) is not None and handed.kept is not None:
+            self.messages.append(OutboxMessage(handed.kept.cell, command, event.request_id))
+
+    def _answer_keeper(self, event: MoveEvent) -> None:
+        uuid = event.instance_uuid
+        build = self.builds[uuid]
+        instance = relearned(event, build, self.instances[uuid], self._cell)
+        if instance is not self.instances[uuid]:
+            self.instances[uuid] = instance
+            self.timelines.setdefault(uuid, [])
+        answer = answer_keeper(event, build, instance, self._cell)
+        if answer is not None:
+            self.messages.append(OutboxMessage(*answer, event.request_id))
+        if event.state is MoveState.SOURCE_GONE and build.cell != self._cell:
+            what = f"{event.kind} {event.state}"
+            gone = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what=what)
+            self.timelines.setdefault(uuid, []).append(gone)
+
+    def _apply(self, event: MoveEvent) -> str:
+        """Apply the event to its request; returns why it is ignored ("": it is not)."""
+        uuid = event.instance_uuid
+        move, build = self.moves.get(event.request_id), self.builds.get(uuid)
+        if move is None or build is None or move.instance_uuid != uuid:
+            return "unknown"
+        if move.cell != self._cell:
+            return "foreign"
+        applied = apply_announcement(event, move, self.instances[uuid], build, cell=self._cell, now=self._now)
+        if applied.event is None:
+            return "late"
+        self.moves[event.request_id], self.instances[uuid] = applied.move, applied.instance
+        self.builds[uuid] = applied.build
+        self.timelines.setdefault(uuid, []).extend(applied.timeline)
+        self.changed[event.request_id] = None
+        self.messages.append(OutboxMessage(API, applied.event, event.request_id))
+        return ""
+
+    def _transfer(self, event: MoveEvent) -> None:
+        uuid = event.instance_uuid
+        move = self.moves.get(event.request_id)
+        gone = transfer(event, self.builds[uuid], move if move is not None and move.instance_uuid == uuid else None)
+        self.builds[uuid], self.departed[uuid] = gone.build, gone.cell
+        if gone.move is not None:
+            self.moves[event.request_id] = gone.move
+            self.changed[event.request_id] = None
+        instance = self.instances[uuid]
+        self.instances[uuid] = replace(
+            instance, sequence=max(event.sequence, instance.sequence), handed=gone.handed or instance.handed
+        )
+        left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
+        self.timelines.setdefault(uuid, []).append(left)
+        self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]

@@ -31,7 +31,7 @@ from cell_conductor.domain.events import MoveRequested, TimedOut
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
-from scheduler_worker.domain import announced_moves
+from scheduler_worker.domain import transfers
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim.mutants_of_disks import unwatched
 
@@ -49,13 +49,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = announced_moves.transfer
+    original = transfers.transfer
 
     def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
         gone = original(event, build, move)
         return replace(gone, build=replace(gone.build, cell=build.cell))
 
-    return patch.object(announced_moves, "transfer", transfer)
+    return patch.object(transfers, "transfer", transfer)
 
 
 def leaves_while_it_runs() -> AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ def kept_one_is_destroyed_too_early() -> AbstractContextManager[Any]:
     def is_for_good(event: MoveEvent, handed: Departure, cell: str) -> bool:
         return handed.kept is not None and handed.cell == cell
 
-    return patch.object(announced_moves, "is_for_good", is_for_good)
+    return patch.object(transfers, "is_for_good", is_for_good)
 
 
 def allocation_is_released_before_the_machine_is_gone() -> AbstractContextManager[Any]:
@@ -124,7 +124,7 @@ def delete_does_not_go_back() -> AbstractContextManager[Any]:
 
     Without the watch of builds, which repeats a delete until it has ended, and so mends this.
     """
-    original, sent = departure_steps.give_back, announced_moves.transfer
+    original, sent = departure_steps.give_back, transfers.transfer
 
     def give_back(instance: Any, at: float, context: Any) -> Step:
         return original(replace(instance, move=replace(instance.move, delete=False)), at, context)
@@ -136,7 +136,7 @@ def delete_does_not_go_back() -> AbstractContextManager[Any]:
     patches = ExitStack()
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
     patches.enter_context(patch.object(change_rules, "give_back", give_back))
-    patches.enter_context(patch.object(announced_moves, "transfer", transfer))
+    patches.enter_context(patch.object(transfers, "transfer", transfer))
     return patches
 
 

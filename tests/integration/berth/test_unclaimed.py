@@ -47,7 +47,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
-from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.placement.conftest import Book, claim

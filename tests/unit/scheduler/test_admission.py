@@ -12,13 +12,22 @@ from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
-from scheduler_worker.domain.admission import Answered, Start, admit, admit_known, first_of_each, is_clash_of_first
+from scheduler_worker.domain.admission import (
+    Answered,
+    PendingBuild,
+    Start,
+    admit,
+    admit_known,
+    first_of_each,
+    is_clash_of_first,
+    members_of,
+    pending_build,
+)
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
-from scheduler_worker.domain.delivery import RequestDelivery
-from scheduler_worker.domain.gangs import withdrawn_by_gang
 from scheduler_worker.domain.moves import check_move, pending_move
-from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.domain.step import withdrawn_by_gang
 from tests.unit.scheduler.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")

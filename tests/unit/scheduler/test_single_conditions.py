@@ -30,6 +30,7 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor
+from scheduler_worker.domain.admission import members_of
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
@@ -38,13 +39,11 @@ from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
 from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
-from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import rebuilt_from
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, plan
-from scheduler_worker.domain.pending import members_of
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     HostClaimed,
@@ -55,11 +54,11 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.request_spec import Peers
 from scheduler_worker.domain.requests import timeline_of
-from scheduler_worker.domain.step import ANOTHERS, FENCED
+from scheduler_worker.domain.step import ANOTHERS, FENCED, with_gang_results
 from scheduler_worker.domain.transfers import sent_on
 from scheduler_worker.domain.unanswered import open_move, open_now
+from scheduler_worker.domain.view import Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
 from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES

@@ -7,11 +7,10 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
-from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import for_former_cell, repeated
+from scheduler_worker.domain.transfers import AnnouncedMoves, for_former_cell, repeated
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"

@@ -18,10 +18,9 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
-from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.moves import ends_another, may_leave_cell, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
-from scheduler_worker.domain.transfers import by_keeper, repeated
+from scheduler_worker.domain.transfers import AnnouncedMoves, by_keeper, repeated
 from tests.unit.scheduler.test_transfers import COMMAND, DEPARTURE, HOST, REQUEST, UUID, on_record, sent
 from tests.unit.scheduler.test_transfers import applied as applied_at
 
