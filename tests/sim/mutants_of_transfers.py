@@ -165,6 +165,6 @@ FOUND_BY: dict[str, int] = {
     "kept_one_starts_when_time_is_over": 1,
     "kept_one_is_destroyed_too_early": 1,
     "allocation_is_released_before_the_machine_is_gone": 1,
-    "given_back_with_its_machine": 1,
+    "given_back_with_its_machine": 5,
     "delete_does_not_go_back": 30,
 }
