@@ -99,10 +99,17 @@ async def reset(env: Environment, cell: str, service: str, by: str, *, tripped_a
 
 
 async def adopt(
-    env: Environment, places: Sequence[MachineKey], *, who: str, why: str
+    env: Environment,
+    places: Sequence[MachineKey],
+    *,
+    who: str,
+    why: str,
+    seen: Mapping[MachineKey, tuple[str, int]] | None = None,
 ) -> tuple[dict[MachineKey, str], dict[MachineKey, RequestRefused]]:
     """Decide that machines in quarantine are their instances: checked against the cells' records, and put on record for
     the conductors, which check the hosts' own answers before they carry it out.
+
+    seen: the cell and the attempt that each was seen with; None: by its place alone.
 
     Each is in the log of changes before. Returns the cells of those that were decided, and the refusals of the others
     (`quarantine.` unknown, several, not_adoptable, recorded_elsewhere). Raises as `read`.
@@ -119,7 +126,8 @@ async def adopt(
     for host, uuid in places:
         of_instance = {cell: found[uuid] for cell, found in known.items() if uuid in found}
         try:
-            cell, machine = _checked(kept[uuid], of_instance, uuid, host)
+            as_seen = None if seen is None else seen[host, uuid]
+            cell, machine = _checked(kept[uuid], of_instance, uuid, host, as_seen)
         except RequestRefused as refusal:
             refused[host, uuid] = refusal
             continue
@@ -143,10 +151,14 @@ def unknown(uuid: str, host: str) -> RequestRefused:
 
 
 def _checked(
-    kept: Sequence[tuple[str, UnexplainedRecord]], records: Mapping[str, Instance], uuid: str, host: str
+    kept: Sequence[tuple[str, UnexplainedRecord]],
+    records: Mapping[str, Instance],
+    uuid: str,
+    host: str,
+    seen: tuple[str, int] | None,
 ) -> tuple[str, UnexplainedRecord]:
     here = [(cell, one) for cell, one in kept if one.machine.host_uuid == host]
-    if not here:
+    if not here or (seen is not None and seen not in [(cell, one.machine.attempt) for cell, one in here]):
         raise unknown(uuid, host)
     if len(kept) > 1:
         others = ", ".join(one.machine.host_uuid for _, one in kept if one.machine.host_uuid != host)

@@ -220,8 +220,8 @@ class SafetyReader:
             if not decision.reason:
                 raise Problem(400, "request.invalid", "an adoption needs a reason")
             async with _as_problems():
-                places = [one.place for one in decision.machines]
-                adopted, refused = await records.adopt(self._env, places, who=who, why=decision.reason)
+                seen = {one.place: (one.cell, one.attempt) for one in decision.machines}
+                adopted, refused = await records.adopt(self._env, list(seen), who=who, why=decision.reason, seen=seen)
             return _decided(decision.machines, {(cell, *place) for place, cell in adopted.items()}, refused)
         of_cells: dict[str, list[DecidedMachine]] = defaultdict(list)
         for one in decision.machines:
