@@ -33,6 +33,8 @@ MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.
 MAX_DECIDED = 1_000
 MAX_BREAKERS = 1_000
+# At once: each opens connections to every cell's database and reads all that is on record there.
+MAX_READS = 2
 # Pages that stay open read the records at most so often.
 COUNTED_AGE_S = 10.0
 
@@ -163,6 +165,7 @@ class SafetyReader:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._reading = asyncio.Lock()
+        self._reads = asyncio.Semaphore(MAX_READS)
         self._counts: SafetyCounts | Problem | None = None
         self._counted_at = float("-inf")
 
@@ -181,7 +184,7 @@ class SafetyReader:
 
     async def read(self, cell: str | None = None) -> InCells:
         """Everything on record, of all cells or of one."""
-        async with _as_problems():
+        async with self._reads, _as_problems():
             return await records.read(self._env, cell)
 
     async def page(

@@ -29,7 +29,7 @@ from scheduler_worker import engine as scheduling
 from scheduler_worker import placing
 from scheduler_worker.domain import deletes, step
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.deletes import releases_of
+from scheduler_worker.domain.effects import releases_of
 from scheduler_worker.fleet import HostsListener
 
 
