@@ -19,7 +19,6 @@ from collections import Counter as Counted
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 from prometheus_client import Counter
@@ -38,7 +37,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, endless_s
-from bus.consuming.outcome_handling import OutcomeHandler, RetryUntilAvailable, UntrustedMessages
+from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden
@@ -46,9 +45,6 @@ from bus.gather import Gather
 from bus.key_trust import letters_code
 from bus.port import BusError, BusForbidden, Delivery
 from bus.wire import Codec, Malformed, Read
-
-if TYPE_CHECKING:
-    from bus.bus import Bus
 
 __all__ = ["Consumer", "Malformed"]
 
@@ -93,7 +89,7 @@ class Consumer:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: ConsumedBus,
         queue: str,
         handler: Handler,
         *,
