@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
@@ -181,7 +182,7 @@ class RootVerdicts:
         return codes.astype(np.uint16)
 
 
-class VerdictsCache(Recent[object, RootVerdicts]):
+class VerdictsCache(Recent[bytes, RootVerdicts]):
     """The verdicts that a book caches by query, so that a repeated query finds them nearly up to date."""
 
     MOST = QUERIES_KEPT
@@ -196,19 +197,6 @@ def verdicts_of(book: Book, query: Query) -> RootVerdicts:
 
 def cached_verdicts(book: Book, query: Query) -> RootVerdicts:
     """Return the query's verdicts as of their last refresh."""
-    key = (
-        tuple(sorted(query.resources.items())),
-        query.required,
-        query.forbidden,
-        query.member_of,
-        query.forbidden_aggregates,
-        query.root_required,
-        query.root_forbidden,
-        query.root_member_of,
-        query.root_forbidden_aggregates,
-        query.in_tree,
-        msgspec.msgpack.encode(query.groups) if query.groups else b"",
-        query.group_policy,
-        query.same_subtree,
-    )
+    without_pins = replace(query, only_roots=(), ignore_roots=())
+    key = msgspec.msgpack.encode(without_pins, order="deterministic")
     return book.cache(VerdictsCache).value(key, lambda: RootVerdicts(book, query))

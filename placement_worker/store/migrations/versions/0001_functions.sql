@@ -71,7 +71,8 @@ BEGIN
         WHERE p.id = ANY(ids)
     );
 END
-$$ LANGUAGE plpgsql STABLE;
+$$ LANGUAGE plpgsql STABLE SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
+SET enable_mergejoin = off;
 
 -- Lock and read providers named by uuid, and (whole) those with all of their tree that are named by uuid or by name;
 -- draw a shape, and a number for each provider of `creating` that does not exist. The shape is drawn under the lock of
