@@ -128,7 +128,8 @@ class ContendedClass(_OfClass):
 
     def _figures(self, kinds: Amounts) -> Amounts:
         """The most that one allocation may have of each kind of inventory."""
-        return kinds[MAX_UNIT]
+        most: Amounts = kinds[MAX_UNIT]
+        return most
 
     def limit(self, rows: Rows) -> Amounts:
         """Per row, the most that it can give to all slots together, rounded down to a sum that can be required."""
