@@ -18,6 +18,7 @@ from bus.consuming.dead_letters import DIED_AT, DeadLetter
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Message, encode
 from bus.contracts.catalogue import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
+from bus.contracts.cell import CellDelete
 from bus.key_trust import UNTRUSTED
 from bus.port import Delivery, Outgoing, PublishRefused, Transport
 from bus.rabbitmq import RabbitTransport
@@ -129,6 +130,49 @@ async def test_the_oldest_letters_are_listed_first_however_often_they_are_looked
         seen.append([letter.reason for letter in await dead_letters.list_dead(bus.transport, limit=2)])
         await settled(bus, dead=6)
     assert seen == [["0", "1"]] * 4
+
+
+# --- Letters of a queue can be replayed and purged, however many of other queues are before them.
+
+
+LOOKED_AT = 3
+
+
+async def behind(house: House) -> Bus:
+    """Five letters of scheduler.requests, and then one of conductor.requests."""
+    bus = await house.bus("c1")
+    await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("no")), concurrency=1)
+    await house.consume(bus, OTHER, Answering(lambda _: Refuse("no")), concurrency=1)
+
+    for number in range(5):
+        await bus.publish(boot(number))
+    await until(lambda: depth_is(bus, DEAD_LETTERS, 5))
+    await bus.publish(CellDelete(instance_uuid=boot(9).instance_uuid, project_id="p"))
+    await until(lambda: depth_is(bus, DEAD_LETTERS, 6))
+    return bus
+
+
+@KINDS
+@pytest.mark.parametrize("what", ["list", "replay", "purge"])
+async def test_a_letter_behind_those_of_other_queues_is_reached(
+    house: House, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = await behind(house)
+
+    # In RabbitMQ 4.3 what was looked at stays before what was not.
+    monkeypatch.setattr(dead_letters, "MAX_COUNTED", LOOKED_AT)
+    found = 0
+    for _ in range(5):
+        if what == "list":
+            found += len(await dead_letters.list_dead(bus.transport, OTHER))
+        elif what == "replay":
+            found += len(await dead_letters.replay(bus.transport, OTHER))
+        else:
+            found += await dead_letters.purge(bus.transport, OTHER)
+        if found:
+            break
+        await until(lambda: depth_is(bus, DEAD_LETTERS, 6))  # as between two commands, or two views of the page
+    assert found == 1
 
 
 # --- Sending dead letters back, on both buses: they carry their age, and some may not go.

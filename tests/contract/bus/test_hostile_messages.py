@@ -15,8 +15,10 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.consuming import dead_letters
 from bus.consuming.consumer import Consumer
+from bus.consuming.in_flight import InFlightMessage
 from bus.consuming.lanes import ArrivedDelivery
 from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome_handling import OutcomeHandler, OutcomeMessage
 from bus.contracts.build import BuildAccepted
 from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS
 from bus.depths import waiting_in
@@ -244,15 +246,14 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 ) -> None:
     """Whatever else may go wrong while a message is settled, it goes wrong for that message."""
     watched.answer = Retry("not.yet")
-    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
-    retry = handling._retry
+    retry = OutcomeHandler._retry
 
-    def breaks(self: object, received: Received, waiter: object) -> None:
+    def breaks(self: OutcomeHandler, item: InFlightMessage, received: Received) -> OutcomeMessage:
         if received.message == boot(1):
             raise ValueError("cannot be written")
-        retry(self, received, waiter)  # type: ignore[arg-type]
+        return retry(self, item, received)
 
-    monkeypatch.setattr(handling, "_retry", breaks)
+    monkeypatch.setattr(OutcomeHandler, "_retry", breaks)
     await watched.bus.publish_all([(boot(number), "") for number in (3, 1, 4)])
     await until(lambda: sum(one.meta.attempt == 1 for one in watched.handler.got) >= 2)
     watched.answer = Done()
@@ -265,13 +266,11 @@ async def test_what_cannot_be_settled_is_parked_and_its_neighbours_are_settled(
 async def test_what_cannot_even_be_parked_is_dead_lettered_by_the_broker(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handling = type(watched.bus.consumer(REQUESTS, watched.handler)._outcome_handler)
 
-    async def breaks(*_: object) -> None:
+    def breaks(*_: object, **__: object) -> OutcomeMessage:
         raise ValueError("cannot be written")
 
-    monkeypatch.setattr(handling, "apply", breaks)
-    monkeypatch.setattr(handling, "park", breaks)
+    monkeypatch.setattr(OutcomeHandler, "_letter", breaks)
     transport = watched.bus.transport
     await watched.bus.declare("scheduler.given_up")
     await watched.publish(b"{")

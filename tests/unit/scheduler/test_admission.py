@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta, Refusal
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from scheduler_worker.domain.admission import (
@@ -25,7 +25,7 @@ from scheduler_worker.domain.admission import (
 )
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
 from scheduler_worker.domain.gangs import withdrawn_by_gang
-from scheduler_worker.domain.moves import check_move, pending_move
+from scheduler_worker.domain.moves import check_move, pending_move, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
 from tests.unit.scheduler.hosts import Hosts
@@ -70,9 +70,33 @@ def test_what_a_request_would_be_refused_for_now_counts_only_where_it_is_not_on_
 ) -> None:
     """Its flavor has been deleted since."""
     pending = taken(replace(REQUEST, flavor="deleted"))
-    admission = admit_known(pending, on_record(pending, state))
+    admission = admit_known(pending, on_record(pending, state, code=code or ""))
     reply = admission.outcome.reply if isinstance(admission, Answered) and isinstance(admission.outcome, Done) else None
     assert (reply.code if isinstance(reply, Refusal) else None) == code
+
+
+@pytest.mark.parametrize("flavor", ["m1.small", "deleted"])
+def test_a_build_that_was_refused_is_refused_again_as_it_is_on_record(flavor: str) -> None:
+    """Its flavor was created since, or another reason holds now: it was answered as accepted, and no event followed."""
+    pending = taken(replace(REQUEST, flavor=flavor))
+    refused = on_record(pending, BuildState.REFUSED, code="group.unknown")
+    admission = admit_known(pending, refused)
+    assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
+    assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "group.unknown"
+
+
+def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:
+    """The copy of one that is refused was answered as accepted."""
+    first, copy = taken(replace(REQUEST, flavor="deleted")), taken(replace(REQUEST, flavor="deleted"))
+    firsts = {UUID: first}
+    known = {UUID: on_record(first, BuildState.REFUSED, code="flavor.unknown")}
+    for new, records in (({UUID}, {}), (set[str](), known)):
+        admission = admit(copy, firsts, new, records)
+        assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
+        assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "flavor.unknown"
+    accepted = admit(copy, firsts, set(), {UUID: on_record(first, BuildState.ACCEPTED)})
+    assert isinstance(accepted, Answered) and isinstance(accepted.outcome, Done)
+    assert isinstance(accepted.outcome.reply, BuildAccepted), "one of them is decided about, not both"
 
 
 def test_members_that_a_delete_takes_out_are_counted_for_their_gang() -> None:
@@ -103,8 +127,10 @@ def checked(
     *,
     move: dict[str, Any] | None = None,
     condition: Condition = Condition.ACTIVE,
+    of: str = "p",
     **more: Any,
 ) -> Answered | Refusal | None:
+    """of: the project that has the instance."""
     request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, **more)
     pending = pending_move(Received(request, Meta(id="m"), "api", "q"), RequestDelivery(), 0, now=1000.0)
     recorded = None
@@ -112,7 +138,7 @@ def checked(
         known = {"digest": pending.digest, "project_id": "p", "state": "scheduled", "sequence": 2, **move}
         recorded = RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=kind, **known)
     now = InstanceRecord(instance_uuid=UUID, condition=condition)
-    context = MoveContext(move=recorded, build=ACTIVE, instance=now, build_request=REQUEST)
+    context = MoveContext(move=recorded, build=replace(ACTIVE, project_id=of), instance=now, build_request=REQUEST)
     return check_move(pending, context, SELECTOR, same_host=True)
 
 
@@ -124,6 +150,40 @@ def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
 
     assert replied() != "duplicate"
     assert replied(digest=b"other") == replied(project_id="other") == "duplicate"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "code"),
+    [("m1.small", "flavor.same"), ("m1.large", None), ("no.such", "flavor.unknown"), (None, "request.incomplete")],
+)
+def test_a_resize_names_another_flavor_that_there_is(flavor: str | None, code: str | None) -> None:
+    answer = checked(MoveKind.RESIZE, flavor=flavor)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+@pytest.mark.parametrize(("of", "code"), [("p", None), ("q", "instance.unknown")])
+def test_an_instance_of_another_project_is_unknown(of: str, code: str | None) -> None:
+    answer = checked(of=of)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "force", "before", "after"),
+    [
+        (MoveKind.STOP, False, None, MOVE),
+        (MoveKind.ABORT, False, None, None),
+        (MoveKind.ABORT, False, "another", "another"),
+        (MoveKind.REVERT, True, None, MOVE),
+        (MoveKind.REVERT, True, "another", "another"),
+    ],
+)
+def test_a_request_that_ends_another_leaves_that_one_under_way(
+    kind: MoveKind, force: bool, before: str | None, after: str | None
+) -> None:
+    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, force=force)
+    instance = InstanceRecord(instance_uuid=UUID, under_way=before)
+    known = MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)
+    assert under_way(request, known).under_way == after
 
 
 @pytest.mark.parametrize(
