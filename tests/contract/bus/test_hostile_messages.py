@@ -7,6 +7,7 @@ import json
 import random
 import struct
 from collections.abc import AsyncIterator
+from itertools import product
 
 import pytest
 
@@ -25,6 +26,7 @@ from bus.key_trust import letters_code
 from bus.rabbitmq import RabbitTransport
 from bus.wire import BATCH
 from tests.contract.rig import REQUESTS, Answering, Collector, boot
+from tests.kit.cases import case
 from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
 from tests.kit.waiting import until
 
@@ -155,18 +157,18 @@ async def settled_with(watched: Watched, dead: int) -> None:
     await until(as_instructed)
 
 
-@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-async def test_no_property_or_header_ends_a_consumer(watched: Watched, body: bytes) -> None:
+async def test_no_property_or_header_ends_a_consumer(watched: Watched) -> None:
     """Each of them once with each body; a good message sent after each is handled, on the same connection."""
-    for number, properties in enumerate(HOSTILE.values(), 1):
-        await watched.publish(body, **properties)
-        await watched.bus.publish(boot(2))
-        await until(
-            lambda number=number: (  # type: ignore[misc]
-                sum(one.message == boot(2) for one in watched.handler.got) == number or watched.lost
+    for number, (body, hostile) in enumerate(product(BODIES, HOSTILE), 1):
+        with case(body, hostile):
+            await watched.publish(BODIES[body], **HOSTILE[hostile])
+            await watched.bus.publish(boot(2))
+            await until(
+                lambda number=number: (  # type: ignore[misc]
+                    sum(one.message == boot(2) for one in watched.handler.got) == number or watched.lost
+                )
             )
-        )
-        assert not watched.lost, properties
+            assert not watched.lost
 
 
 async def test_a_message_id_of_bytes_is_parked_with_its_body_and_its_bytes(watched: Watched) -> None:
@@ -204,20 +206,20 @@ async def test_a_retry_keeps_the_bytes_of_its_properties(watched: Watched) -> No
     assert [one.meta.attempt for one in got[:2]] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'[{"meta":{"id":"\xff"},"body":{}}]',
-        b'[{"meta":{"id":"1","cause":"\xff"},"body":{"type":"\xff"}}]',
-        b'[{"meta":{"id":"1","reply_to":"amq.rabbitmq.reply-to"},"body":' + REQUEST + b"}]",
-        b'[{"meta":{"id":"1"},"body":{}}]',
-    ],
-    ids=["meta of bytes", "cause of bytes", "direct reply-to", "invalid"],
+BAD_ITEMS = (
+    b'[{"meta":{"id":"\xff"},"body":{}}]',
+    b'[{"meta":{"id":"1","cause":"\xff"},"body":{"type":"\xff"}}]',
+    b'[{"meta":{"id":"1","reply_to":"amq.rabbitmq.reply-to"},"body":' + REQUEST + b"}]",
+    b'[{"meta":{"id":"1"},"body":{}}]',
 )
-async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: Watched, body: bytes) -> None:
+
+
+async def test_one_bad_item_of_a_batch_with_a_long_id_is_a_dead_letter(watched: Watched) -> None:
     watched.answer = Retry("not.yet")
-    await watched.publish(body, content_type=BATCH.encode(), message_id=b"i" * 255)
-    await settled_with(watched, dead=1)
+    for number, body in enumerate(BAD_ITEMS, 1):
+        with case(body):
+            await watched.publish(body, content_type=BATCH.encode(), message_id=b"i" * 255)
+            await settled_with(watched, dead=number)
 
 
 async def test_keys_of_bytes_and_of_full_length_are_read(watched: Watched) -> None:
