@@ -15,7 +15,7 @@ from cell_conductor.domain.adopt_rules import why_not_its_machine
 from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.fence_steps import FenceSteps
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import Instance, Power, State
+from cell_conductor.domain.instance import NOT_TRIED, Instance, Power, State, summary_of
 from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
 from cell_conductor.domain.move_events import DONE, MoveEnd, close
 from cell_conductor.domain.orders import numbered
@@ -47,6 +47,7 @@ from tests.unit.conductor.scenario import (
     selection,
     spawned,
 )
+from tests.unit.conductor.scenario import refused as build_refused
 
 ACTIVE = Instance(
     uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
@@ -203,7 +204,8 @@ def in_place(*, arrived: bool = True) -> Scenario:
 def test_a_resize_in_place_that_has_arrived_stays_on_its_fenced_host() -> None:
     arrived, under_way = in_place(), in_place(arrived=False)
     assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
-    assert arrived.apply(fenced(1)).instance.state is State.RESIZED
+    stays = arrived.apply(fenced(1))
+    assert stays.instance.state is State.RESIZED and stays.commands == ()
     assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
 
 
@@ -235,6 +237,51 @@ def test_a_request_that_was_given_up_ends_unless_it_is_under_way(request_id: str
 def test_after_a_change_that_was_not_done_its_hosts_answer_counts(runs: bool, power: Power) -> None:
     made = begun(MoveKind.STOP)
     assert made.end(1, 1, done=False, code="x", runs=runs).instance.power is power
+
+
+def test_a_start_leaves_it_running_and_what_does_not_run_is_not_rescued() -> None:
+    stopped = begun(MoveKind.STOP)
+    stopped.end(1, 1)
+    started, rescued = Scenario(stopped.instance), Scenario(stopped.instance)
+    started.apply(request(MoveKind.START, request_id=OTHER))
+    assert started.end(1, 1, runs=True).instance.power is Power.RUNNING
+    rescued.apply(request(MoveKind.UNRESCUE, request_id=OTHER))
+    assert rescued.terminals == [(MoveKind.UNRESCUE, MoveState.REFUSED, "instance.not_rescued")]
+    assert rescued.instance.state is State.ACTIVE
+
+
+@pytest.mark.parametrize(("n", "state"), [(1, State.ACTIVE), (2, State.CHANGING)])
+def test_a_change_is_ended_by_the_fence_of_its_own_host(n: int, state: State) -> None:
+    assert begun(MoveKind.STOP).apply(fenced(n)).instance.state is state
+
+
+def test_a_machine_of_another_attempt_is_no_arrival() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.apply(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.apply(spawned(attempt=9, n=3)).instance.state is State.FINISHING
+    assert made.apply(spawned(attempt=2)).instance.state is State.RESIZED
+
+
+def test_a_build_that_was_given_up_releases_its_claim_unless_it_is_doubted() -> None:
+    given_up = run(replace(queried(hosts=1), given_up=Refusal(code="x", reason="y"))).instance
+    assert (given_up.phase, given_up.code) == ((State.RELEASING, State.FAILED), "x")
+
+
+@pytest.mark.parametrize(("attempt", "hosts"), [(1, 1), (2, 2)])
+def test_a_host_that_was_passed_over_is_counted_once(attempt: int, hosts: int) -> None:
+    """The first is among those that are left; a later one was taken from them."""
+    passed = AttemptRecord(attempt=attempt, host="host-1", outcome=NOT_TRIED)
+    known = Instance(uuid=UUID, spec=SPEC, selections=(selection(1),), history=(passed,))
+    assert summary_of(known).startswith(f"0 of {hosts} hosts")
+
+
+@pytest.mark.parametrize("reason", ["", "of another cell"])
+def test_a_build_whose_instance_holds_anothers_allocation_says_why_it_failed(reason: str) -> None:
+    tried = run(queried(hosts=2), failed()).instance
+    ended = step(tried, replace(build_refused(changed=True), reason=reason), PATIENCE).instance
+    assert ended.code == "placement.consumer_changed" and ended.reason and reason in ended.reason
 
 
 def test_a_move_whose_instance_holds_anothers_allocation_says_why_it_is_undone() -> None:
@@ -325,6 +372,7 @@ def test_what_a_service_had_before_it_began_anew_is_its_no_more() -> None:
     known.note(page("s1", host(1)))
     known.note(replace(page("s1", host(2)), epoch=2))
     assert (known.listers(host(1)), known.listers(host(2))) == ((), ("s1",))
+    assert known.hosts_of(["s1", "nothing"]) == {host(2)}
 
 
 def test_services_beyond_the_bound_are_not_kept_and_no_number_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
