@@ -25,7 +25,6 @@ from bus.tracing.context import traceparent_of
 from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import is_searched, is_unsearched
-from .domain.arrival_doubts import is_searched_for
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
@@ -45,6 +44,7 @@ from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.move_doubts import is_searched_for
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
@@ -443,7 +443,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
+        found, held = await self._search.find_moved(moved, self._down())
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

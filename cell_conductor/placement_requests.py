@@ -23,8 +23,7 @@ from bus.contracts.placement import (
 from bus.faults import Fault, RequestRefused
 
 from . import metrics
-from .domain.arrival_doubts import is_taken_back
-from .domain.events import REASSIGNED, Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
+from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
 from .domain.instance import Instance
 from .domain.table import Question, question_of
 
@@ -127,12 +126,11 @@ class PlacementRequests:
             outcomes=[outcome.value for outcome in answer.outcomes],
             cause=instance.cause,
         )
-        option = answer.option if claim.options else REASSIGNED
-        if answer.outcome is ClaimOutcome.CLAIMED and option is not None:
+        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
             return Claimed(
                 at=now,
                 attempt=claim.attempt,
-                option=option,
+                option=answer.option,
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )
@@ -159,17 +157,6 @@ class PlacementRequests:
             return None
         if reply.outcome == "consumer_changed":
             log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
-            if is_taken_back(instance):
-                metrics.HELD_MOVES.inc()
-                log.warning(
-                    "move.held",
-                    instance=instance.uuid,
-                    state=instance.state,
-                    cause=instance.cause or instance.uuid,
-                    hint="the book has the instance with a newer claim, of another cell or another client: it may run"
-                    " there. `berth revert --force` has it started here all the same",
-                )
-                return None
         return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:

@@ -14,7 +14,7 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import CellCheck, MoveEvent
 from bus.contracts.stages import Stamps
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
@@ -30,6 +30,7 @@ from scheduler_worker.domain.builds import (
     timeline_entries,
 )
 from scheduler_worker.domain.delivery import delivery_of
+from scheduler_worker.domain.transfers import handed_on
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -202,6 +203,7 @@ class AnnouncementHandler:
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
             await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
+        await self._hand_on([received.message for received in batch if isinstance(received.message, CellCheck)])
         if fences := [received.message for received in batch if isinstance(received.message, HostFence)]:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
@@ -215,6 +217,15 @@ class AnnouncementHandler:
             return [Done(after=flushed)] * len(batch)
         early = {id(event) for event in applied.early}
         return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
+
+    async def _hand_on(self, checks: Sequence[CellCheck]) -> None:
+        """Checks of hosts of other cells, and their answers: to the other cell."""
+        if not checks:
+            return
+        async with self._store.operation() as unit:
+            for check in checks:
+                if (message := handed_on(check, self._cell)) is not None:
+                    unit.emit(message)
 
     async def _apply_moves(self, events: Sequence[MoveEvent]) -> None:
         """One durable transaction for all: requests about instances after their builds are rarer than builds."""

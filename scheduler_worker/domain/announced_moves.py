@@ -8,20 +8,11 @@ from msgspec.structs import replace
 
 from bus.bus import API
 from bus.contracts.build import TimelineEntry
-from bus.contracts.moves import MoveEvent, MoveState
+from bus.contracts.moves import MoveEvent
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.move_events import apply_announcement
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
-from scheduler_worker.domain.transfers import (
-    answer_keeper,
-    is_departure,
-    is_for_good,
-    relearned,
-    released,
-    sent_on,
-    settled,
-    transfer,
-)
+from scheduler_worker.domain.transfers import is_departure, transfer
 
 
 class AnnouncedMoves:
@@ -51,50 +42,10 @@ class AnnouncedMoves:
         build = self.builds.get(uuid)
         leaves = build is not None and is_departure(event, build, self.instances[uuid], self._cell)
         why = self._apply(event)
-        self._send_on(event)
         if leaves:
             self._transfer(event)
         elif why:
             self.ignored.append((event, why))
-        if build is not None:
-            self._settle(event)
-        if build is not None and not leaves:
-            self._answer_keeper(event)
-
-    def _send_on(self, event: MoveEvent) -> None:
-        """The machine to which a revert goes back was seen: the revert goes on in the instance's cell."""
-        move = sent_on(event, self.moves.get(event.request_id), self._cell)
-        if move is None or move.cell is None or move.command is None or move.instance_uuid != event.instance_uuid:
-            return
-        self.moves[event.request_id] = move
-        self.changed[event.request_id] = None
-        self.messages.append(OutboxMessage(move.cell, move.command, event.request_id))
-
-    def _settle(self, event: MoveEvent) -> None:
-        """The instance stays in the cell that has it: what another cell has kept for it is destroyed."""
-        uuid = event.instance_uuid
-        handed = self.instances[uuid].handed
-        if handed is None or not is_for_good(event, handed, self._cell):
-            return
-        self.instances[uuid] = replace(self.instances[uuid], handed=settled(handed))
-        self.timelines.setdefault(uuid, [])
-        if (command := released(handed, self.builds[uuid])) is not None and handed.kept is not None:
-            self.messages.append(OutboxMessage(handed.kept.cell, command, event.request_id))
-
-    def _answer_keeper(self, event: MoveEvent) -> None:
-        uuid = event.instance_uuid
-        build = self.builds[uuid]
-        instance = relearned(event, build, self.instances[uuid], self._cell)
-        if instance is not self.instances[uuid]:
-            self.instances[uuid] = instance
-            self.timelines.setdefault(uuid, [])
-        answer = answer_keeper(event, build, instance, self._cell)
-        if answer is not None:
-            self.messages.append(OutboxMessage(*answer, event.request_id))
-        if event.state is MoveState.SOURCE_GONE and build.cell != self._cell:
-            what = f"{event.kind} {event.state}"
-            gone = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what=what)
-            self.timelines.setdefault(uuid, []).append(gone)
 
     def _apply(self, event: MoveEvent) -> str:
         """Apply the event to its request; returns why it is ignored ("": it is not)."""
@@ -123,9 +74,7 @@ class AnnouncedMoves:
             self.moves[event.request_id] = gone.move
             self.changed[event.request_id] = None
         instance = self.instances[uuid]
-        self.instances[uuid] = replace(
-            instance, sequence=max(event.sequence, instance.sequence), handed=gone.handed or instance.handed
-        )
+        self.instances[uuid] = replace(instance, sequence=max(event.sequence, instance.sequence))
         left = TimelineEntry(at=event.at or self._now, who=f"conductor {self._cell}", what="departed", detail=gone.cell)
         self.timelines.setdefault(uuid, []).append(left)
         self.messages += [OutboxMessage(gone.cell, command, event.request_id) for command in gone.commands]

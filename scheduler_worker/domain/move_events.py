@@ -102,7 +102,7 @@ def apply_announcement(
         return Announced(move=move, instance=instance, build=build)
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
-    event = replace(event, departure=None, settled=None, host_uuid=None)
+    event = replace(event, departure=None, host_uuid=None)
     number = event.sequence
     if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct
 
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep
-from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRecord, MoveRequest, MoveState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.delivery import RequestDelivery
 
@@ -63,9 +63,7 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
     flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this. handed: the newest departure by which a cell keeps
-    the instance's stopped machine, or by which it was given back to that cell; with neither once nothing is kept any
-    more; None: there is none.
+    yet. sequence: of the newest event of its cell that changed this.
     """
 
     instance_uuid: str
@@ -75,7 +73,6 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     sequence: int = 0
-    handed: Departure | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):

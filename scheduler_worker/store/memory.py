@@ -128,9 +128,7 @@ class MemoryBuilds:
         async with self._session.transaction():
             builds = self._table.recorded.values()
             found = [one for one in builds if one.cell == cell and one.state in BUILDS_WITH_A_MACHINE]
-            handed = [one.handed.kept for one in self._table.instances.values() if one.handed is not None]
-            kept = [one for one in handed if one is not None and one.cell == cell]
-            return min(len(found) + len(kept), limit)
+            return min(len(found), limit)
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""

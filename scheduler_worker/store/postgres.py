@@ -146,7 +146,7 @@ PUT_INSTANCE = f"""
 INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
 ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
     image = excluded.image, image_properties = excluded.image_properties, under_way = excluded.under_way,
-    sequence = excluded.sequence, handed = excluded.handed
+    sequence = excluded.sequence
 """
 PURGE_MOVES = """
 DELETE FROM moves WHERE request_id IN (

@@ -20,7 +20,6 @@ from sqlalchemy import (
     or_,
     select,
     tuple_,
-    union_all,
 )
 from sqlalchemy.dialects.postgresql import JSON
 
@@ -28,7 +27,7 @@ from bus.contracts.moves import MoveQuery
 from bus.contracts.objects import ObjectLogQuery
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
 from scheduler_worker.store.rows import clean
-from scheduler_worker.store.tables import build_requests, instances, moves, object_log
+from scheduler_worker.store.tables import build_requests, moves, object_log
 
 
 def builds_of(flavor: str, limit: int) -> Select[int]:
@@ -43,10 +42,8 @@ def builds_of_group(project: str, group: str, limit: int) -> Select[int]:
 
 
 def builds_in_cell(cell: str, limit: int) -> Select[int]:
-    """The same of a cell, with the machines that it has kept for instances that left it."""
-    kept = cast(instances.c.handed, JSON)[("kept", "cell")].astext == cell
-    handed = select(literal(1)).where(instances.c.handed != "", kept)
-    return _count(union_all(_builds(build_requests.c.cell == cell), handed).limit(limit))
+    """The same of a cell."""
+    return _count(_builds(build_requests.c.cell == cell).limit(limit))
 
 
 def moves_of(query: MoveQuery) -> Select[Any]:

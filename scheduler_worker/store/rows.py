@@ -9,7 +9,7 @@ import asyncpg
 import msgspec
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, BuildState, FunnelStep, TimelineEntry
-from bus.contracts.moves import CellMove, Condition, Departure, MoveKind, MoveRecord, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRecord, MoveState
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
@@ -284,10 +284,9 @@ def move_row(one: RecordedMove, now: float) -> tuple[Any, ...]:
     )
 
 
-INSTANCE = "instance_uuid, condition, flavor, image, image_properties, under_way, sequence, handed"
+INSTANCE = "instance_uuid, condition, flavor, image, image_properties, under_way, sequence"
 
 _properties = msgspec.json.Decoder(dict[str, dict[str, str]])
-_departures = msgspec.json.Decoder(Departure)
 
 
 def instance(row: asyncpg.Record) -> InstanceRecord:
@@ -300,7 +299,6 @@ def instance(row: asyncpg.Record) -> InstanceRecord:
         image_properties=_properties.decode(row["image_properties"]),
         under_way=row["under_way"],
         sequence=row["sequence"],
-        handed=_departures.decode(row["handed"]) if row["handed"] else None,
     )
 
 
@@ -314,7 +312,6 @@ def instance_row(one: InstanceRecord) -> tuple[Any, ...]:
         clean(_encode(one.image_properties).decode()),
         one.under_way,
         one.sequence,
-        "" if one.handed is None else clean(_encode(one.handed).decode()),
     )
 
 

@@ -50,6 +50,15 @@ CELL_MOVE_MESSAGES: tuple[MessageRow, ...] = (
         key="cell.move.query",
         idempotency="request_id; the answer may be published more than once",
     ),
+    MessageRow(
+        message=moves.CellCheck,
+        owner="cell_conductor",
+        publishers=("cell_conductor", "scheduler_worker"),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.check.{towards}",
+        idempotency="order of the change; a check changes nothing",
+    ),
 )
 MACHINE_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(

@@ -26,9 +26,9 @@ def at(host: str) -> Selection:
     return Selection(host_uuid=host, host=host, service="s1", allocations={host: {}})
 
 
-def test_every_state_has_a_desire_and_at_most_twenty_one_are_there() -> None:
+def test_every_state_has_a_desire_and_at_most_nineteen_are_there() -> None:
     assert set(DESIRES) == set(PHASES)
-    assert {state for state, _ in DESIRES} == set(State) and len(State) <= 21
+    assert {state for state, _ in DESIRES} == set(State) and len(State) <= 19
 
 
 def test_a_state_has_the_same_name_in_the_database_and_back() -> None:

@@ -10,12 +10,12 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.rules import Step
 from cell_conductor.domain.table import step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, request, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID
 
 
 def queries(kind: MoveKind = MoveKind.MIGRATE, request_id: str = MOVE) -> e.MoveRequested:
-    return replace(request(kind, request_id=request_id), is_query=True, at=300.0)
+    return unbegun(request(kind, request_id=request_id))
 
 
 def answer(instance: Instance, query: e.MoveRequested) -> tuple[Step, MoveEvent]:

@@ -13,23 +13,12 @@ from bus.clock import SystemClock
 from bus.contracts.cell import FindMachines
 from bus.contracts.placement import ReleaseResult
 from cell_conductor import engine
-from cell_conductor.domain import events as e
-from cell_conductor.domain.arrival_doubts import MAX_SEARCH_PAUSE_S
-from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.table import step
+from cell_conductor.domain.instance import Instance
 from cell_conductor.side_tasks import search_forever
-from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
+from tests.unit.conductor.move_scenario import OTHER
 from tests.unit.conductor.scenario import UUID
 from tests.unit.conductor.test_search import Conductor, Services
-from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
-
-
-def held(state: State = State.RELEASING) -> Scenario:
-    """It has come from another cell, by a record that was set back, and is about to be given back."""
-    there, _ = at_state(State.CLAIMING)
-    if state is State.RELEASING:
-        there.apply(refused(there.instance.next_attempt))
-    return there
+from tests.unit.conductor.test_transfers_set_back import held
 
 
 async def conductor_of(services: Services, *instances: Instance) -> Conductor:
@@ -106,17 +95,3 @@ async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pyt
     services.answers.set()
     await conductor.engine.search()
     assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2
-
-
-@pytest.mark.parametrize("state", [State.CLAIMING, State.RELEASING])
-def test_it_is_searched_for_less_and_less_often(state: State) -> None:
-    there = held(state)
-    at, pauses = there.instance.since + 15.0, []
-    for _ in range(8):
-        there.apply(e.TimedOut(at=at))
-        assert there.instance.deadline is not None
-        pauses.append(there.instance.deadline - at)
-        at = there.instance.deadline
-    assert pauses == sorted(pauses) and pauses[0] < pauses[-1] == MAX_SEARCH_PAUSE_S
-    sure = replace(there.instance, doubted=False)
-    assert step(sure, e.TimedOut(at=at), AFTER).instance.deadline == at + AFTER.claim_retry_s
