@@ -118,7 +118,7 @@ def test_a_key_names_fields_that_are_safe_in_a_routing_key(row: catalogue.Messag
             name = "project_id" if part == LANE else part[1:-1]  # computed of it
             assert name in fields
             # A free text in a routing key would let its sender add words, or a wildcard's worth of them.
-            assert any(word in str(fields[name].type) for word in ("pattern", "BuildState", "MoveState"))
+            assert any(word in str(fields[name].type) for word in ("pattern", "BuildState", "MoveState", "CheckTowards"))
 
 
 @pytest.mark.parametrize("row", [row for row in MESSAGES if row.exchange == COMMANDS], ids=lambda row: row.tag)

@@ -96,7 +96,8 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     if kind in ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
         if kind is MoveKind.OFFLOAD:
             return refuse_request(instance, event, context, "instance.not_shelved", "shelve it first")
-        return refuse_request(instance, event, context, "move.none", f"no move is there to {kind.value}")
+        reason = f"no move is there to {kind.value}; one from another cell is over, and migrating it leads back there"
+        return refuse_request(instance, event, context, "move.none", reason)
     if instance.power is Power.SHELVED and kind not in _OF_SHELVED:
         return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
     if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
