@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
+from bus.contracts.moves import CellBook
 from bus.faults import Transient
 from bus.persistence.conflict import Conflict
 from bus.persistence.outbox import OutboxMessage
@@ -368,6 +369,20 @@ class Engine:
         answers = await self._placement.ask(await self._still_due(questions, unsure))
         if answers:
             await self._ask_placement(await self._apply(answers))
+
+    async def answered(self, books: Sequence[CellBook]) -> None:
+        """Apply placement's answers that came by way of the schedulers, to the instances that still wait for them."""
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted({one.instance_uuid for one in books}))
+        events: list[InstanceEvent] = []
+        for one in books:
+            instance = known.get(one.instance_uuid)
+            if instance is None or question_of(instance) != one.question:
+                continue
+            event = self._placement.event_of(instance, one)
+            events += [InstanceEvent(instance.uuid, event)] if event is not None else []
+        if events:
+            await self._ask_placement(await self._apply(events))
 
     def adopt(self, record: UnexplainedRecord) -> None:
         """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the

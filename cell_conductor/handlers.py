@@ -27,7 +27,7 @@ from bus.contracts.cell import (
 )
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
+from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
 
 from . import metrics
 from .config import ConductorConfig
@@ -144,6 +144,8 @@ class RequestHandlers:
         for received in batch:
             if self._bus is not None and (passed := passed_on(received.message, self._bus.name)) is not None:
                 await self._bus.publish(passed, cause=received.meta.cause)
+        if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
+            await self._engine.answered(books)
         at = self._clock.time()
         outcomes: list[Outcome] = []
         incoming: list[InstanceEvent] = []
@@ -427,7 +429,8 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
 
 
 def _is_of_check(message: Message) -> bool:
-    return isinstance(message, CellCheck) or (isinstance(message, MachineChanged) and message.asked_by is not None)
+    is_answer = isinstance(message, MachineChanged) and message.asked_by is not None
+    return is_answer or isinstance(message, CellCheck | CellBook)
 
 
 def passed_on(message: Message, cell: str) -> Message | None:
@@ -437,7 +440,7 @@ def passed_on(message: Message, cell: str) -> Message | None:
     if isinstance(message, CellCheck) and message.answer is None:
         return message.change
     if isinstance(message, MachineChanged) and message.asked_by is not None:
-        return CellCheck(cell=cell, asked_by=message.asked_by, answer=message)
+        return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=message))
     return None
 
 

@@ -11,6 +11,7 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.base import Message
+from bus.contracts.moves import AskedBy, CellAsks, CellBook
 from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
@@ -82,7 +83,12 @@ class PlacementRequests:
             self._under_way.difference_update(question.instance.uuid for question in mine)
 
     async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """Many of a kind at once."""
+        """Many of a kind at once; those of instances that leave for another cell by way of the schedulers."""
+        by_schedulers = [(one, book) for one in questions if (book := self._for_schedulers(one)) is not None]
+        if by_schedulers:
+            await self._bus.publish_all([(CellAsks(message=book), one.instance.cause) for one, book in by_schedulers])
+            sent = {one.instance.uuid for one, _ in by_schedulers}
+            questions = [one for one in questions if one.instance.uuid not in sent]
         claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
         releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
         incoming: list[InstanceEvent] = []
@@ -104,6 +110,31 @@ class PlacementRequests:
                 reverted = self._revert_event(question.instance, revert, back)
                 incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
         return incoming
+
+    def _for_schedulers(self, question: PendingQuestion) -> CellBook | None:
+        move, message = question.instance.move, question.message
+        if move is None or move.to_cell is None or not isinstance(message, Claim | Release | Revert):
+            return None
+        asked_by = AskedBy(
+            cell=self._bus.name, request_id=move.request_id, project_id=move.spec.project_id, kind=move.kind
+        )
+        return CellBook(
+            asked_by=asked_by,
+            instance_uuid=question.instance.uuid,
+            question=message,
+            repeated=question.repeated,
+        )
+
+    def event_of(self, instance: Instance, book: CellBook) -> Event | None:
+        """The event of an answer that came by way of the schedulers; None: the request is repeated."""
+        answer = book.answer
+        if isinstance(answer, ClaimResult) and isinstance(book.question, Claim):
+            return self._claim_event(PendingQuestion(instance, book.question, book.repeated), book.question, answer)
+        if isinstance(answer, RevertResult) and isinstance(book.question, Revert):
+            return self._revert_event(instance, book.question, answer)
+        if isinstance(answer, ReleaseResult) and self._is_released(instance, answer):
+            return Released(at=self._clock.time(), consumer=book.question.consumer)
+        return None
 
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
         return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)

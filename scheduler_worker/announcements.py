@@ -14,12 +14,14 @@ from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
-from bus.contracts.moves import CellCheck, MoveEvent
+from bus.contracts.moves import CellAsks, CellBook, CellCheck, MoveEvent
+from bus.contracts.placement import Claim
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
+from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import (
     BuildUpdate,
@@ -30,7 +32,7 @@ from scheduler_worker.domain.builds import (
     timeline_entries,
 )
 from scheduler_worker.domain.delivery import delivery_of
-from scheduler_worker.domain.transfers import handed_on
+from scheduler_worker.domain.transfers import handed_on, may_ask, refused
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -184,7 +186,9 @@ class AnnouncementHandler:
         *,
         clock: Clock,
         on_fences: Callable[[Sequence[HostFence]], Awaitable[None]],
+        claims: BusClaims,
     ) -> None:
+        self._claims = claims
         self._store = store
         self._writer = writer
         self._cell = cell
@@ -203,7 +207,9 @@ class AnnouncementHandler:
         moves = [received.message for received in batch if isinstance(received.message, MoveEvent)]
         if moves:
             await self._apply_moves(sorted(moves, key=lambda event: (event.instance_uuid, event.sequence)))
-        await self._hand_on([received.message for received in batch if isinstance(received.message, CellCheck)])
+        asked = [received.message.message for received in batch if isinstance(received.message, CellAsks)]
+        await self._ask_book([one for one in asked if isinstance(one, CellBook)])
+        await self._hand_on([one for one in asked if isinstance(one, CellCheck)])
         if fences := [received.message for received in batch if isinstance(received.message, HostFence)]:
             await self._on_fences([one for one in fences if one.cell == self._cell])
         flushed = self._store.flushed(losses)
@@ -217,6 +223,24 @@ class AnnouncementHandler:
             return [Done(after=flushed)] * len(batch)
         early = {id(event) for event in applied.early}
         return [EARLY if id(received.message) in early else Done(after=flushed) for received in batch]
+
+    async def _ask_book(self, books: Sequence[CellBook]) -> None:
+        """What only placement as a whole answers, of instances that leave this cell. Without an answer the cell asks
+        again.
+        """
+        if not books:
+            return
+        async with self._store.operation() as unit:
+            known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books})
+        asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
+        answers = await self._claims.ask([one.question for one in asked])
+        answered = [refused(one) for one in books if one not in asked and isinstance(one.question, Claim)]
+        for one, answer in zip(asked, answers, strict=True):
+            if not isinstance(answer, Fault):
+                answered.append(replace(one, answer=answer))
+        async with self._store.operation() as unit:
+            for book in answered:
+                unit.emit(OutboxMessage(self._cell, book, book.asked_by.request_id))
 
     async def _hand_on(self, checks: Sequence[CellCheck]) -> None:
         """Checks of hosts of other cells, and their answers: to the other cell."""

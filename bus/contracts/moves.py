@@ -21,6 +21,7 @@ from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
 from .deploy import ImageSource
 from .groups import ServerGroup
+from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 
 
 class MoveKind(StrEnum):
@@ -372,13 +373,6 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     asked_by: AskedBy | None = None
 
 
-class CheckTowards(StrEnum):
-    """Who is to hand a check on: each cell is connected with the schedulers alone."""
-
-    SCHEDULERS = "schedulers"
-    CELL = "cell"
-
-
 class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
     the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
@@ -390,4 +384,23 @@ class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
     asked_by: AskedBy
     change: ChangeMachine | None = None
     answer: MachineChanged | None = None
-    towards: CheckTowards = CheckTowards.SCHEDULERS
+
+
+class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
+    """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,
+    with the answer, what placement has answered. The schedulers ask, if they have that move on record.
+
+    repeated: it may have been asked before.
+    """
+
+    asked_by: AskedBy
+    instance_uuid: Uuid
+    question: Claim | Release | Revert
+    answer: ClaimResult | ReleaseResult | RevertResult | None = None
+    repeated: bool = False
+
+
+class CellAsks(Message, frozen=True, kw_only=True, tag="cell.asks.v1"):
+    """A conductor has the schedulers hand this on: each cell is connected with them alone."""
+
+    message: CellCheck | CellBook

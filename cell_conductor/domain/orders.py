@@ -12,7 +12,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
-from bus.contracts.moves import AskedBy, CellCheck, ChangeKind, ChangeMachine, MoveKind
+from bus.contracts.moves import AskedBy, CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
 
 from .desires import Wish, desire_of
 from .instance import Instance, Move, State
@@ -31,7 +31,7 @@ MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
 _ASKED = frozenset({Wish.BUILD, Wish.RUN})
 
 
-def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine | CellCheck, ...]:
+def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine | CellAsks, ...]:
     """The orders, in which a host that was queried is to end its attempt unless it is complete. A host of another cell
     is checked by way of the schedulers.
     """
@@ -40,7 +40,7 @@ def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | Chang
         to_cell = None if instance.move is None else instance.move.to_cell
         if to_cell is None or order.asked_by is None:
             return (order,)
-        return (CellCheck(cell=to_cell, asked_by=order.asked_by, change=order),)
+        return (CellAsks(message=CellCheck(cell=to_cell, asked_by=order.asked_by, change=order)),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from bus.contracts.base import Message
 from bus.contracts.build import BuildState
 from bus.contracts.cell import CellDelete
-from bus.contracts.moves import CellCheck, CellMoveQuery, CheckTowards, Departure, MoveEvent, MoveKind
+from bus.contracts.moves import CellBook, CellCheck, CellMoveQuery, Departure, MoveEvent, MoveKind
+from bus.contracts.placement import ClaimOutcome, ClaimResult, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
 
 class Transfer(Struct, frozen=True):
@@ -64,6 +65,33 @@ def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) 
     return Transfer(replace(build, cell=cell, host=None, host_uuid=None), move, cell, tuple(commands))
 
 
+def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
+    """Whether placement is asked this for a cell: its own instance leaves it by a move on record, for hosts that were
+    chosen for that, or nothing more is claimed.
+    """
+    build, move, question, request_id = known.build, known.move, book.question, book.asked_by.request_id
+    if build is None or build.cell != cell or book.asked_by.cell != cell or build.instance_uuid != book.instance_uuid:
+        return False
+    if isinstance(question, Release):
+        return question.consumer == book.instance_uuid or (question.consumer == request_id and question.of_migration)
+    if question.consumer != book.instance_uuid:
+        return False
+    if isinstance(question, Revert):
+        return question.migration.uuid == request_id
+    command = None if move is None or move.instance_uuid != book.instance_uuid else move.command
+    if command is None or command.to_cell is None or question.project_id != build.project_id:
+        return False
+    chosen = [one.allocations for one in command.selections]
+    is_its_own = question.migration is None or question.migration.uuid == request_id
+    return is_its_own and all(option.allocations in chosen for option in question.options)
+
+
+def refused(book: CellBook) -> CellBook:
+    """The answer to a claim that is not made for a cell: its move is not on record any more."""
+    result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
+    return replace(book, answer=result)
+
+
 def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
     """A check on its way between two cells, as it goes on from this one; None: it is not this cell's to send."""
     sender, receiver = check.asked_by.cell, check.cell
@@ -71,4 +99,4 @@ def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:
         sender, receiver = receiver, sender
     if sender != cell:
         return None
-    return OutboxMessage(receiver, replace(check, towards=CheckTowards.CELL), check.asked_by.request_id)
+    return OutboxMessage(receiver, check, check.asked_by.request_id)

@@ -165,7 +165,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.Release,
         owner="placement_worker",
-        publishers=("cell_conductor",),
+        publishers=("cell_conductor", "scheduler_worker"),
         where=Where.BOTH,
         exchange=COMMANDS,
         key="placement.release",
@@ -185,7 +185,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=placement.Revert,
         owner="placement_worker",
-        publishers=("cell_conductor",),
+        publishers=("cell_conductor", "scheduler_worker"),
         where=Where.BOTH,
         exchange=COMMANDS,
         key="placement.revert",

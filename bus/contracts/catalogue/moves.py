@@ -53,11 +53,29 @@ CELL_MOVE_MESSAGES: tuple[MessageRow, ...] = (
     MessageRow(
         message=moves.CellCheck,
         owner="cell_conductor",
-        publishers=("cell_conductor", "scheduler_worker"),
+        publishers=("scheduler_worker",),
         where=Where.CELL,
         exchange=COMMANDS,
-        key="cell.check.{towards}",
+        key="cell.check",
         idempotency="order of the change; a check changes nothing",
+    ),
+    MessageRow(
+        message=moves.CellBook,
+        owner="cell_conductor",
+        publishers=("scheduler_worker",),
+        where=Where.CELL,
+        exchange=COMMANDS,
+        key="cell.book",
+        idempotency="consumer and attempt of the question",
+    ),
+    MessageRow(
+        message=moves.CellAsks,
+        owner="scheduler_worker",
+        publishers=("cell_conductor",),
+        where=Where.CELL,
+        exchange=EVENTS,
+        key="cell.asks",
+        idempotency="as the message in it",
     ),
 )
 MACHINE_MESSAGES: tuple[MessageRow, ...] = (

@@ -21,10 +21,10 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     AskedBy,
+    CellAsks,
     CellCheck,
     ChangeKind,
     ChangeMachine,
-    CheckTowards,
     Condition,
     Departure,
     MachineChanged,
@@ -598,9 +598,9 @@ async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers
         allocations=there.allocations,
         asked_by=asked,
     )
-    await world.buses["c1"].publish(CellCheck(cell="c2", asked_by=asked, change=change), cause=move.request_id)
+    await world.buses["c1"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, change=change)))
     (check,) = await world.until(lambda: [one for cell, one in world.checks if cell == "c2"])
-    assert (check.change, check.towards) == (change, CheckTowards.CELL)
+    assert check.change == change
     answer = MachineChanged(
         instance_uuid=built.instance_uuid,
         attempt=3,
@@ -611,7 +611,7 @@ async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers
         done=True,
         asked_by=asked,
     )
-    await world.buses["c2"].publish(CellCheck(cell="c2", asked_by=asked, answer=answer), cause=move.request_id)
+    await world.buses["c2"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, answer=answer)))
     (answered,) = await world.until(lambda: [one for cell, one in world.checks if cell == "c1"])
     assert answered.answer == answer
 

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.moves import CellCheck, Condition, Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import CellAsks, CellCheck, Condition, Departure, MoveEvent, MoveKind, MoveState
 from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
@@ -90,7 +90,8 @@ def test_it_leaves_with_all_that_its_next_cell_goes_on_from() -> None:
     event = made.commands[-1]
     assert isinstance(event, MoveEvent)
     assert (event.state, event.terminal, event.condition) == (MoveState.MIGRATING, False, Condition.MOVING)
-    (check,) = [one for one in made.commands if isinstance(one, CellCheck)]
+    (check,) = [one.message for one in made.commands if isinstance(one, CellAsks)]
+    assert isinstance(check, CellCheck)
     assert check.change is not None and (check.cell, check.change.image) == ("c2", "snapshot-1")
 
 

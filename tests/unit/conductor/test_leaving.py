@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import Destroy, InstanceSpec
 from bus.contracts.moves import (
+    CellAsks,
     CellCheck,
     ChangeKind,
     ChangeMachine,
@@ -85,7 +86,7 @@ def in_next_cell(*happened: e.Event) -> Scenario:
 
 
 def checks(made: Scenario) -> list[CellCheck]:
-    return [one for one in made.commands if isinstance(one, CellCheck)]
+    return [one.message for one in made.commands if isinstance(one, CellAsks) and isinstance(one.message, CellCheck)]
 
 
 def changes(made: Scenario) -> list[ChangeKind]:

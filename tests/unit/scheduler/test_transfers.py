@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
 from bus.contracts.moves import (
     AskedBy,
+    CellBook,
     CellCheck,
     CellMove,
     CellMoveQuery,
     ChangeKind,
     ChangeMachine,
-    CheckTowards,
     Condition,
     Departure,
     MachineChanged,
@@ -22,16 +23,22 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import DrainedHost, arriving
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import handed_on
+from scheduler_worker.domain.transfers import handed_on, may_ask, refused
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
-HOST = Selection(host_uuid="b0000000-0000-4000-8000-000000000001", host="there", service="s2", allocations={})
+HOST = Selection(
+    host_uuid="b0000000-0000-4000-8000-000000000001",
+    host="there",
+    service="s2",
+    allocations={"b0000000-0000-4000-8000-000000000001": {"VCPU": 1}},
+)
 SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="m1.small")
 COMMAND = CellMove(
     request_id=REQUEST,
@@ -177,8 +184,49 @@ def test_a_check_and_its_answer_are_handed_on_to_the_other_cell_and_by_no_third_
     for one, sender, receiver in ((check, "c1", "c2"), (answer, "c2", "c1")):
         message = handed_on(one, sender)
         assert message is not None
-        assert (message.bus, message.message) == (receiver, replace(one, towards=CheckTowards.CELL))
+        assert (message.bus, message.message) == (receiver, one)
         assert handed_on(one, receiver) is None and handed_on(one, "c3") is None
+
+
+CLAIM = Claim(
+    consumer=UUID,
+    attempt=3,
+    consumer_generation=1,
+    options=(ClaimOption(allocations=HOST.allocations),),
+    project_id="p",
+    migration=Migration(uuid=REQUEST, source={"b0000000-0000-4000-8000-000000000009": {"VCPU": 1}}),
+)
+OTHER = "d0000000-0000-4000-8000-000000000009"
+
+
+@pytest.mark.parametrize(
+    ("question", "asked"),
+    [
+        (CLAIM, True),
+        (replace(CLAIM, consumer=OTHER), False),
+        (replace(CLAIM, options=(ClaimOption(allocations={OTHER: {"VCPU": 1}}),)), False),
+        (replace(CLAIM, project_id="another"), False),
+        (replace(CLAIM, migration=Migration(uuid=OTHER, source={})), False),
+        (Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4), True),
+        (Revert(consumer=UUID, migration=Migration(uuid=OTHER, source={}), source_attempt=1, attempt=4), False),
+        (Release(consumer=UUID, attempt=4), True),
+        (Release(consumer=REQUEST, project_id="p", of_migration=True), True),
+        (Release(consumer=REQUEST, project_id="p"), False),
+        (Release(consumer=OTHER, attempt=4), False),
+    ],
+)
+def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts(
+    question: Claim | Revert | Release, *, asked: bool
+) -> None:
+    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
+    known = on_record()
+    assert may_ask(book, known, "c1") is asked
+    assert not may_ask(book, known, "c2") and not may_ask(book, replace(known, build=None), "c1")
+    assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
+    if isinstance(question, Claim):
+        assert not may_ask(book, replace(known, move=None), "c1")
+        answer = refused(book).answer
+        assert isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.INVALID
 
 
 def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:
