@@ -230,6 +230,34 @@ def definitions(grants: Sequence[Grant]) -> dict[str, list[dict[str, str]]]:
     }
 
 
+def exchanges(grants: Sequence[Grant], settings: Settings) -> dict[str, list[dict[str, Any]]]:
+    """The exchanges that these grants name keys of, as `rabbitmqctl import_definitions` takes them: as the first worker
+    would declare them, and Ironic's as oslo.messaging does.
+
+    RabbitMQ 4 takes topic permissions only of an exchange that is there.
+    """
+    shared: dict[str, str] = {}  # {name: its alternate exchange}
+    for place in bus_locations(settings).values():
+        for exchange in shared_exchanges():
+            planned = QueueNames(place.prefix).plan_exchange(exchange)
+            shared[planned.name] = planned.alternate
+    named = {(one.vhost, exchange): None for one in grants for exchange in one.topics}
+    return {
+        "exchanges": [
+            {
+                "vhost": vhost,
+                "name": name,
+                "type": "topic",
+                "durable": name in shared,
+                "auto_delete": False,
+                "internal": False,
+                "arguments": {"alternate-exchange": shared[name]} if shared.get(name) else {},
+            }
+            for vhost, name in named
+        ]
+    }
+
+
 def as_plain(grants: Sequence[Grant]) -> list[dict[str, Any]]:
     """The grants for `--json`."""
     plain: list[dict[str, Any]] = msgspec.to_builtins(list(grants))

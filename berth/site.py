@@ -263,15 +263,24 @@ async def with_added_cells(site: Site, but: Collection[str] = ()) -> Site:
 
 async def added_cells(site: Site) -> dict[str, CellBus]:
     """The cells that an operator has added and not removed, beside those of the settings: where the bus of each is."""
+    return _added(await _decisions(site.environment("cells")), site.settings.cells)
+
+
+async def cells_in_use(env: Environment) -> tuple[str, ...]:
+    """The names of the cells of the settings, and of those that an operator has added and not removed."""
+    return (*env.cells, *_added(await _decisions(env), env.cells))
+
+
+def _added(decisions: Mapping[str, CellDecision], known: Collection[str]) -> dict[str, CellBus]:
     return {
         name: decision.bus
-        for name, decision in (await _decisions(site)).items()
-        if name not in site.settings.cells and decision.bus is not None and decision.state is not CellState.REMOVED
+        for name, decision in decisions.items()
+        if name not in known and decision.bus is not None and decision.state is not CellState.REMOVED
     }
 
 
-async def _decisions(site: Site) -> dict[str, CellDecision]:
-    database = site.environment("cells").database("scheduler", pool_size=1)
+async def _decisions(env: Environment) -> dict[str, CellDecision]:
+    database = env.database("scheduler", pool_size=1)
     try:
         async with database.raw() as connection:
             rows = await connection.fetch(_DECISIONS, ObjectKind.CELL.value)

@@ -121,7 +121,7 @@ class LocalServer:
                 await _Session(transport, reader, writer).serve()
             finally:
                 await transport.close()
-        except (ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, TypeError, ValueError):
+        except (BusError, ConnectionError, asyncio.IncompleteReadError, msgspec.DecodeError, ValueError):
             pass  # the client has gone, or is no client of ours
         finally:
             writer.close()
@@ -160,7 +160,7 @@ class _Session:
             while True:
                 number, target, what, *arguments = await _read(self._reader)
                 if not number:
-                    self._begin(target, what, arguments)
+                    self._begin(number, target, what, arguments)
                     continue
                 while len(self._calls) >= MAX_CALLS_IN_FLIGHT:
                     await asyncio.wait(self._calls, return_when=asyncio.FIRST_COMPLETED)
@@ -172,25 +172,26 @@ class _Session:
             for call in self._calls:
                 call.cancel()
 
-    def _begin(self, target: int, what: str, arguments: Sequence[object]) -> Any:
-        """Call a method of the port. None where its object has ended."""
-        if what not in _CALLS:
-            raise BusError(f"no such call: {what}")
-        found = self._objects.pop(target, None) if what in _ENDS else self._objects.get(target)
-        if found is None:
-            return None
-        given = zip(_CALLS[what].items(), arguments, strict=True)
-        return getattr(found, what)(**{name: msgspec.convert(value, kind) for (name, kind), value in given})
+    def _begin(self, number: int, target: int, what: str, arguments: Sequence[object]) -> Any:
+        """Call a method of the port. None where its object has ended. Raises BusError: there is no such call."""
+        try:
+            if what == "consume":
+                return self._consume(number, *msgspec.convert(arguments, tuple[str, int]))
+            found = self._objects.pop(target, None) if what in _ENDS else self._objects.get(target)
+            if found is None:
+                return None
+            given = zip(_CALLS[what].items(), arguments, strict=True)
+            return getattr(found, what)(**{name: msgspec.convert(value, kind) for (name, kind), value in given})
+        except (AttributeError, KeyError, TypeError, ValueError) as error:  # ValueError: msgspec's, too
+            raise BusError(f"no such call: {what}: {reason_of(error)}") from error
 
     async def _answer(self, number: int, target: int, what: str, arguments: Sequence[Any]) -> None:
         try:
-            begun = self._consume(number, *arguments) if what == "consume" else self._begin(target, what, arguments)
+            begun = self._begin(number, target, what, arguments)
             result = await begun if asyncio.iscoroutine(begun) else begun
             self._writer.write(_frame(number, _RESULT, self._sent(result) if what == "get" and result else result))
         except BusError as fault:
             self._writer.write(_frame(number, fault.code, str(fault)))
-        except (AttributeError, TypeError, ValueError) as fault:  # no arguments of this call
-            self._writer.write(_frame(number, BusError.code, reason_of(fault)))
 
     async def _consume(self, number: int, queue: str, prefetch: int) -> None:
         def deliver(delivery: Delivery) -> None:

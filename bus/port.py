@@ -1,6 +1,6 @@
 """The port to a broker: the operations of a transport. Adapters: `bus.memory`, `bus.rabbitmq`, `bus.local`.
 
-One transport is one connection to one bus (a virtual host). All of them pass `tests/contract/test_transport.py`.
+One transport is one connection to one bus (a virtual host). All of them pass `tests/contract/bus/test_transport.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
 from bus.contracts.moves import CellBook
 from bus.faults import Transient
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.tracing.context import traceparent_of
 
@@ -74,8 +74,8 @@ class FenceView(Protocol):
         """By host."""
 
     @property
-    def still_running(self) -> Mapping[str, RunningAfterFence]:
-        """By fenced host: the machines that run there all the same."""
+    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
+        """By fenced host, and by service that has reported it: the machines that run there all the same."""
 
     @property
     def is_recent(self) -> bool:
@@ -92,7 +92,7 @@ class NoFences:
     """For cells in which no fence is ever made."""
 
     known: Mapping[str, Fence] = {}
-    still_running: Mapping[str, RunningAfterFence] = {}
+    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     is_recent = True
 
     def invalidate(self) -> None:

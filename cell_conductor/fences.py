@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -27,6 +27,7 @@ from bus.port import BusError
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
 from .domain.fences import Fence, Loss, RunningAfterFence
+from .domain.proof import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
 
@@ -51,7 +52,7 @@ class FenceKeeper:
         self._fences: Mapping[str, Fence] = {}
         self._losses: Mapping[tuple[str, str], Loss] = {}
         self._listed_by: dict[tuple[str, str], set[str]] = {}  # {loss: services that have reported its machine}
-        self._still_running: dict[str, RunningAfterFence] = {}
+        self._still_running: dict[str, Mapping[str, RunningAfterFence]] = {}
         self._is_fresh = False
         self._reload_at = 0.0
         self._read_at = -math.inf
@@ -67,8 +68,10 @@ class FenceKeeper:
         return self._fences
 
     @property
-    def still_running(self) -> Mapping[str, RunningAfterFence]:
-        """By fenced host: the machines that the last scan from after the fence has found to run there."""
+    def still_running(self) -> Mapping[str, Mapping[str, RunningAfterFence]]:
+        """By fenced host, and by service that has it: the machines that the last scan from after the fence has found to
+        run there.
+        """
         return self._still_running
 
     @property
@@ -245,9 +248,17 @@ class FenceKeeper:
         ]
         await self._delete_losses(gone)
 
-    async def without_losses(self, report: ComputeHosts, deployment: str) -> tuple[ComputeHosts, list[tuple[str, str]]]:
+    async def without_losses(
+        self,
+        report: ComputeHosts,
+        deployment: str,
+        has_passed: Callable[[str, str], bool] = lambda _host, _service: False,
+    ) -> tuple[ComputeHosts, list[tuple[str, str]]]:
         """A report without the machines that their hosts have lost: these are ordered to be destroyed; and (host,
         rescan) of what a later scan has to show.
+
+        has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
+        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
 
         The fence is the proof: no record has to explain them, and no breaker counts them.
         """
@@ -261,36 +272,56 @@ class FenceKeeper:
                 hosts.append(host)
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
-            kept = []
-            for one in host.running:
-                loss = losses.get(one.instance_uuid)
-                if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
-                    kept.append(one)
-                    continue
-                self._listed_by.setdefault(loss.place, set()).add(report.service)
-                if not one.destroying:
-                    await self._destroy(loss, report.service, deployment)
+            kept = await self._destroy_lost(host.running, losses, report.service, deployment)
+            kept_ours = any(one.deployment == deployment for one in kept)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
-                self._note_running(host.uuid, report.service, kept, deployment)
-            elif host.uuid in self._still_running or any(one.deployment == deployment for one in kept):
+                self._note_running(host.uuid, report.service, kept, deployment, has_passed)
+            elif kept_ours or report.service in self._still_running.get(host.uuid, ()):
                 rescans.append((host.uuid, rescan))
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:
-                if loss.rescan in report.rescans:
-                    gone.append(loss)
-                elif self._clock.time() > loss.at + self._config.report_grace_s:
-                    rescans.append((host.uuid, loss.rescan))
+                if loss.service == report.service or has_passed(host.uuid, loss.service):
+                    if loss.rescan in report.rescans:
+                        gone.append(loss)
+                    elif not has_just_changed(loss.at, now=self._clock.time(), grace_s=self._config.report_grace_s):
+                        rescans.append((host.uuid, loss.rescan))
             hosts.append(replace(host, running=tuple(kept)))
         await self._delete_losses(gone)
         return replace(report, hosts=tuple(hosts)), rescans
 
-    def _note_running(self, host_uuid: str, service: str, listed: Sequence[Running], deployment: str) -> None:
+    async def _destroy_lost(
+        self, listed: Sequence[Running], losses: Mapping[str, Loss], service: str, deployment: str
+    ) -> list[Running]:
+        """Order the lost machines of these to be destroyed; the others."""
+        kept = []
+        for one in listed:
+            loss = losses.get(one.instance_uuid)
+            if loss is None or one.deployment != deployment or not 0 < one.attempt <= loss.attempt:
+                kept.append(one)
+                continue
+            self._listed_by.setdefault(loss.place, set()).add(service)
+            if not one.destroying:
+                await self._destroy(loss, service, deployment)
+        return kept
+
+    def _note_running(
+        self,
+        host_uuid: str,
+        service: str,
+        listed: Sequence[Running],
+        deployment: str,
+        has_passed: Callable[[str, str], bool],
+    ) -> None:
         attempts = {
             one.instance_uuid: one.attempt
             for one in listed
             if one.deployment == deployment and not (one.stopped or one.destroying)
         }
-        self._still_running[host_uuid] = RunningAfterFence(service, self._fences[host_uuid].version, attempts)
+        before = self._still_running.get(host_uuid, {})
+        self._still_running[host_uuid] = {
+            **{name: found for name, found in before.items() if not has_passed(host_uuid, name)},
+            service: RunningAfterFence(self._fences[host_uuid].version, attempts),
+        }
 
     async def _destroy(self, loss: Loss, service: str, deployment: str) -> None:
         order = Destroy(

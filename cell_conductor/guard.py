@@ -91,6 +91,11 @@ class Guard:
             return ()
         return await self._decide(report, scan)
 
+    async def is_open(self, service: str) -> bool:
+        """Whether the breaker of this service holds all harmful events back."""
+        breaker = await self._store.safety.breaker(service)
+        return breaker is not None and breaker.is_open
+
     def _scan_of(self, report: ComputeHosts) -> ScanFindings:
         key = (report.epoch, report.scan, report.first_sequence)
         scan = self._scans.pop(report.service, None)

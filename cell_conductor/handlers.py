@@ -308,7 +308,7 @@ class HostHandlers:
         report = await self._owners.answer(report)
         rescans: list[tuple[str, str]] = []
         if self._fences is not None:
-            report, rescans = await self._fences.without_losses(report, self._store.deployment)
+            report, rescans = await self._fences.without_losses(report, self._store.deployment, self._owners.has_passed)
         listed = [host for host in report.hosts if host.running is not None]
         if listed:
             running = sorted({one.instance_uuid for host in listed for one in host.running or ()})
@@ -327,7 +327,11 @@ class HostHandlers:
         await self._reservations.reserve(report, found.unexplained)
         harmful = await self._guard.assess(report, found)
         await self._take(report.service, harmful)
-        await self._request_rescan(report, [*rescans, *found.rescans])
+        rescans = [*rescans, *found.rescans]
+        # A scan does not end a demand whose event is held: such demands would fill the bounded request, each time.
+        if found.harmful_rescans and not await self._guard.is_open(report.service):
+            rescans += found.harmful_rescans
+        await self._request_rescan(report, rescans)
 
     def _may_have(self, service: str, host: str) -> bool:
         up = self._up()

@@ -49,12 +49,18 @@ class HostOwners:
             return report
         if self._leases is not None and self._leases.is_keeper:
             for owner, hosts in contested.items():
-                await self._answer(report, owner, hosts, is_gone=self._leases.is_gone(owner))
+                await self._answer(report, owner, hosts)
         own = tuple(replace(host, running=None) if host.owner is not None else host for host in report.hosts)
         return replace(report, hosts=own)
 
-    async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str], *, is_gone: bool) -> None:
-        released = [host for host in hosts if is_gone or not self._listings.may_have(owner, host)]
+    def has_passed(self, host: str, owner: str) -> bool:
+        """Whether its owner has given this host up, or is gone for good as the keeper of the leases knows."""
+        leases = self._leases
+        is_gone = leases is not None and leases.is_keeper and leases.is_gone(owner)
+        return is_gone or not self._listings.may_have(owner, host)
+
+    async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:
+        released = [host for host in hosts if self.has_passed(host, owner)]
         kept = [host for host in hosts if host not in set(released)]
         if released:
             # Placement first: the service's next report may follow at once, and is refused before this.

@@ -285,14 +285,11 @@ class Agent:
         except BuildFault as fault:
             code, reason, final = fault.code, fault.reason, isinstance(fault, BuildAbort)
         except DriverUnavailable as fault:
-            code, reason, final = "driver.unavailable", str(fault), False
+            code, reason, final = fault.code, str(fault), False
         except NotOurs as fault:
             code, reason, final = "host.taken", str(fault), False
         except TimeoutError:
             code, reason, final = "build.timeout", f"not built within {self._limits.build_s:g} s", False
-        except Exception as fault:  # a driver may be an operator's code: its bug costs this build, not the service
-            log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
-            code, reason, final = "driver.fault", f"{type(fault).__name__}: {fault}", False
         else:
             return built(self._records.get(key), number, (remark or "")[:MAX_REASON])
         return failed(self._records.get(key), number, code, reason[:MAX_REASON], final=final)

@@ -11,7 +11,6 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from compute_sim.config import ComputeConfig
 from compute_sim.driver import Driver
-from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.fleet import Fleet
 from compute_sim.name import QUEUE, source_of
 from compute_sim.parts import Parts
@@ -75,8 +74,8 @@ def _add_tasks(result: Service, env: Environment, parts: Parts) -> None:
         result.add_task("measuring", measuring.run)
     if (waiting := parts.waiting()) is not None:
         result.add_task("waiting", waiting.run)
-    if isinstance(parts.driver, BareMetal):
-        result.add_task("nodes", parts.driver.watch)
+    if parts.metal is not None:
+        result.add_task("nodes", parts.metal.watch)
 
 
 def _add_consumers(result: Service, parts: Parts, service: str) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
@@ -30,12 +29,9 @@ from compute_sim.driver import (
     DriverUnavailable,
     HandOverRefused,
     NotOurs,
-    SourceCheckingDriver,
 )
 from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import EntryRow, Key, Records
-
-log = structlog.get_logger()
 
 
 class Changes:
@@ -98,8 +94,10 @@ class Changes:
                 await self._driver.check(build)
         except BuildFault as fault:
             self._answer(command, done=False, code=fault.code, reason=fault.reason)
+        except NotOurs as fault:
+            self._answer(command, done=False, code="host.taken", reason=str(fault))
         except DriverUnavailable as fault:
-            self._answer(command, done=False, code="driver.unavailable", reason=str(fault))
+            self._answer(command, done=False, code=fault.code, reason=str(fault))
         except TimeoutError:
             self._answer(command, done=False, code="check.timeout", reason="the driver did not answer in time")
         else:
@@ -133,19 +131,17 @@ class Changes:
             except NotOurs as fault:
                 self._answer(command, done=False, code="change.not_ours", reason=str(fault), runs=False)
             except DriverUnavailable as fault:
-                self._answer(command, done=False, code="driver.unavailable", reason=str(fault))
+                self._answer(command, done=False, code=fault.code, reason=str(fault))
             except TimeoutError:
                 self._answer(command, done=False, code="change.timeout", reason="the driver did not answer in time")
-            except Exception as fault:  # a driver may be an operator's code: its bug costs this change alone
-                log.exception("driver.fault", instance=key[1], cause=key[1], host=key[0])
-                self._answer(command, done=False, code="driver.fault", reason=f"{type(fault).__name__}: {fault}")
             else:
                 self._answer(command, done=True, runs=ended.runs, image=ended.image)
 
     async def _check_source(self, change: ChangeOrder) -> None:
         """The source's side of the check before a live migration, where the driver has one. Raises HandOverRefused."""
-        if change.kind is ChangeKind.HAND_OVER_LIVE and isinstance(self._driver, SourceCheckingDriver):
-            await self._driver.check_source(change)
+        check = getattr(self._driver, "check_source", None)
+        if change.kind is ChangeKind.HAND_OVER_LIVE and check is not None:
+            await check(change)
 
     async def _is_here(self, key: Key, command: ChangeMachine) -> bool:
         """Whether the machine belongs to this attempt; without a record the machine's own mark decides."""

@@ -71,6 +71,14 @@ class NotOurs(Exception):
 class DriverUnavailable(Exception):
     """The manager of the machines cannot be reached just now; the same call may work later."""
 
+    code = "driver.unavailable"
+
+
+class DriverFault(DriverUnavailable):
+    """The driver raised what this port does not name: a bug of it. See `guarded`."""
+
+    code = "driver.fault"
+
 
 class DriverOutage(DriverUnavailable):
     """The manager of the machines is down as a whole (a restart): every other host of it is, too."""

@@ -60,7 +60,8 @@ class HostChanges:
         self.announcements = PendingReport()
         self.inventory = PendingReport()
         self._clock = clock
-        self._rescans: dict[str, None] = {}  # to be named by a scan that has not begun yet, the oldest first
+        # To be named by a scan that has not begun yet or is under way, the oldest first; with the hosts of their order.
+        self._rescans: dict[str, tuple[str, ...]] = {}
         self._changed: dict[str, float] = {}  # hosts whose inventory is due once more, and when they changed
 
     def on_request(self) -> None:
@@ -68,8 +69,12 @@ class HostChanges:
         self.announcements.add()
 
     def on_rescan(self, order: RescanHosts) -> None:
-        """A conductor waits for a scan of these hosts that begins now, or later. The oldest rescans are dropped."""
-        self._rescans.update(dict.fromkeys(order.rescans))
+        """A conductor waits for a scan of these hosts that begins now, or later. The oldest rescans are dropped. It
+        repeats its order with each report until one names them.
+        """
+        if {self._rescans.get(rescan) for rescan in order.rescans} == {order.hosts}:
+            return
+        self._rescans.update(dict.fromkeys(order.rescans, order.hosts))
         while len(self._rescans) > MAX_RESCANS:
             del self._rescans[next(iter(self._rescans))]
         self.announcements.add(order.hosts)

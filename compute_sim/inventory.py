@@ -109,5 +109,5 @@ class InventoryReporter:
             root_uuid=root,
             providers=with_reserved(tree, self._records.reserved(root)) if tree else (),
             may_ignore=NEWER_FIELDS,
-            takes_over=self._take_over(root),
+            takes_over=self._take_over(root) if tree else None,  # what is not here is taken from nobody
         )

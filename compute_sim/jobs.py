@@ -37,7 +37,8 @@ class Jobs:
         self._on_idle = on_idle
         self.tasks: set[asyncio.Task[None]] = set()
         self._chains: dict[Key, Chain] = {}
-        self._fault: asyncio.Future[None] | None = None
+        self._faults: list[BaseException] = []
+        self._failed = asyncio.Event()
 
     def chain(self, key: Key) -> Chain | None:
         """The chain of this key, while it has work."""
@@ -78,13 +79,13 @@ class Jobs:
     def _report(self, fault: BaseException) -> None:
         """Hand it to `watch`, which takes the process down."""
         log.error("compute.job_failed", exc_info=fault)
-        if self._fault is not None and not self._fault.done():
-            self._fault.set_exception(fault)
+        self._faults.append(fault)
+        self._failed.set()
 
     async def watch(self) -> None:
         """Raise the first fault of any job."""
-        self._fault = asyncio.get_running_loop().create_future()
-        await self._fault
+        await self._failed.wait()
+        raise self._faults[0]
 
     async def stop(self, grace_s: float) -> None:
         """Let running jobs end within the grace time (seconds), then cancel the rest."""

@@ -23,6 +23,7 @@ from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal, ring_name
 from compute_sim.finding import Finder
 from compute_sim.fleet import Fleet
+from compute_sim.guarded import guarded
 from compute_sim.handlers import ComputeHandlers
 from compute_sim.host_changes import HostChanges
 from compute_sim.inventory import InventoryReporter
@@ -69,8 +70,9 @@ class Parts:
         self.fleet = fleet or Fleet.planned(config, cell, service)
         self.records = self.fleet.records
         self.crash_plan = CrashPlan(config, self.fleet, die)
-        self.driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
-        self.ring = self.driver.ring if isinstance(self.driver, BareMetal) else None
+        self._driver = driver or make_driver(config, self.fleet, env.clock, cell=cell, service=service)
+        self.driver = guarded(self._driver)
+        self.metal = self._driver if isinstance(self._driver, BareMetal) else None
         self.name = self._name()
         self.announcer = self._announcer()
         self.result_sender = FaultyResultSender(
@@ -88,6 +90,11 @@ class Parts:
         self.reporter = self._reporter()
         self.inventory = self._inventory()
         self.handlers = self._handlers()
+
+    @property
+    def ring(self) -> Ring | None:
+        """The services that share the nodes of one Ironic; None where the hosts are this service's own."""
+        return None if self.metal is None else self.metal.ring
 
     # --- construction
 
@@ -194,11 +201,11 @@ class Parts:
         """The task that publishes measurements of the hosts; None where the driver measures nothing, or it is switched
         off.
         """
-        if not self._config.metrics_interval_s or not isinstance(self.driver, MeasuringDriver):
+        if not self._config.metrics_interval_s or not isinstance(self._driver, MeasuringDriver):
             return None
         return Measuring(
             self.bus,
-            self.driver,
+            guarded(self._driver),
             service=self._service,
             clock=self.clock,
             rng=random.Random(f"measuring {self._service}"),
@@ -207,11 +214,11 @@ class Parts:
 
     def waiting(self) -> WaitingReporter | None:
         """The task that publishes which builds wait; None where the driver's builds wait for nothing."""
-        if not isinstance(self.driver, WaitingDriver):
+        if not isinstance(self._driver, WaitingDriver):
             return None
         return WaitingReporter(
             self.bus,
-            self.driver,
+            self._driver,
             service=self._service,
             cell=self._cell,
             clock=self.clock,

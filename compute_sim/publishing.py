@@ -47,16 +47,25 @@ class PendingPublisher:
         """Call `publish` with the hosts that are pending (None: all of them), until cancelled."""
         while True:
             await self._pending.wait(self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER))
-            hosts = self._pending.take()
-            await self._publish(publish, hosts)
+            await self._publish(publish)
             await self._clock.sleep(GATHER_S)
 
-    async def _publish(self, publish: Callable[[list[str] | None], Awaitable[None]], hosts: list[str] | None) -> None:
-        """Until it is published: a broker, a consumer or a driver that is unavailable comes back with time."""
+    async def _publish(self, publish: Callable[[list[str] | None], Awaitable[None]]) -> None:
+        """Until it is published: a broker, a consumer or a driver that is unavailable comes back with time. What is
+        published then is what is pending then: a report names all that was requested before its scan began.
+        """
+
+        async def publish_pending() -> None:
+            hosts = self._pending.take()
+            try:
+                await publish(hosts)
+            except BaseException:
+                self._pending.add(hosts)
+                raise
 
         async def look_and_publish() -> None:
             await self._looking.call(
-                lambda: publish(hosts), lambda error: isinstance(error, DriverUnavailable), on_failure=_log_failure
+                publish_pending, lambda error: isinstance(error, DriverUnavailable), on_failure=_log_failure
             )
 
         await self._retrying.call(look_and_publish, passes_with_time, on_failure=_log_failure)

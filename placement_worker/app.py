@@ -11,8 +11,7 @@ from functools import partial
 import structlog
 
 from bus.bus import API, Bus
-from bus.cell_link import CellLink, wait_for
-from bus.cell_links import CellLinks
+from bus.cell_links import CellLink, CellLinks, wait_for
 from bus.consuming.consumer import Consumer
 from bus.contracts.base import Message
 from bus.contracts.objects import CellBus

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from bus.bus import API, Bus
-from bus.cell_link import CellLink, wait_for
-from bus.cell_links import CellLinks
+from bus.cell_links import CellLink, CellLinks, wait_for
 from bus.consuming.consumer import Consumer
 from bus.consuming.dead_letters import count_dead_letters
 from bus.consuming.lanes import LANE_PREFETCH
@@ -28,30 +27,25 @@ from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.warm_up import warm_up_search
-from scheduler_worker.aggregates import AggregateKeeper
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
-from scheduler_worker.cell_finder import CellFinder
-from scheduler_worker.cells import CellKeeper
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.decision_messages import refused_event
+from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.move_events import refused_move
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.evacuations import EvacuationTask
-from scheduler_worker.fences import FencePublisher
-from scheduler_worker.fleet_metrics import FLEET
+from scheduler_worker.fences import CellFinder, EvacuationTask, FencePublisher
+from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
+from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import HostForgetter, ServiceForgetter
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.host_metrics import QUEUE as METRICS_QUEUE
-from scheduler_worker.host_metrics import HostMetricsListener, age
-from scheduler_worker.hosts_listener import HostsListener
+from scheduler_worker.keepers import AggregateKeeper, CellKeeper
+from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
 from scheduler_worker.queries import QueryHandler
@@ -60,7 +54,6 @@ from scheduler_worker.status import StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import UnansweredRequests
-from scheduler_worker.warmup import Warmup
 
 
 def is_progress(message: Message) -> bool:
@@ -114,13 +107,13 @@ def build(
     _add_watch(parts, engine, links)
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
+    service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
     keep_up = partial(relay.keep_up, API)
-    warmup = Warmup(parts.selector, clock=env.clock)
     requests = RequestHandler(
-        engine, moves, parts.selector, clock=env.clock, config=config, warmup=warmup, keep_up=keep_up
+        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
     )
     _add_requests(parts, queries, status, requests)
     return service
@@ -143,6 +136,7 @@ class SchedulerParts:
     selector: Selector
     workers: WorkerTable
     waiting: WaitingTable
+    warmup: Warmup
     claim: Callable[[Bus], None]
 
     @property
@@ -203,6 +197,7 @@ def _parts(
         selector=selector,
         workers=WorkerTable(),
         waiting=WaitingTable(),
+        warmup=Warmup(selector, clock=env.clock),
         claim=claim,
     )
 
@@ -269,11 +264,11 @@ async def _prepare_search(follower: Follower) -> None:
 
 def _add_drains(parts: SchedulerParts, registry: ObjectRegistry, moves: MoveEngine, follower: Follower) -> DrainKeeper:
     """The tasks that plan and carry out drains."""
-    holders = DrainHolders(parts.store, parts.selector, follower, parts.api)
+    holders = DrainHolders(parts.store, parts.selector, follower, parts.api, warmup=parts.warmup)
     drains = DrainKeeper(
         parts.store,
         registry,
-        parts.selector,
+        holders,
         DrainPlanner(parts.store, parts.selector, moves, holders, clock=parts.env.clock),
         clock=parts.env.clock,
         rng=random.Random(f"drains {parts.env.process}"),
@@ -298,7 +293,7 @@ def _add_objects(
         services,
         refused=RefusedCommands(parts.store),
         finder=CellFinder(parts.selector, bus),
-        warmup=Warmup(parts.selector, clock=bus.clock),
+        warmup=parts.warmup,
     )
     # The queue is declared before the objects are read, so that it receives the announcement of a change in between.
     service.add_declaration(lambda: bus.declare("scheduler.control.{process}"))

@@ -22,17 +22,17 @@ from bus.contracts.operations import (
 )
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
-from scheduler_worker.cell_finder import CellFinder
 from scheduler_worker.domain.delivery import delivery_of
 from scheduler_worker.domain.fences import fenced_by
+from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.workers import WorkerTable
 from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.fences import CellFinder
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, HostForgetter, ServiceForgetter
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
-from scheduler_worker.warmup import Warmup
 
 HANDLER = "scheduler.changes.refused"
 REFUSED_BEFORE = "request.refused_before"
@@ -159,7 +159,7 @@ class ChangeHandler:
             return uuid
         if command.force and command.state is not AdminState.FENCED and not command.reason:
             return Refuse(REASON_MISSING, "a fence that is ended by force needs a reason")
-        host = self._name_of(uuid)
+        host = self._selector.name_of(uuid)
         body = msgspec.to_builtins(HostDecision(host=host, state=command.state, reason=command.reason))
         change = ObjectsChange(
             changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),),
@@ -185,7 +185,7 @@ class ChangeHandler:
             return named
         if received.is_late():
             return Refuse(TOO_LATE, "the requester's time was over")
-        answer = await self._forgetter.forget(command, named, self._name_of(named))
+        answer = await self._forgetter.forget(command, named, self._selector.name_of(named))
         if not isinstance(answer, Refusal):
             return Done(reply=answer)
         if answer.code == CELL_SILENT and self._awaits_hosts(received):
@@ -213,16 +213,8 @@ class ChangeHandler:
         return Refuse(HOST_UNKNOWN, f"there is no host {name}")
 
     def _find(self, command: SetAdminState | ForgetHost) -> list[str]:
-        """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names.
-
-        A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
-        be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
-        may be dead.
-        """
-        if self._warmup.is_on():  # a host of the book may be announced yet under another name
-            found = self._selector.uuids_of(command.host) or self._selector.table.decided_about(command.host)
-        else:
-            found = self._selector.every_named(command.host)
+        """The hosts (uuids) with this name, or the host with this uuid, in the cell that the command names."""
+        found = self._selector.meant_by(command.host, is_warming_up=self._warmup.is_on())
         if command.cell is None:
             return found
         managed = [uuid for uuid in found if self._selector.cell_of(uuid) == command.cell]
@@ -237,13 +229,6 @@ class ChangeHandler:
         fence = self._registry.fences.get(uuid)
         last = self._selector.table.last_cell_of(uuid) or (None if fence is None else fence.cell)
         return last == cell or (last is None and (uuid == named or self._registry.decision_of(uuid) is not None))
-
-    def _name_of(self, uuid: str) -> str:
-        table = self._selector.table
-        index, decision = table.index_of(uuid), table.decision_of(uuid)
-        if index is not None:
-            return table.names[index]
-        return self._selector.name_of(uuid) if decision is None else decision.host
 
     def _awaits_hosts(self, received: Received) -> bool:
         return delivery_of(received, is_warming_up=self._warmup.is_on()).awaits_hosts

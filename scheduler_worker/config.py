@@ -40,29 +40,29 @@ DEFAULT_FLAVORS: dict[str, Flavor] = {
 # Most selective and cheapest first; they run in this order.
 DEFAULT_FILTERS = (
     "scheduler_worker.filters.service_is_up.ComputeFilter",
-    "scheduler_worker.filters.tenant_is_allowed.AggregateMultiTenancyIsolation",
-    "scheduler_worker.filters.belongs_to_project.ProjectHostFilter",
+    "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
+    "scheduler_worker.filters.project.ProjectHostFilter",
     "scheduler_worker.filters.capabilities_match.ComputeCapabilitiesFilter",
-    "scheduler_worker.filters.group_has_room.ServerGroupAntiAffinityFilter",
-    "scheduler_worker.filters.group_is_here.ServerGroupAffinityFilter",
-    "scheduler_worker.filters.is_another_host.DifferentHostFilter",
-    "scheduler_worker.filters.is_the_same_host.SameHostFilter",
+    "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
+    "scheduler_worker.filters.group.ServerGroupAffinityFilter",
+    "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
+    "scheduler_worker.filters.hinted_hosts.SameHostFilter",
 )
 # Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
 MORE_FILTERS = (
     "scheduler_worker.filters.aggregate_has_extra_specs.AggregateInstanceExtraSpecsFilter",
     "scheduler_worker.filters.flavor_is_listed.AggregateTypeAffinityFilter",
-    "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter",
-    "scheduler_worker.filters.image_is_isolated.AggregateImagePropertiesIsolation",
+    "scheduler_worker.filters.image.ImagePropertiesFilter",
+    "scheduler_worker.filters.image.AggregateImagePropertiesIsolation",
     "scheduler_worker.filters.has_metrics.MetricsFilter",
 )
 DEFAULT_WEIGHERS = (
-    "scheduler_worker.weighers.free_ram.RAMWeigher",
-    "scheduler_worker.weighers.free_cpu.CPUWeigher",
-    "scheduler_worker.weighers.free_disk.DiskWeigher",
+    "scheduler_worker.weighers.free_amounts.RAMWeigher",
+    "scheduler_worker.weighers.free_amounts.CPUWeigher",
+    "scheduler_worker.weighers.free_amounts.DiskWeigher",
     "scheduler_worker.weighers.preferences.PreferenceWeigher",
-    "scheduler_worker.weighers.group_members_here.ServerGroupSoftAffinityWeigher",
-    "scheduler_worker.weighers.group_members_elsewhere.ServerGroupSoftAntiAffinityWeigher",
+    "scheduler_worker.weighers.group_members.ServerGroupSoftAffinityWeigher",
+    "scheduler_worker.weighers.group_members.ServerGroupSoftAntiAffinityWeigher",
     "scheduler_worker.weighers.host_metrics.MetricsWeigher",
     "scheduler_worker.weighers.host_health.HealthWeigher",
     "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",

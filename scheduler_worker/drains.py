@@ -45,6 +45,7 @@ from bus.persistence.outbox import OutboxMessage
 from bus.port import BusError
 from scheduler_worker.domain.drains import (
     DONE,
+    HOST_FENCED,
     LEFT,
     DrainedHost,
     DrainMove,
@@ -60,11 +61,9 @@ from scheduler_worker.domain.drains import (
     step,
 )
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
-from scheduler_worker.domain.selector import Selector
-from scheduler_worker.drain_plan import HOST_FENCED, SERVICE_DOWN, DrainPlanner, MadePlan
+from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
-from scheduler_worker.warmup import Warmup
 
 log = structlog.get_logger(__name__)
 
@@ -85,7 +84,7 @@ class DrainKeeper:
         self,
         store: SchedulerStore,
         registry: ObjectRegistry,
-        selector: Selector,
+        holders: DrainHolders,
         planner: DrainPlanner,
         *,
         clock: Clock,
@@ -94,10 +93,9 @@ class DrainKeeper:
     ) -> None:
         self._store = store
         self._registry = registry
-        self._selector = selector
+        self._holders = holders
         self._planner = planner
         self._clock = clock
-        self._warmup = Warmup(selector, clock=clock)
         self._rng = rng
         self._who = process or "scheduler"
 
@@ -128,7 +126,7 @@ class DrainKeeper:
             await self._registry.reload()  # another scheduler may have been first
             known = self._registry.drains[command.drain]
             log.warning("drain.begun", drain=command.drain, target=command.name, hosts=known.hosts, by=command.by)
-        if known.name != command.name and known.name != begun_name(self._selector, command.name):
+        if known.name != command.name and known.name != self._holders.host(command.name).name:
             return Refusal(code="request.duplicate", reason=f"drain {command.drain} is of {known.name}")
         return DrainResult(drain=await self._progress(command.drain, known))
 
@@ -189,7 +187,6 @@ class DrainKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        self._warmup.is_on()  # before, nothing was received: the record may have been away
         due_s: float | None = None
         while True:
             await self._wait(due_s)
@@ -226,13 +223,10 @@ class DrainKeeper:
             found = await unit.lock_drain(drain, now, 2 * MAX_AT_ONCE)
             if found is None or found.record.state is DrainState.ENDED:
                 return False
-            ids = {
-                str(one.request_id) if one.state is DrainMoveState.UNDER_WAY else one.next_request_id: one.instance_uuid
-                for one in found.open
-            }
+            ids = {one.request_id: one.instance_uuid for one in found.open}
             known = {ids[request_id]: context for request_id, context in (await unit.known(ids)).items()}
-            hosts = self._hosts(drain)  # after all that was waited for: a host may have left the drain meanwhile
-            done = step(found, known, {uuid: code for uuid, (_, code) in hosts.items()}, now)
+            hosts = self._holders.of_drain(drain)  # after all that was waited for: a host may have left it meanwhile
+            done = step(found, known, hosts, now)
             await unit.put_drain_moves(done.changed)
             for request in done.requests:
                 unit.emit(OutboxMessage(API, request, request.request_id))
@@ -248,28 +242,10 @@ class DrainKeeper:
             await self._end(drain, code)
         return found.record.state is not DrainState.PAUSED or bool(found.counts.get(DrainMoveState.UNDER_WAY))
 
-    def _hosts(self, drain: str) -> dict[str, tuple[DrainedHost, str]]:
-        """The hosts (uuids) of a drain, and why nothing can be moved away from each at present ("": it can).
-
-        A host that no service has announced since this scheduler started counts as down once all should have come. One
-        whose fence is not lifted yet has left the drain. The decision on record may still be the drain's: it took over
-        the one to lift the fence, or the cell has announced a fence that the record, set back, does not have.
-        """
-        table = self._selector.table
-        is_warm = not self._warmup.is_on()
-        return {
-            uuid: (
-                DrainedHost(uuid, decision.host),
-                SERVICE_DOWN if table.is_down(uuid) or (is_warm and table.live_service_of(uuid) is None) else "",
-            )
-            for uuid, decision in table.hosts_of_drain(drain).items()
-            if decision.state is not AdminState.FENCED
-        }
-
     async def _review(
         self,
         drain: str,
-        hosts: Mapping[str, tuple[DrainedHost, str]],
+        hosts: Mapping[str, DrainedHost],
         looked_at: Collection[str],
         *,
         is_last: bool = False,
@@ -280,17 +256,16 @@ class DrainKeeper:
         """
         if not looked_at:
             return False
-        there = [host for uuid, (host, _) in hosts.items() if uuid in looked_at]
-        held = await self._planner.held_on(there)
+        there = [host for uuid, host in hosts.items() if uuid in looked_at]
+        held = await self._holders.held_on(there)
         if is_last:
-            held += [one.held for one in await self._planner.instances_on(there, MAX_PLANNED)]
+            held += await self._holders.active_on(there, MAX_PLANNED)
         now = self._clock.time()
         async with self._store.operation() as unit:
             found = await unit.lock_drain(drain, now, 0)
             if found is None or found.record.state is not DrainState.RUNNING:
                 return False
-            down = {uuid: code for uuid, (_, code) in hosts.items()}
-            look = LookedAt(drain=drain, kind=found.record.kind, uuids=looked_at, down=down, at=now)
+            look = LookedAt(drain=drain, kind=found.record.kind, uuids=looked_at, at=now)
             changed = reviewed(look, await unit.drain_moves(drain, NO_LIMIT), held)
             await unit.put_drain_moves(changed)
         return bool(changed)
@@ -366,18 +341,11 @@ class _Begun:
         never moved.
         """
         made, drain, kind = self._made, self._command.drain, self._command.kind
-        held = [one.held for one in made.instances]
-        rows = [new_row(drain, kind, one, at) for at, one in enumerate((*held, *made.kept))]
+        rows = [new_row(drain, kind, one, at) for at, one in enumerate(made.instances)]
         for at, planned in enumerate(made.plan.moves):
             if planned.code == HOST_FENCED:
                 rows[at] = replace(rows[at], state=DrainMoveState.FAILED, code=planned.code, reason=planned.reason)
         return rows
-
-
-def begun_name(selector: Selector, name: str) -> str:
-    """The name under which a drain of this host is on record: a host may be named by its uuid."""
-    index = selector.table.index_of(name)
-    return selector.name_of(name) if index is None else selector.table.names[index]
 
 
 def _going(drains: Mapping[str, DrainRecord]) -> frozenset[str]:

@@ -171,7 +171,7 @@ class HostForgetter:
 
     def _is_shared(self, uuid: str, host: str) -> bool:
         """Whether another host has the name of this one."""
-        return any(other != uuid for other in self._selector.every_named(host))
+        return any(other != uuid for other in self._selector.meant_by(host))
 
     async def _kept_by_instances(self, uuid: str) -> Refusal | None:
         found = await self._store.active_on([uuid], MAX_NAMED + 1)

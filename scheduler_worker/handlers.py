@@ -19,9 +19,9 @@ from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
 from scheduler_worker.domain.moves import pending_move
 from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
-from scheduler_worker.warmup import Warmup
 
 log = structlog.get_logger(__name__)
 

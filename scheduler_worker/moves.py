@@ -61,7 +61,6 @@ from scheduler_worker.domain.moves import (
     placed_as,
     under_way,
 )
-from scheduler_worker.domain.peers import peers_of
 from scheduler_worker.domain.placement import PlacementRequest, initial_state, unavailable_after
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
@@ -70,7 +69,7 @@ from scheduler_worker.domain.recorded_moves import (
     RecordedMove,
     flavor_of,
 )
-from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
+from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable, peers_of
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore

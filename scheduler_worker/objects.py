@@ -40,9 +40,7 @@ from bus.retrying import OBJECTS, Retrying, passes_with_time
 from bus.service.settings import SettingsError
 from scheduler_worker import metrics, plugins
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import cells as cell_rules
-from scheduler_worker.domain import fences
-from scheduler_worker.domain.fence_changes import fence_changes
+from scheduler_worker.domain import fences, object_changes
 from scheduler_worker.domain.flavors import FlavorInvalid, ParsedFlavor, parse
 from scheduler_worker.domain.object_rules import MAX_COUNTED, broken_rule, counted, named
 from scheduler_worker.domain.objects import (
@@ -69,7 +67,6 @@ from scheduler_worker.domain.objects import (
 )
 from scheduler_worker.domain.plugins import Filter, Weighing
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.zones import zone_conflict, zones_after, zones_in, zones_left, zones_named
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 from scheduler_worker.store.rows import clean
 
@@ -136,12 +133,12 @@ def check_objects(
         planned = ChangePlan(()) if changes is None else plan(changes, first)
         if isinstance(planned, Refusal):
             raise SettingsError(planned.code, planned.reason)
-        if cells and (refused := cell_rules.unknown_cell(cells, planned.cells_decided)) is not None:
+        if cells and (refused := object_changes.unknown_cell(cells, planned.cells_decided)) is not None:
             raise SettingsError(refused.code, refused.reason)
         if cells and (why := unknown_class((*seeded, *planned.changed))) is not None:
             raise SettingsError(UNKNOWN, why)
         made = effective_config(settings, configuration_bodies(first, planned.changed))
-        if (why := zone_conflict({}, zones_named(made.aggregates))) is not None:
+        if (why := object_changes.zone_conflict({}, object_changes.zones_named(made.aggregates))) is not None:
             raise SettingsError(ZONE_CONFLICT, why)
         return configured(made)
     except ValueError as error:
@@ -177,7 +174,7 @@ class ObjectRegistry:
         self.fences_changed = asyncio.Event()  # set when they change; `EvacuationTask` clears it
         self.drains: Mapping[str, DrainRecord] = {}  # by id
         self.drains_changed = asyncio.Event()  # set when they change; `DrainKeeper` clears it
-        self.cells: cell_rules.Decisions = {}  # by name
+        self.cells: object_changes.Decisions = {}  # by name
         self.cells_changed = asyncio.Event()  # set when they change; `CellKeeper` clears it
         self.aggregates_changed = asyncio.Event()  # set when they change; `AggregateKeeper` clears it
         self.revision = NOT_LOADED  # of the objects in force here
@@ -283,7 +280,9 @@ class ObjectRegistry:
             planned, made = judged
             last = self._selector.table.last_cell_of
             cell, is_forced = (None, False) if decided is None else (decided.cell, decided.force)
-            followed = fence_changes(present, planned, last, named=cell, settings=self.served, force=is_forced)
+            followed = object_changes.fence_changes(
+                present, planned, last, named=cell, settings=self.served, force=is_forced
+            )
             if isinstance(followed, Refusal):
                 raise _ChangeRefused(followed)
             if change.dry_run or not planned.changed:
@@ -306,7 +305,7 @@ class ObjectRegistry:
         planned = plan(change, present.objects, restates_fences=restates_fences)
         if isinstance(planned, Refusal):
             return planned
-        made = cell_rules.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
+        made = object_changes.unknown_cell(self.served, planned.cells_decided) or self._checked(present, planned)
         if isinstance(made, Refusal):
             return made
         if (why := self._zone_conflict(planned, made.config)) is not None:
@@ -348,7 +347,7 @@ class ObjectRegistry:
                 for one in reports:
                     stored = present.objects.get((ObjectKind.FENCE, one.host_uuid))
                     if stored is None:
-                        host = self._selector.table.last_name_of(one.host_uuid) or one.host_uuid
+                        host = self._selector.name_of(one.host_uuid)
                         change = fences.lift_of_unknown(one, present.revision, host)
                         if change is not None:
                             log.warning("host.fence_unknown", uuid=one.host_uuid, host=host, cell=one.cell)
@@ -368,7 +367,7 @@ class ObjectRegistry:
 
     def cells_in_use(self) -> Collection[str]:
         """The cells that workers connect to."""
-        return cell_rules.cells_in_use(self.served, self.cells)
+        return object_changes.cells_in_use(self.served, self.cells)
 
     def decision_of(self, host_uuid: str) -> HostAdminState | None:
         """The decision in force about a host."""
@@ -417,9 +416,8 @@ class ObjectRegistry:
             self._in_force = configuration_bodies(found.objects), made
         self._selector.table.adopt_decisions(decisions)
         # The hosts of a cell that is no longer in use stay in the table.
-        gone = (
-            set(self._selector.table.cells) - set(cell_rules.known_cells(self.served, cells)) if self.served else set()
-        )
+        there = object_changes.known_cells(self.served, cells)
+        gone = set(self._selector.table.cells).difference(there) if self.served else set()
         self._selector.table.disabled_cells = disabled | gone
         if cells != self.cells:
             self.cells = cells
@@ -460,18 +458,18 @@ class ObjectRegistry:
         if not planned.cells_decided:
             return None
         after = applied(present, planned.changed, ChangeAuthor("", "", 0.0)).objects
-        left = set(cell_rules.known_cells(self.served, cells_of(after))) - disabled_cells(after)
+        left = set(object_changes.known_cells(self.served, cells_of(after))) - disabled_cells(after)
         reason = "no cell would be left that takes builds: enable another first, or force the change"
         return None if left else Refusal(code=IN_USE, reason=reason)
 
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
-        for name in cell_rules.cells_left(self.served, planned.cells_decided):
+        for name in object_changes.cells_left(self.served, planned.cells_decided):
             count = await self._store.builds_in_cell(name, MAX_COUNTED)
             if count:
                 have = f"cell {name!r} has {counted(count, 'instance')}, which would be out of reach"
                 reason = f"{have}: delete them first, or force the change"
-                return Refusal(code=cell_rules.IN_USE, reason=reason)
+                return Refusal(code=object_changes.IN_USE, reason=reason)
         return None
 
     def _unknown_hosts(self, planned: ChangePlan) -> Refusal | None:
@@ -513,7 +511,7 @@ class ObjectRegistry:
     async def _stranded(self, planned: ChangePlan, after: SchedulerConfig) -> Refusal | None:
         """Why a change would leave instances outside of the zone that they requested; None: it does not."""
         if any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
-            why = zones_left(self._selector, after)
+            why = object_changes.zones_left(self._selector, after)
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
@@ -544,5 +542,6 @@ class ObjectRegistry:
         """Why a change that puts a host into a second zone is refused, also when it is forced."""
         if not any(one.kind is ObjectKind.AGGREGATE for one in planned.changed):
             return None
-        before, then = self._selector.all_hosts(), zones_after(self._selector, after)
-        return zone_conflict(zones_in(before), zones_in(then), self._selector.name_of)
+        before = object_changes.zones_in(self._selector.all_hosts())
+        then = object_changes.zones_in(object_changes.zones_after(self._selector, after))
+        return object_changes.zone_conflict(before, then, self._selector.name_of)

@@ -36,7 +36,6 @@ from scheduler_worker.domain.gangs import (
     with_gang_results,
     within_bounds,
 )
-from scheduler_worker.domain.peers import has_peers, locate_request, peers_of
 from scheduler_worker.domain.pending import PendingBuild
 from scheduler_worker.domain.placement import (
     Assume,
@@ -57,7 +56,7 @@ from scheduler_worker.domain.placement import (
     unavailable_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.request_spec import RequestSpec, has_peers, locate_request, peers_of
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.step import found, step
 

@@ -15,10 +15,10 @@ from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.moves import MovePage, MoveQuery
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
 from bus.faults import DatabaseUnavailable, Transient
-from scheduler_worker.cells import CellKeeper
 from scheduler_worker.domain.builds import is_search
-from scheduler_worker.domain.waiting import WaitingTable
+from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.drains import DrainKeeper
+from scheduler_worker.keepers import CellKeeper
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 

@@ -20,10 +20,10 @@ from bus.contracts.operations import AdminState, ServiceRecord, ServicesPage, Se
 from bus.contracts.workers import WorkersQuery
 from bus.turns import InParts, next_turn
 from scheduler_worker.domain.flavors import ZONE_KEY
+from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Mask, Rows
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.workers import WorkerTable
-from scheduler_worker.host_metrics import host_metrics_page
+from scheduler_worker.fleet import host_metrics_page
 from scheduler_worker.objects import ObjectRegistry
 
 # In one turn of the event loop: hosts that are listed, 1 to 2 ms, and those whose records are made, 2 to 5.
@@ -80,8 +80,8 @@ def _following(uuids: Iterable[str], query: HostsQuery) -> Iterable[str]:
 def _of_book(selector: Selector, uuids: Iterable[str]) -> Iterator[_Host]:
     """These hosts, unless they have left the book."""
     for uuid in uuids:
-        if (row := selector.book.row_of(uuid)) is not None:
-            yield _Host(_name_of(uuid, selector, selector.book.name_of(row)), uuid, is_in_book=True)
+        if selector.book.row_of(uuid) is not None:
+            yield _Host(selector.name_of(uuid), uuid, is_in_book=True)
 
 
 def _outside_book(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
@@ -90,17 +90,10 @@ def _outside_book(selector: Selector, query: HostsQuery) -> Iterator[_Host]:
     was refused, or has not come yet.
     """
     decisions = selector.table.decisions()
-    kept = {uuid: one.host for uuid, one in decisions.items() if one.state is not AdminState.ENABLED}
-    kept |= {uuid: uuid for uuid in selector.not_in_book()}
-    for uuid in _following(kept, query):
+    kept = [uuid for uuid, one in decisions.items() if one.state is not AdminState.ENABLED]
+    for uuid in _following(dict.fromkeys((*kept, *selector.not_in_book())), query):
         if selector.book.row_of(uuid) is None:
-            yield _Host(_name_of(uuid, selector, kept[uuid]), uuid, is_in_book=False)
-
-
-def _name_of(uuid: str, selector: Selector, otherwise: str) -> str:
-    """The name that the host's compute service announces, if it has; else that of the book, or of the decision."""
-    index = selector.table.index_of(uuid)
-    return otherwise if index is None else selector.table.names[index]
+            yield _Host(selector.name_of(uuid), uuid, is_in_book=False)
 
 
 def _matching(

@@ -20,6 +20,7 @@ from bus.contracts.base import MAX_REASON
 from bus.contracts.objects import AuditRepair, ChangedObject, ObjectKind
 from bus.contracts.placement import Release, ReleaseResult
 from bus.persistence.database import Database
+from bus.service.environment import Environment
 from placement_worker.book import ResourceBook
 from placement_worker.store.postgres_rows import PostgresBookRows
 from scheduler_worker.domain.objects import ChangeAuthor
@@ -71,7 +72,7 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
             )
             for one in due
         }
-        await enter(site, repairs, who, "audit.orphaned = repair")
+        await enter(site.environment("audit"), repairs, who, "audit.orphaned = repair")
         replies = await store.apply([Release(consumer=one.subject, attempt=attempts[one.subject]) for one in due])
     finally:
         await store.close()
@@ -83,9 +84,9 @@ async def release_ended(site: Site, proven: Sequence[AuditFinding], *, who: str)
     return lines
 
 
-async def enter(site: Site, repairs: dict[str, AuditRepair], who: str, why: str) -> None:
+async def enter(env: Environment, repairs: dict[str, AuditRepair], who: str, why: str) -> None:
     """Put the repairs into the log of changes of the schedulers' record."""
-    database: Database = site.environment("audit").database("scheduler", pool_size=1)
+    database: Database = env.database("scheduler", pool_size=1)
     changed = [
         ChangedObject(kind=ObjectKind.REPAIR, name=consumer, before=msgspec.to_builtins(one))
         for consumer, one in repairs.items()
@@ -93,7 +94,7 @@ async def enter(site: Site, repairs: dict[str, AuditRepair], who: str, why: str)
     try:
         async with database.raw() as connection:
             await objects.lock(connection)
-            author = ChangeAuthor(who, why, site.clock.time())
+            author = ChangeAuthor(who, why, env.clock.time())
             await objects.write(connection, changed, author)
     finally:
         await database.close()

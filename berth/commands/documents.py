@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from berth.commands.common import AsJson, Exit, Stop, out, print_json
-from berth.permissions import OF_A_CELL, Grant, PermissionRole, as_plain, commands, definitions, of_project, of_role
+from berth.permissions import (
+    OF_A_CELL,
+    Grant,
+    PermissionRole,
+    as_plain,
+    commands,
+    definitions,
+    exchanges,
+    of_project,
+    of_role,
+)
 from berth.reference.asyncapi import document
 from berth.settings import Settings
 from berth.site import Site
@@ -23,6 +34,10 @@ async def permissions(
     as_definitions: Annotated[
         bool, typer.Option("--definitions", help="As one file for `rabbitmqctl import_definitions`.")
     ] = False,
+    of_exchanges: Annotated[
+        bool,
+        typer.Option("--exchanges", help="The exchanges that they name instead, as such a file: for RabbitMQ 4 first."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the RabbitMQ permissions that each user needs.
@@ -30,28 +45,39 @@ async def permissions(
     As rabbitmqctl commands, for the buses of the settings. Nothing is changed: the administrator of the broker makes
     the users and runs the commands, or imports the definitions.
     """
+    grants = _grants(settings, role, project or (), cell, user)
+    if (as_definitions or of_exchanges) and len({one.broker for one in grants}) > 1:
+        raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
+    if of_exchanges:
+        print_json(exchanges(grants, settings))
+        return
+    if as_json or as_definitions:
+        print_json(definitions(grants) if as_definitions else as_plain(grants))
+        return
+    for line in commands(grants):
+        out.print(line, markup=False, soft_wrap=True)
+
+
+def _grants(
+    settings: Settings, role: PermissionRole | None, projects: Sequence[str], cell: str | None, user: str | None
+) -> list[Grant]:
+    """Those of one role, of these projects, or of every role. Raises Stop and SettingsError."""
     if cell is not None:
         Site(settings).check_cell(cell)
-    roles = [role] if role is not None else [] if project else list(PermissionRole)
-    if user is not None and len(roles) + len(project or ()) != 1:
+    roles = [role] if role is not None else [] if projects else list(PermissionRole)
+    if user is not None and len(roles) + len(projects) != 1:
         raise Stop(Exit.USAGE, "permissions.user", "--user is the name of one: give one --role or one --project")
     if user is not None and role in OF_A_CELL and cell is None and len(settings.cells) > 1:
         raise Stop(Exit.USAGE, "permissions.user", f"--user is one cell's {role}: give its --cell")
     grants: list[Grant] = []
     for one in roles:
         grants += of_role(one, settings, cell=cell, user=user)
-    for name in project or ():
+    for name in projects:
         try:
             grants.append(of_project(name, settings, user=user))
         except ValueError as fault:
             raise Stop(Exit.USAGE, "project.invalid", str(fault)) from fault
-    if as_definitions and len({one.broker for one in grants}) > 1:
-        raise Stop(Exit.USAGE, "permissions.brokers", "these users are of several brokers: give --role, or --cell")
-    if as_json or as_definitions:
-        print_json(definitions(grants) if as_definitions else as_plain(grants))
-        return
-    for line in commands(grants):
-        out.print(line, markup=False, soft_wrap=True)
+    return grants
 
 
 def asyncapi(

@@ -26,7 +26,6 @@ from berth.commands.common import (
     check_cell,
     check_reason,
     client,
-    database_of,
     decided_by,
     out,
     print_json,
@@ -34,7 +33,7 @@ from berth.commands.common import (
     print_rows,
 )
 from berth.commands.options import CommandGroup
-from berth.commands.safety import show_unexplained, unexplained
+from berth.commands.safety import show_unexplained
 from berth.fencing.fencer import MAX_HOSTS, Fencer
 from berth.fencing.plugin import FencingFailed, load
 from berth.render import printable, render_rows, utc
@@ -111,15 +110,14 @@ async def list_hosts(
         bool, typer.Option("--unknown", help="Instead, the machines on hosts that no record explains.")
     ] = False,
     as_json: AsJson = False,
-) -> None:
+) -> int:
     """List hosts as a scheduler sees them, or decide about them.
 
     Their state, the usage of each resource, and the operator's decision. A host that is `not announced` has been
     reported by no compute service since the scheduler that answers started.
     """
     if unknown:
-        show_unexplained(await unexplained(database_of(settings), cell, tuple(UnexplainedKind)), as_json)
-        return
+        return await show_unexplained(settings, cell, tuple(UnexplainedKind), as_json)
     async with client(settings) as berth:
         await check_cell(berth, settings, cell)
         page = await berth.hosts(limit=limit, cell=cell, up=up, timeout_s=QUERY_TIMEOUT_S)
@@ -127,6 +125,7 @@ async def list_hosts(
         print_json(page.hosts)
     else:
         show_hosts(page.hosts)
+    return 0
 
 
 @hosts.command()

@@ -1,17 +1,15 @@
-"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's decision on it.
-
-They read and write the cells' schemas; every conductor follows the record.
-"""
+"""`berth quarantine` and `berth breaker`: what berth does not destroy by itself, and an operator's decision on it."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, TypeVar
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Annotated
 
-import asyncpg
 import typer
 
-from berth.audit.adoption import decide_adoption
+from berth.audit import quarantine as records
+from berth.audit.quarantine import InCells
 from berth.commands.common import (
     AsJson,
     By,
@@ -20,62 +18,73 @@ from berth.commands.common import (
     check_reason,
     database_of,
     decided_by,
-    open_database_in_time,
+    explain,
     out,
     parse_uuid,
     print_json,
     print_result,
+    print_stop,
 )
 from berth.commands.options import CommandGroup
 from berth.render import counted, render_rows, utc
 from berth.settings import Settings
-from berth.site import Site
-from bus.faults import DatabaseUnprepared
+from bus.service.environment import Environment
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import UnexplainedKind
-from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, PostgresSafety, Safety, UnexplainedRecord
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine, UnexplainedRecord
 
 quarantine = CommandGroup(no_args_is_help=True, help="Machines kept until an operator decides about them.")
 breaker = CommandGroup(no_args_is_help=True, help="Stopped destruction: too much was lost within a short time.")
-
-T = TypeVar("T")
 
 CellName = Annotated[str | None, typer.Option("--cell", help="Only this cell.")]
 
 
 @quarantine.command("list")
-async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> None:
-    """List the machines in quarantine, and the decisions about them."""
-    show_unexplained(await unexplained(database_of(settings), cell, (UnexplainedKind.QUARANTINED,)), as_json)
+async def list_quarantine(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
+    """List the machines in quarantine, and the decisions about them.
+
+    Exit status 3 when a cell has no record here; the others are listed.
+    """
+    return await show_unexplained(settings, cell, (UnexplainedKind.QUARANTINED,), as_json)
 
 
 @quarantine.command("release")
 async def release(
     settings: Settings,
-    uuid: Annotated[str, typer.Argument(help="The instance.")],
+    uuids: Annotated[list[str] | None, typer.Argument(metavar="[UUID]...", help="The instances.")] = None,
     destroy: Annotated[
         bool | None, typer.Option("--destroy/--keep", help="Have its host destroy it, or leave it for good.")
+    ] = None,
+    service: Annotated[
+        str | None, typer.Option("--service", help="Those of this compute service; without UUIDs all undecided ones.")
     ] = None,
     cell: CellName = None,
     by: By = None,
     as_json: AsJson = False,
 ) -> None:
-    """Decide about a machine in quarantine: --destroy or --keep. Destroying begins with its host's next report.
+    """Decide about machines in quarantine: --destroy or --keep. Destroying begins with their hosts' next reports.
 
-    `berth quarantine adopt` gives it back to its instance.
+    `berth quarantine adopt` gives one back to its instance.
     """
-    instance = parse_uuid(uuid)
+    instances = {parse_uuid(one) for one in uuids or ()}
+    if not instances and service is None:
+        raise typer.BadParameter("give UUIDs, or --service", param_hint="[UUID]...")
     if destroy is None:
         raise typer.BadParameter("give --destroy or --keep", param_hint="--destroy/--keep")
     verdict = DESTROY if destroy else KEEP
 
-    here, who = database_of(settings), decided_by(by)
-    at = here.clock.time()
-    decided = sum(n for _, n in await _in_cells(here, cell, lambda of: of.decide(instance, verdict, who, at)))
+    here, who = environment(settings), decided_by(by)
+    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
+    for name, one in (await records.read(here, cell)).machines(UnexplainedKind.QUARANTINED):
+        machine = one.machine
+        if service in (None, one.service) and (machine.uuid in instances or not (instances or one.verdict)):
+            chosen[name].append(DecidedMachine(machine.uuid, machine.host_uuid, machine.attempt))
+    decided = [place for of in (await records.decide(here, chosen, verdict, who)).values() for place in of]
+    what = ", ".join(sorted(instances)) or f"service {service}"
     if not decided:
-        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {instance} is in quarantine")
-    found = {"instance": instance, "verdict": verdict, "machines": decided}
-    print_result(found, as_json, f"{instance}: {verdict}, {counted(decided, 'machine')}")
+        raise Stop(Exit.NO, "quarantine.unknown", f"no machine of {what} is in quarantine")
+    found = {"instances": sorted({uuid for _, uuid in decided}), "verdict": verdict, "machines": len(decided)}
+    print_result(found, as_json, f"{what}: {verdict}, {counted(len(decided), 'machine')}")
 
 
 @quarantine.command("adopt")
@@ -98,24 +107,24 @@ async def adopt(
     instance, place = parse_uuid(uuid), parse_uuid(host)
     check_reason(reason, least=1)
 
-    here, who = database_of(settings), decided_by(by)
-    cell = await decide_adoption(here, instance, place, who=who, why=reason)
-    found = {"instance": instance, "verdict": ADOPT, "cell": cell, "host": place}
+    decided, refused = await records.adopt(environment(settings), [(place, instance)], who=decided_by(by), why=reason)
+    if refused:
+        raise refused[place, instance]
+    found = {"instance": instance, "verdict": ADOPT, "cell": decided[place, instance], "host": place}
     print_result(found, as_json, f"{instance}: {ADOPT}, with the next report of host {place}")
 
 
 @breaker.command("list")
 async def list_breakers(settings: Settings, cell: CellName = None, as_json: AsJson = False) -> int:
-    """List the breakers that ever tripped. Exit status 1 when one is open."""
-    here = database_of(settings)
-    read = await _in_cells(here, cell, lambda of: of.breakers())
-    found = [(name, one) for name, breakers in read for one in breakers]
+    """List the breakers that ever tripped. Exit status 1 when one is open, 3 when a cell has no record here."""
+    read = await records.read(environment(settings), cell)
+    found = [(name, one) for name, breakers in read.breakers.items() for one in breakers]
     if as_json:
         print_json([{"cell": name, "breaker": one} for name, one in found])
     else:
         columns = ["cell", "service", "state", "lost", "quarantined", "over", "tripped"]
         render_rows(out, columns, [_breaker_row(*one) for one in found])
-    return Exit.NO if any(one.is_open for _, one in found) else 0
+    return Exit.NO if any(one.is_open for _, one in found) else name_never_started(read)
 
 
 @breaker.command("reset")
@@ -130,29 +139,46 @@ async def reset(
 
     It may be destroyed or counted as lost; later findings are judged anew.
     """
-    here, who = database_of(settings), decided_by(by)
-    reset = await _in_cells(here, cell, lambda of: of.reset(service, who, here.clock.time()))
-    done = [name for name, was_open in reset if was_open]
+    here, who = environment(settings), decided_by(by)
+    seen = [
+        (name, one.tripped_at)
+        for name, breakers in (await records.read(here, cell)).breakers.items()
+        for one in breakers
+        if one.service == service and one.is_open
+    ]
+    done = [name for name, at in seen if await records.reset(here, name, service, who, tripped_at=at)]
     if not done:
         raise Stop(Exit.NO, "breaker.not_open", f"no breaker of {service} is open")
     print_result({"service": service, "cells": done}, as_json, f"{service}: reset in {', '.join(done)}")
 
 
-async def unexplained(
-    here: Site, cell: str | None, kinds: Sequence[UnexplainedKind]
-) -> list[tuple[str, UnexplainedRecord]]:
-    """The machines of these kinds that are on record, with their cells."""
-    read = await _in_cells(here, cell, lambda of: of.records())
-    return [(name, one) for name, records in read for one in records if one.machine.kind in kinds]
+def environment(settings: Settings) -> Environment:
+    """The environment of these commands. Raises Stop when the database is not known."""
+    return database_of(settings).environment("operator")
 
 
-def show_unexplained(found: Sequence[tuple[str, UnexplainedRecord]], as_json: bool) -> None:
-    """As JSON, or as a table."""
+def name_never_started(read: InCells) -> int:
+    """Name the cells that have no record; returns the exit status for it."""
+    for cell in read.never_started:
+        fault = records.CellNeverStarted(f"cell {cell} has never been started here with this release")
+        stop = explain(fault)
+        assert stop is not None
+        print_stop(stop)
+    return Exit.UNAVAILABLE if read.never_started else 0
+
+
+async def show_unexplained(
+    settings: Settings, cell: str | None, kinds: Sequence[UnexplainedKind], as_json: bool
+) -> int:
+    """The machines of these kinds that are on record, as JSON or as a table; returns the exit status."""
+    read = await records.read(environment(settings), cell)
+    found = read.machines(*kinds)
     if as_json:
         print_json([{"cell": name, "record": one} for name, one in found])
-        return
-    columns = ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"]
-    render_rows(out, columns, [_unexplained_row(*one) for one in found])
+    else:
+        columns = ["kind", "cell", "service", "host", "instance", "attempt", "why", "first seen", "decided"]
+        render_rows(out, columns, [_unexplained_row(*one) for one in found])
+    return name_never_started(read)
 
 
 def _unexplained_row(cell: str, one: UnexplainedRecord) -> list[str]:
@@ -165,22 +191,3 @@ def _unexplained_row(cell: str, one: UnexplainedRecord) -> list[str]:
 def _breaker_row(cell: str, one: Breaker) -> list[str]:
     state = "open" if one.is_open else f"reset by {one.reset_by}"
     return [cell, one.service, state, str(one.lost), str(one.quarantined), str(one.over), utc(one.tripped_at)]
-
-
-async def _in_cells(here: Site, cell: str | None, work: Callable[[Safety], Awaitable[T]]) -> list[tuple[str, T]]:
-    """The answers of the records of each cell, or of the one that is named."""
-    if cell is not None:
-        here.check_cell(cell)
-    found: list[tuple[str, T]] = []
-    for name in here.cells if cell is None else (cell,):
-        database = here.environment("operator").database(f"cell_{name}", pool_size=1)
-        await open_database_in_time(database.open())
-        try:
-            found.append((name, await work(PostgresSafety(database))))
-        except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
-            raise Stop(
-                Exit.UNAVAILABLE, "cell.never_started", f"cell {name} has never been started here with this release"
-            ) from error
-        finally:
-            await database.close()
-    return found

@@ -31,6 +31,7 @@ from berth.web.operations import Drains, MetalReader, WebDrains, WebMetal, WebMo
 from berth.web.operator_pages import OperatorPages
 from berth.web.pages import Pages
 from berth.web.problems import Problem, problem_of, problem_response
+from berth.web.quarantine import SafetyReader, WebQuarantine
 from berth.web.rendering import problem_page
 from berth.web.tracing import TracedRequests
 from bus.bus import Bus
@@ -140,7 +141,8 @@ def application(
     api, objects = WebApi(bus, live, env.rng), ObjectApi(bus)
     fleet, box = FleetReader(bus, env.clock, env.cells), LetterBox(env, settings)
     moves, metal = WebMoves(bus, api, env.rng), MetalReader(settings, objects, env.clock)
-    pages = Pages(api, moves, live, access, fleet, queues=queues, clock=env.clock)
+    safety = SafetyReader(env)
+    pages = Pages(api, moves, live, access, fleet, safety=safety, queues=queues, clock=env.clock)
     for_operators = OperatorPages(
         fleet=fleet,
         moves=moves,
@@ -148,6 +150,7 @@ def application(
         metal=metal,
         objects=objects,
         letters=box,
+        safety=safety,
         has_session=not access.open,
     )
     parts = (
@@ -158,6 +161,7 @@ def application(
         WebObjects(objects),
         WebDeadLetters(box),
         WebMetal(metal),
+        WebQuarantine(safety),
     )
     routes: list[BaseRoute] = [
         *_api_routes([route for part in parts for route in part.routes()]),

@@ -34,6 +34,10 @@ HISTORY_S = 300
 MAX_LATENCIES = 2_000
 # Failures that the page lists.
 MAX_FAILURES = 20
+# Instances that their hosts do not run any more: so many are remembered, for so long, until they are deleted.
+INSTANCE_LOST = "instance.lost"
+MAX_LOST = 10_000
+LOST_FOR_S = 86_400.0
 
 
 class TooManyEventFollowers(Exception):
@@ -110,6 +114,7 @@ class Live:
         self._latencies: deque[float] = deque(maxlen=MAX_LATENCIES)
         self.failures: deque[BuildEvent] = deque(maxlen=MAX_FAILURES)
         self.ended: Counter[str] = Counter()
+        self._lost: dict[str, float] = {}  # {instance: when}
 
     async def open(self) -> None:
         """Listen."""
@@ -168,6 +173,14 @@ class Live:
         """Builds that were accepted and have not ended."""
         return len(self._accepted_at)
 
+    def lost(self) -> list[str]:
+        """The instances that were lost within LOST_FOR_S, as far as this process has heard of it, and are not deleted
+        since.
+        """
+        since = self._clock.time() - LOST_FOR_S
+        self._lost = {uuid: at for uuid, at in self._lost.items() if at > since}
+        return list(self._lost)
+
     def history(self) -> list[Second]:
         """The last HISTORY_S seconds, each second once, also those in which nothing happened."""
         now = int(self._clock.time())
@@ -205,6 +218,7 @@ class Live:
             if uuid not in self._ended:
                 second.lost_claims += event.stamps.lost_claims if event.stamps is not None else 0
                 second.retries += max(0, event.attempt - 1)
+            self._note_lost(event)
             self._ended[uuid] = None
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
@@ -219,6 +233,11 @@ class Live:
                 self.failures.appendleft(event)
         for follower in self._followers:
             follower.put(event)
+
+    def _note_lost(self, event: BuildEvent) -> None:
+        self._lost.pop(event.instance_uuid, None)
+        if event.code == INSTANCE_LOST and len(self._lost) < MAX_LOST:
+            self._lost[event.instance_uuid] = event.at
 
     def _forget_missed(self) -> None:
         while self._accepted_at:

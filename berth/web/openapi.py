@@ -56,13 +56,14 @@ _IN_PATH: dict[str, Any] = {
     "bus": Word,
     "queue": Label,
     "letter": Label,
+    "cell": Word,
 }
 _WRITES = (400, 403, 413, 415, 422, 429)
 _READS = (400, 403)
 
 
 def _operations() -> dict[str, _Operation]:
-    return _of_instances() | _of_hosts() | _of_objects() | _of_letters()
+    return _of_instances() | _of_hosts() | _of_objects() | _of_letters() | _of_quarantine()
 
 
 def _of_instances() -> dict[str, _Operation]:
@@ -166,6 +167,26 @@ def _of_letters() -> dict[str, _Operation]:
         "show_letter": _Operation(LetterView, errors=(404, *_READS)),
         "replay_letters": _Operation(LettersReplayed, body=ReplayBody, errors=(404, *_WRITES)),
         "purge_letters": _Operation(LettersPurged, errors=(404, *_READS)),
+    }
+
+
+def _of_quarantine() -> dict[str, _Operation]:
+    from berth.web.quarantine import (  # noqa: PLC0415
+        BreakersAfterReset,
+        BreakersReset,
+        BreakerView,
+        QuarantineDecided,
+        QuarantineDecision,
+        QuarantinePage,
+    )
+
+    listed = {"cell": Word, "service": Word, "decided": bool, "after": str, "limit": int}
+    return {
+        "list_quarantine": _Operation(QuarantinePage, query=listed, errors=(404, *_READS)),
+        "decide_quarantine": _Operation(QuarantineDecided, body=QuarantineDecision, errors=(404, *_WRITES)),
+        "list_breakers": _Operation(tuple[BreakerView, ...], query={"cell": Word, "open": bool}, errors=(404, *_READS)),
+        "show_breaker": _Operation(BreakerView, errors=(404, *_READS)),
+        "reset_breakers": _Operation(BreakersAfterReset, body=BreakersReset, errors=(404, *_WRITES)),
     }
 
 

@@ -1,4 +1,5 @@
-"""Pages for operators: one host and its drain, moves, bare metal, objects, and the parts of the system.
+"""Pages for operators: one host and its drain, moves, bare metal, objects, the parts of the system, and what waits for
+a decision.
 
 All changes go through `/api/v1`, which the pages' forms call; here is only what they show.
 """
@@ -19,6 +20,7 @@ from berth.web.fleet import FleetReader
 from berth.web.objects import SECTIONS, ObjectApi, zones_of
 from berth.web.operations import DrainBody, Drains, MetalReader, WebMoves
 from berth.web.problems import Problem
+from berth.web.quarantine import MAX_DECIDED, SafetyReader
 from berth.web.rendering import rendered
 from bus.contracts.base import Label
 from bus.contracts.drains import DrainQuery, DrainTarget
@@ -52,6 +54,7 @@ class OperatorPages:
         metal: MetalReader,
         objects: ObjectApi,
         letters: LetterBox,
+        safety: SafetyReader,
         has_session: bool,
     ) -> None:
         self._fleet = fleet
@@ -60,6 +63,7 @@ class OperatorPages:
         self._metal = metal
         self._objects = objects
         self._letters = letters
+        self._safety = safety
         self._has_session = has_session
 
     def routes(self) -> list[Route]:
@@ -72,6 +76,7 @@ class OperatorPages:
             Route("/metal", self.metal),
             Route("/objects", self.objects),
             Route("/objects/{section}", self.edit_object),
+            Route("/quarantine", self.quarantine),
             Route("/system", self.system),
             Route("/system/dead-letters/{bus}/{queue}", self.letters),
         ]
@@ -173,6 +178,26 @@ class OperatorPages:
             services=sorted(services, key=lambda one: one.up),
             workers=sorted(workers, key=lambda one: (not one.silent, not one.heartbeat.not_ready))[:PAGE],
             letters=await self._letters.counts(),
+        )
+
+    async def quarantine(self, request: Request) -> Response:
+        """Breakers that are open, and machines in quarantine, to decide about many of them at once."""
+        need(caller_of(request), WebRole.READER)
+        query = request.query_params
+        cell, service, decided = query.get("cell") or None, query.get("service") or None, query.get("decided") == "true"
+        page = await self._safety.page(
+            cell=cell, service=service, decided=decided, after=query.get("after"), limit=MAX_DECIDED
+        )
+        further = None if page.next is None else request.url.include_query_params(after=page.next).query
+        breakers = await self._safety.breakers(cell, is_open=True)
+        return self._page(
+            request,
+            "quarantine.html",
+            page=page,
+            further=further,
+            breakers=breakers,
+            query=query,
+            decided=decided,
         )
 
     async def letters(self, request: Request) -> Response:

@@ -33,8 +33,10 @@ from berth.web.api import (
     uuid_of,
 )
 from berth.web.fleet import FleetReader, QueueDepth, QueueReader
-from berth.web.live import Live, Second
+from berth.web.live import INSTANCE_LOST, Live, Second
 from berth.web.operations import WebMoves
+from berth.web.problems import Problem
+from berth.web.quarantine import SafetyReader
 from berth.web.rendering import rendered
 from bus.clock import Clock
 from bus.contracts.build import TERMINAL_STATES, BuildQuery, BuildRecord, BuildState, HostRecord
@@ -49,6 +51,8 @@ NOW_EVERY_S = 1.0
 PAGE = 50
 QUEUES_SHOWN = 10
 LOST_SHOWN = 10  # lost claims of a build
+NAMED = 3
+NO_RECORD = "they have this deployment's mark, and no record explains them"
 MAX_HOST = 255
 MAX_LOGIN_BYTES = 16 * 1024  # a token of Keystone may have 8 KiB
 DELETABLE = frozenset(set(BuildState) - {BuildState.REFUSED, BuildState.DELETED, BuildState.DELETING})
@@ -119,6 +123,7 @@ class Pages:
         access: Access,
         fleet: FleetReader,
         *,
+        safety: SafetyReader,
         queues: QueueReader,
         clock: Clock,
     ) -> None:
@@ -126,6 +131,7 @@ class Pages:
         self._api = api
         self._moves = moves
         self._fleet = fleet
+        self._safety = safety
         self._live = live
         self._access = access
         self._clock = clock
@@ -172,8 +178,10 @@ class Pages:
 
     async def _state(self) -> Now:
         # Together: what does not answer holds up the page once.
-        hosts, workers = await asyncio.gather(self._hosts_or_fault(), self._workers())
-        troubles: list[Trouble] = []
+        hosts, workers, troubles = await asyncio.gather(
+            self._hosts_or_fault(), self._workers(), self._troubles_of_safety()
+        )
+        troubles += self._troubles_of_losses()
         if isinstance(hosts, (Fault, BusError)):
             troubles.append(Trouble("No scheduler answers", f"{hosts.code}: {hosts}"))
             hosts = ()
@@ -220,6 +228,35 @@ class Pages:
             return await self._fleet.known_workers()
         except (Fault, BusError):  # reported already: no scheduler answers
             return ()
+
+    async def _troubles_of_safety(self) -> list[Trouble]:
+        """What waits for an operator's decision, before all that mends itself."""
+        try:
+            waiting = await self._safety.counts()
+        except Problem as problem:
+            return [Trouble("Breakers and quarantine are not known", f"{problem.code}: {problem.detail}")]
+        found = [
+            Trouble(
+                f"Destruction is stopped in cell {cell}",
+                f"the breakers of {len(services):,} compute services are open: {', '.join(services[:NAMED])}",
+                f"/quarantine?cell={cell}",
+            )
+            for cell, services in waiting.breakers.items()
+        ]
+        found += [
+            Trouble(f"{count:,} machines of cell {cell} are in quarantine", NO_RECORD, f"/quarantine?cell={cell}")
+            for cell, count in waiting.quarantined.items()
+        ]
+        if waiting.never_started:
+            detail = f"no conductor of {', '.join(waiting.never_started)} has been started on this database"
+            found.append(Trouble("Breakers and quarantine are not known", detail))
+        return found
+
+    def _troubles_of_losses(self) -> list[Trouble]:
+        if not (lost := self._live.lost()):
+            return []
+        where = f"/builds?state={BuildState.FAILED}&code={INSTANCE_LOST}"
+        return [Trouble(f"{len(lost):,} instances were lost", "their hosts do not run them any more", where)]
 
     # --- fleet
 

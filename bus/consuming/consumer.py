@@ -37,10 +37,7 @@ from bus.consuming.in_flight import (
 )
 from bus.consuming.lanes import ArrivedDelivery, ConsumerLane, ConsumerLanes
 from bus.consuming.outcome import Done, GiveUp, Handler, Outcome, Received, Refuse, endless_s
-from bus.consuming.outcome_handling import OutcomeHandler
-from bus.consuming.port import ConsumedBus
-from bus.consuming.retry import RetryUntilAvailable
-from bus.consuming.untrusted import UntrustedMessages
+from bus.consuming.outcome_handling import ConsumedBus, OutcomeHandler, RetryUntilAvailable, UntrustedMessages
 from bus.contracts.base import MAX_REASON, Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, QueueKind, taken_by
 from bus.faults import BrokenInvariant, Forbidden

@@ -1,29 +1,38 @@
 """Carries out the outcomes of a handler: sends replies, retries, refusals and dead letters, and waits for their
-confirms.
+confirms. And what needs no handler: calls that wait for a server, and messages whose key proves nothing.
+
+When the queue of dead letters is full, a letter is dropped and logged, and the consumer goes on. Letters of messages
+that other programs have published take no more than their share of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 from msgspec import structs
 
-from bus.clock import new_uuid
-from bus.consuming.dead_lettering import ClientLetters, park
+from bus import metrics
+from bus.clock import Clock, new_uuid
 from bus.consuming.dead_letters import CUT_FROM, DIED_AT, EXCHANGE, REASON
 from bus.consuming.in_flight import InFlightMessage, retried
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
-from bus.consuming.port import ConsumedBus
+from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import MAX_REASON, Message, Meta, Refusal
-from bus.contracts.catalogue import DEAD, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
-from bus.key_trust import CODE, ORIGINAL_KEY, letters_code, published_key
-from bus.port import BusError, Outgoing
-from bus.publishing import Mode, Waiter
+from bus.contracts.catalogue import DEAD, DEAD_LETTERS, ENDED_BY_LETTER, GIVEN_UP, QueueRow, Where
+from bus.key_trust import CODE, ORIGINAL_KEY, UNTRUSTED, letters_code, published_key
+from bus.log_interval import LogInterval
+from bus.port import BusError, Delivery, Outgoing, PublishRefused, Transport
+from bus.publishing import Mode, Publisher, Waiter
+from bus.retrying import UNTIL_AVAILABLE, Retrying
 from bus.topology import delay_exchange
+from bus.tracing.tracer import Tracer
 from bus.wire import (
+    CAUSE,
     JSON,
     MAX_LETTER_BYTES,
     REPLY_PREFIX,
@@ -37,7 +46,33 @@ from bus.wire import (
 
 log = structlog.get_logger("bus.consuming.consumer")
 
+T = TypeVar("T")
+
 CANNOT_APPLY = "outcome.not_applied"
+
+# While the queue of dead letters has as many, no message of a client becomes another one: the room behind is the
+# workers' own. With `MAX_LETTER_BYTES` each this is two thirds of the queue's bytes.
+MAX_CLIENT_LETTERS = 10_000
+# The depth of the queue is read again after this time.
+DEPTH_VALID_S = 1.0
+
+
+class ConsumedBus(Protocol):
+    """The bus of a consumer."""
+
+    name: str
+    clock: Clock
+    rng: random.Random
+    transport: Transport
+    publisher: Publisher
+    tracer: Tracer | None
+    stall_watch: StallWatch
+
+    async def declare(self, queue: str, **fill: str) -> str:
+        """Declare a queue of the catalogue by its row's name; returns its real name."""
+
+    async def publish_all(self, messages: Sequence[tuple[Message, str]]) -> None:
+        """Publish many messages, each with its cause."""
 
 
 class _Letter(NamedTuple):
@@ -239,3 +274,104 @@ def _packed(received: Received | Malformed, type_: str) -> tuple[Packed, int]:
 def _cut(body: bytes, size: int) -> tuple[bytes, int]:
     """Return the part of a body that a letter of a client's message keeps, and the size of the whole (0: all of it)."""
     return (body, size) if len(body) <= MAX_LETTER_BYTES else (body[:MAX_LETTER_BYTES], size or len(body))
+
+
+class ClientLetters:
+    """The letters that one consumer makes of messages of clients, which could be as many as a client can publish."""
+
+    def __init__(self, bus: ConsumedBus) -> None:
+        self._bus = bus
+        self._room = 0
+        self._read_at = -math.inf
+        self._log = LogInterval(bus.clock)
+
+    async def has_room(self, queue: str, letter: Outgoing) -> bool:
+        """Whether this letter of a queue may be parked. Otherwise it is dropped, counted and logged. Raises
+        BusUnavailable.
+        """
+        now = self._bus.clock.monotonic()
+        if now - self._read_at >= DEPTH_VALID_S:
+            self._room = MAX_CLIENT_LETTERS - await self._bus.transport.depth(DEAD_LETTERS)
+            self._read_at = now
+        self._room -= 1
+        if self._room >= 0:
+            return True
+        metrics.DEAD_DROPPED.labels(self._bus.name, queue).inc()
+        if dropped := self._log.count():
+            log.error("dead_letter.dropped", queue=queue, dropped=dropped, code=letter.headers.get(CODE))
+        return False
+
+
+async def park(bus: ConsumedBus, queue: str, letter: Outgoing) -> None:
+    """Park a dead letter of this queue.
+
+    When the queue of dead letters is full, with a million letters, this one is dropped and logged. It does not replace
+    an older one, because all workers of a bus park in one queue, and a worker that may take letters out could read
+    those of the others. Raises BusUnavailable and the other errors of a publish, except PublishRefused.
+    """
+    try:
+        await bus.transport.publish(letter)
+    except PublishRefused:
+        metrics.DEAD_DROPPED.labels(bus.name, queue).inc()
+        log.error(
+            "dead_letter.dropped",
+            queue=queue,
+            id=shown(letter.message_id),
+            type=shown(letter.type),
+            code=letter.headers.get(CODE),
+            reason=letter.headers.get(REASON),
+            cause=letter.headers.get(CAUSE),
+        )
+
+
+class RetryUntilAvailable:
+    """The calls of one consumer. Each of its batches may wait for a server that it depends on."""
+
+    def __init__(self, bus: ConsumedBus, row: str) -> None:
+        self.queue = row
+        self._row = row
+        self._bus = bus
+        self._since: dict[object, float] = {}  # of each call that waits
+
+    @property
+    def waited_s(self) -> float:
+        """The time (seconds) that the longest waiting call has waited; 0 when none waits."""
+        oldest = min(self._since.values(), default=None)
+        return 0.0 if oldest is None else self._bus.clock.monotonic() - oldest
+
+    async def call(self, function: Callable[[], Awaitable[T]]) -> T:
+        """Call the function until no transient fault occurs. Other exceptions are raised."""
+        retrying = Retrying(UNTIL_AVAILABLE, self._bus.clock, self._bus.rng)
+        call = object()
+        try:
+            return await retrying.call(function, on_failure=lambda error, _: self._stalled(call, error))
+        finally:
+            self._since.pop(call, None)
+
+    def _stalled(self, call: object, error: BaseException) -> None:
+        code = str(getattr(error, "code", ""))
+        if call not in self._since:
+            self._since[call] = self._bus.clock.monotonic()
+            log.warning("consumer.waits", queue=self.queue, code=code, reason=str(error))
+        metrics.STALLS.labels(self._bus.name, self._row, code).inc()
+
+
+class UntrustedMessages:
+    """Drops the untrusted messages of one queue. row: the name of the queue's row."""
+
+    def __init__(self, bus: ConsumedBus, row: str) -> None:
+        self._row = row
+        self._dropped = metrics.OUTCOMES.labels(bus.name, row, UNTRUSTED)
+        self._log = LogInterval(bus.clock)
+
+    def drop(self, delivery: Delivery, lane: str) -> bool:
+        """Acknowledge and count a delivery of a lane (the name of its row's queue) if its key is untrusted. False: it
+        is not.
+        """
+        if published_key(delivery, lane) is not None:
+            return False
+        delivery.ack()
+        self._dropped.inc()
+        if dropped := self._log.count():
+            log.warning(UNTRUSTED, queue=self._row, dropped=dropped, see="docs/operate/permissions.md")
+        return True

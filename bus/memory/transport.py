@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec import structs
 
 from bus.contracts.catalogue import QueueRow
-from bus.memory.broker import MemoryBroker
-from bus.memory.queue import Consumption
+from bus.memory.broker import Consumption, MemoryBroker
 from bus.port import BusMarked, BusUnavailable, Delivery, Outgoing, QueueLocked, QueueMissing, call_back
 from bus.topology import (
     FOREIGN,

@@ -381,6 +381,7 @@ class Database:
     def _note_server(self, started_at: datetime) -> None:
         """Leave the server before, if a new connection leads to another: that one flushes nothing of its commits."""
         if self._server not in {None, started_at}:
+            log.warning("database.other_server", schema=self.schema, database=str(self._address))
             self._losses += 1
             self._leave_server()
         self._server = started_at

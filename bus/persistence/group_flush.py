@@ -17,7 +17,7 @@ from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 from bus.gather import Gather
 
-# Acknowledgements gather for as long anyway (bus.rabbitmq.delivery), so no task waits for it. Unacknowledged messages
+# Acknowledgements gather for as long anyway (bus.rabbitmq.channels), so no task waits for it. Unacknowledged messages
 # count against the prefetch, so it cannot be much longer.
 GATHER_S = 0.5
 # A relay that deletes confirmed rows at the same moment comes first: its commit is the flush.
@@ -77,10 +77,8 @@ class GroupFlush:
         before those commits. The future fails with DatabaseUnavailable when a connection was lost since, or with the
         flush's own error, or is cancelled by `close`: the commits may then be lost, and must be repeated.
         """
-        loop = asyncio.get_running_loop()
-        flushed: asyncio.Future[None] = loop.create_future()
-        self._waiting.append((losses, flushed))
-        self._flushes.wake()
+        flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._wait([*self._waiting, (losses, flushed)])
         return flushed
 
     @contextmanager
@@ -93,17 +91,22 @@ class GroupFlush:
         finally:
             if commit.is_done:
                 self._end(waiting, None)
-            elif self._closed:
-                self._end(waiting, asyncio.CancelledError())
             elif waiting:
-                self._waiting = waiting + self._waiting
-                self._flushes.wake()
+                self._wait([*waiting, *self._waiting])
 
     async def close(self) -> None:
         """Stop flushing."""
         self._closed = True
         await self._flushes.close()
         self._end(self._take(), asyncio.CancelledError())
+
+    def _wait(self, waiting: list[_Waiter]) -> None:
+        """Have the next flush end these. After `close` there is none."""
+        if self._closed:
+            self._end(waiting, asyncio.CancelledError())
+        else:
+            self._waiting = waiting
+            self._flushes.wake()
 
     def _take(self) -> list[_Waiter]:
         waiting, self._waiting = self._waiting, []

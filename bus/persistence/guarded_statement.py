@@ -15,8 +15,6 @@ from typing import Any
 
 import asyncpg
 
-from bus.persistence.conflict import PreconditionFailed
-
 # A setting of the implicit transaction: read at its commit, gone after it.
 ASYNCHRONOUS_COMMIT = "set_config('synchronous_commit', 'off', true) AS asynchronous_commit"
 
@@ -25,6 +23,16 @@ _HELD = """
 SELECT t.{key} FROM {table} t JOIN unnest({{}}::uuid[], {{}}::xid[]) AS v (key, version) ON t.{key} = v.key
 WHERE t.xmin = v.version ORDER BY t.{key} FOR UPDATE OF t
 """
+
+
+class Conflict(Exception):
+    """Another process has written one of the rows first; nothing was written. The work is repeated with locks, where
+    this cannot happen.
+    """
+
+
+class PreconditionFailed(Conflict):
+    """A guarded statement has touched another number of rows than required, and was rolled back."""
 
 
 class GuardedStatement:

@@ -20,7 +20,6 @@ from bus.contracts.base import Message
 from bus.faults import Transient
 from bus.gather import Gather
 from bus.log_interval import LogInterval
-from bus.persistence.confirmed_rows import ConfirmedRows
 from bus.persistence.group_flush import GATHER_S
 from bus.persistence.lingering import Lingering, LingeringItems
 from bus.persistence.outbox import UNREADABLE, OutboxMessage, Rows, by_bus, decode_row, traced
@@ -42,6 +41,7 @@ MAX_BEHIND = 2_000  # messages under way on a bus above which its workers make n
 # (bus.persistence.group_flush): one statement does both. Rows that a process had not deleted when it died are published
 # again; and they must be far too young for another's sweep meanwhile.
 DELETE_PAUSE_S = GATHER_S
+DELETE_BATCH = 2_000  # rows deleted by one statement
 SWEEP_EVERY_S = 2.0
 AFTER_SWEEP_S = 0.005  # a sweep at the same moment runs first, and also deletes the confirmed rows
 # A row of this age belongs to a process that died, or has a message that the broker refused, and is published again.
@@ -57,6 +57,51 @@ _left = Counter("berth_outbox_deferred_rows", "Outbox rows left to the sweep", [
 _held = Gauge("berth_outbox_pending_rows", "Outbox rows that wait for the broker's confirm")
 _published = Counter("berth_outbox_messages", "Outbox messages confirmed by the broker", ["bus"])
 _overtaken = Counter("berth_outbox_overtaken_messages", "Outbox messages that a newer one replaced", ["bus"])
+
+
+class ConfirmedRows:
+    """The ids of rows to delete, in order, and of rows that a statement is deleting."""
+
+    def __init__(self) -> None:
+        self._to_delete: list[int] = []
+        self._under_way: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._to_delete) + len(self._under_way)
+
+    def __contains__(self, row_id: int) -> bool:
+        return row_id in self._to_delete or row_id in self._under_way
+
+    @property
+    def to_delete(self) -> int:
+        """The number of rows that no statement is deleting yet."""
+        return len(self._to_delete)
+
+    @property
+    def fill_a_batch(self) -> bool:
+        """Whether there are enough rows for a full statement."""
+        return len(self._to_delete) >= DELETE_BATCH
+
+    def add(self, row_id: int) -> None:
+        """Record that the messages of this row are confirmed."""
+        self._to_delete.append(row_id)
+
+    def take(self) -> list[int]:
+        """Take the oldest rows for a statement that deletes them, inside `ended`."""
+        ids, self._to_delete = self._to_delete[:DELETE_BATCH], self._to_delete[DELETE_BATCH:]
+        self._under_way.update(ids)
+        return ids
+
+    @contextmanager
+    def ended(self, ids: Sequence[int]) -> Iterator[None]:
+        """These rows are gone after the block. If it fails, they are the next to be taken."""
+        try:
+            yield
+        except BaseException:
+            self._to_delete = [*ids, *self._to_delete]
+            raise
+        finally:
+            self._under_way.difference_update(ids)
 
 
 class _Ticket(Waiter):
@@ -345,12 +390,13 @@ class Relay:
 
     @contextmanager
     def _ended(self, ids: Sequence[int]) -> Iterator[None]:
-        """While a statement deletes confirmed rows. A drain checks again afterwards."""
+        """While a statement deletes confirmed rows. A drain checks again afterwards, and rows that are left are due."""
         try:
             with self._confirmed.ended(ids):
                 yield
         finally:
             self._changed.set()
+            self._deleting.wake()
 
     async def _sweep(self) -> None:
         """Publish the rows that were left behind: at intervals, and when a bus is back."""

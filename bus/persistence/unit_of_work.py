@@ -11,16 +11,17 @@ A worker subclasses `WriteSet` with its writes and `OptimisticUnitOfWork` with t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 from msgspec import Struct
 
-from bus.persistence.conflict import Conflict
+from bus.persistence.group_flush import FlushedDatabase
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.relay import Relay
-from bus.persistence.version_cache import VersionCache
 
 Row = TypeVar("Row")
 Row_co = TypeVar("Row_co", covariant=True)
@@ -29,6 +30,10 @@ Writes_contra = TypeVar("Writes_contra", bound="WriteSet", contravariant=True)
 Unit = TypeVar("Unit")
 Emitting = TypeVar("Emitting", bound="EmittingUnit")
 Result = TypeVar("Result")
+
+
+# The bound of cached rows: more than are in use at once, and few enough to take little memory.
+MAX_CACHED = 5_000
 
 
 class WriteSet(Struct, kw_only=True):
@@ -72,6 +77,42 @@ class EmittingUnit(Protocol):
     @property
     def outbox(self) -> Sequence[OutboxMessage]:
         """The messages, in order."""
+
+
+class VersionCache(Generic[Row]):
+    """Rows by key with their versions. The oldest rows are evicted first, and all of them when a connection is lost. A
+    server that has crashed may have lost its last commits and gives their transaction numbers again, so a row that
+    another process has written since may have the version of a lost row.
+    """
+
+    def __init__(self, database: FlushedDatabase) -> None:
+        self._database = database
+        self._losses = database.losses
+        self._rows: OrderedDict[str, tuple[int, Row]] = OrderedDict()
+
+    def get(self, key: str) -> tuple[int, Row] | None:
+        """The version and the row, or None."""
+        self._clear_after_loss()
+        return self._rows.get(key)
+
+    def put(self, version: int, rows: Mapping[str, Row]) -> None:
+        """Keep rows that one transaction has written."""
+        self._clear_after_loss()
+        for key, row in rows.items():
+            self._rows[key] = version, row
+            self._rows.move_to_end(key)
+        while len(self._rows) > MAX_CACHED:
+            self._rows.popitem(last=False)
+
+    def invalidate(self, keys: Collection[str]) -> None:
+        """Drop rows that may have changed."""
+        for key in keys:
+            self._rows.pop(key, None)
+
+    def _clear_after_loss(self) -> None:
+        if self._losses != self._database.losses:
+            self._losses = self._database.losses
+            self._rows.clear()
 
 
 class OptimisticUnitOfWork(Generic[Row, Writes]):

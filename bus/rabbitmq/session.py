@@ -17,7 +17,7 @@ from msgspec import structs
 
 from bus.port import BusError, BusForbidden, BusMarked, BusUnavailable, Outgoing, QueueDiffers, QueueMissing
 from bus.rabbitmq.address import BrokerAddress
-from bus.rabbitmq.confirms import PublishChannel
+from bus.rabbitmq.channels import PublishChannel
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import listen_for_alarms
 from bus.server_url import Endpoint
@@ -168,7 +168,7 @@ class Session:
                 await self._declare_exchange(self.names.plan_exchange(exchange))
             for planned in shared_queues():
                 real = self.names.plan(planned)
-                if await self.count(real.name) is None:
+                if not await self._is_there(real.name):
                     await self.declare(real)
                 elif may_bind:  # who made it may have ended before it was bound
                     may_bind = await self._declare_if_allowed(real)
@@ -176,6 +176,13 @@ class Session:
             raise BusUnavailable(
                 f"another worker declares the bus's shared topology, and has not yet: {error}"
             ) from error
+
+    async def _is_there(self, queue: str) -> bool:
+        """Whether a shared queue exists, as far as these credentials may know: see `_declare_exchange`."""
+        try:
+            return await self.count(queue) is not None
+        except BusForbidden:
+            return True
 
     async def _declare_if_allowed(self, planned: QueuePlan) -> bool:
         """Bind a shared queue that exists, and log how it differs. False: these credentials may not."""
@@ -241,6 +248,9 @@ class Session:
         try:
             with translated(planned.name):
                 await channel.exchange_declare(planned.name, passive=True, timeout=RPC_TIMEOUT_S)
+        except BusForbidden:
+            # RabbitMQ 4.3 tells nothing of it to a user that has no permission of it at all, and so does not use it.
+            return
         except QueueMissing:
             channel = await self.named("shared")
             with translated(planned.name):

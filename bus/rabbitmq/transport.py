@@ -16,7 +16,7 @@ from bus.clock import SystemClock
 from bus.contracts.catalogue import QueueRow
 from bus.port import BusError, BusForbidden, BusUnavailable, Delivery, Outgoing, QueueLocked, call_back
 from bus.rabbitmq.address import parse_bus_url
-from bus.rabbitmq.delivery import Acks, RabbitDelivery
+from bus.rabbitmq.channels import Acks, RabbitDelivery
 from bus.rabbitmq.errors import translated
 from bus.rabbitmq.patches import hand_over_at_once, install
 from bus.rabbitmq.session import RPC_TIMEOUT_S, Session, is_there

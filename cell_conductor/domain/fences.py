@@ -60,7 +60,6 @@ class RunningAfterFence(Struct, frozen=True):
     version: of the decision that the scan is later than. attempts: {instance: attempt}.
     """
 
-    service: str
     version: int
     attempts: Mapping[str, int]
 

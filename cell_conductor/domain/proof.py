@@ -151,6 +151,14 @@ def is_later(event: HostMissing | HostRuns, record: InstanceFacts) -> bool:
     return rescan_id(record) in event.rescans
 
 
+def has_just_changed(since: float, *, now: float, grace_s: float) -> bool:
+    """Whether what was recorded at `since` changed within the grace, so that what a report lacks may be under way.
+
+    A time that is still to come is of a clock that was ahead, by a day perhaps: it shows nothing, and counts as old.
+    """
+    return 0.0 <= now - since <= grace_s
+
+
 # How an attempt ended that the record has left, with an order to destroy it there.
 LEFT_WITH_ORDER = frozenset({"failed", "timed_out"})
 

@@ -15,6 +15,7 @@ from .events import Event, HostMissing, HostRuns
 from .instance import State
 from .proof import (
     InstanceFacts,
+    has_just_changed,
     is_over,
     is_renumbered,
     is_unsure,
@@ -69,13 +70,16 @@ class Differences(Struct, frozen=True):
     """The disagreements: events for instances, and machines that are only reported.
 
     harmful: the events that end or destroy a machine although no client requested it; see `breaker`. rescans: (host,
-    rescan) of machines that are missing, or over, by a scan that may be older than the record: to be scanned again.
+    rescan) of machines that are missing by a scan that may be older than the record: to be scanned again.
+    harmful_rescans: the same of machines that are missing, or over, and whose event would be harmful: while a breaker
+    holds those, no scan ends the demand.
     """
 
     events: tuple[tuple[str, Event], ...] = ()
     harmful: tuple[tuple[str, Event], ...] = ()
     unexplained: tuple[Unexplained, ...] = ()
     rescans: tuple[tuple[str, str], ...] = ()
+    harmful_rescans: tuple[tuple[str, str], ...] = ()
 
 
 def differences(
@@ -100,11 +104,12 @@ def differences(
     harmful: list[tuple[str, Event]] = []
     unexplained: list[Unexplained] = []
     rescans: list[tuple[str, str]] = []
+    harmful_rescans: list[tuple[str, str]] = []
 
-    def is_proof(record: RecordedInstance, host_uuid: str) -> bool:
+    def is_proof(record: RecordedInstance, host_uuid: str, demands: list[tuple[str, str]]) -> bool:
         rescan = rescan_id(record)
-        if rescan not in report.rescans and now > record.since + grace_s:
-            rescans.append((host_uuid, rescan))
+        if rescan not in report.rescans and not has_just_changed(record.since, now=now, grace_s=grace_s):
+            demands.append((host_uuid, rescan))
         return rescan in report.rescans
 
     for host_uuid, running in running_on.items():
@@ -127,13 +132,14 @@ def differences(
                 event = (one.instance_uuid, _runs(report, one, host_uuid, now))
                 if record.phase in DELETE_REQUESTED or not is_over(record, one.attempt, host_uuid):
                     events.append(event)
-                elif is_proof(record, host_uuid):
+                elif is_proof(record, host_uuid, harmful_rescans):
                     harmful.append(event)
     for place, record in _not_listed(report.service, by_uuid.values(), running_on, may_have):
-        if is_proof(record, place):
-            into = harmful if desire_of(record).here is Wish.RUN else events
+        is_harmful = desire_of(record).here is Wish.RUN
+        if is_proof(record, place, harmful_rescans if is_harmful else rescans):
+            into = harmful if is_harmful else events
             into.append((record.uuid, _missing(report, place, now)))
-    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans))
+    return Differences(tuple(events), tuple(harmful), tuple(unexplained), tuple(rescans), tuple(harmful_rescans))
 
 
 def _not_listed(

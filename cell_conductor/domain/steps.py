@@ -33,16 +33,16 @@ class StepContext(Struct, frozen=True, kw_only=True):
 
     cell: its name, for announcements. deployment: the identity of the cell's database, with which every machine is
     marked. down: compute services that take no builds now, so that none is begun there while another host can be tried.
-    fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host, the machines that
-    run there all the same. set_back_at: when the database was last
-    found to be set back or replaced (0: never). made_at: when its schema was made (0: that is not known).
+    fences: hosts on which nothing is begun at all, by uuid. still_running: by fenced host and by service that has
+    reported it, the machines that run there all the same. set_back_at: when the database was last found to be set back
+    or replaced (0: never). made_at: when its schema was made (0: that is not known).
     """
 
     cell: str
     deployment: str | None = None
     down: Mapping[str, Lease] = {}
     fences: Mapping[str, Fence] = {}
-    still_running: Mapping[str, RunningAfterFence] = {}
+    still_running: Mapping[str, Mapping[str, RunningAfterFence]] = {}
     set_back_at: float = 0.0
     made_at: float = 0.0
     claim_retry_s: float = 15.0

@@ -9,12 +9,11 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from bus.persistence.conflict import Conflict, PreconditionFailed
+from bus.persistence.guarded_statement import Conflict, PreconditionFailed
 from bus.persistence.identity import check_identity
 from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemoryRows, MemorySession
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.unit_of_work import Committed
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.desires import (
     EXPECTED_HERE,

@@ -12,7 +12,7 @@ from bus.persistence.memory_database import MemorySession
 from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
 
-from .safety import MachineKey, UnexplainedRecord
+from .safety import DecidedMachine, MachineKey, UnexplainedRecord, is_to_reset
 
 
 class Tables(Protocol):
@@ -60,19 +60,19 @@ class MemorySafety:
             await transaction.lock(_rows(places))
             transaction.will(partial(_drop, self._table.unexplained, places))
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
+    async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             table = self._table.unexplained
-            await transaction.lock(_rows(place for place in table if place[1] == uuid and host in (None, place[0])))
+            await transaction.lock(_rows(place for place, record in table.items() if _is_named(record, machines)))
             decided = {
                 place: replace(record, verdict=verdict, decided_by=by, decided_at=now)
                 for place, record in table.items()
-                if ("unexplained", *place) in transaction.held and record.machine.kind is UnexplainedKind.QUARANTINED
+                if ("unexplained", *place) in transaction.held and _is_named(record, machines)
             }
             transaction.will(partial(self._table.unexplained.update, decided))
-            return len(decided)
+            return sorted(decided)
 
     async def breaker(self, service: str) -> Breaker | None:
         """One of them."""
@@ -93,17 +93,26 @@ class MemorySafety:
             await transaction.lock([("breakers", breaker.service)])
             transaction.will(partial(self._table.breakers.update, {breaker.service: breaker}))
 
-    async def reset(self, service: str, by: str, now: float) -> bool:
+    async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
         """One transaction."""
         async with self._session.transaction() as transaction:
             await transaction.statement()
             await transaction.lock([("breakers", service)])
             breaker = self._table.breakers.get(service)
-            if breaker is None or not breaker.is_open:
+            if breaker is None or not is_to_reset(breaker, tripped_at):
                 return False
             made = replace(breaker, reset_at=now, reset_by=by)
             transaction.will(partial(self._table.breakers.update, {service: made}))
             return True
+
+
+def _is_named(record: UnexplainedRecord, machines: Sequence[DecidedMachine]) -> bool:
+    machine = record.machine
+    return machine.kind is UnexplainedKind.QUARANTINED and any(
+        (one.uuid, one.host_uuid or machine.host_uuid) == (machine.uuid, machine.host_uuid)
+        and one.attempt in (None, machine.attempt)
+        for one in machines
+    )
 
 
 def _rows(places: Iterable[MachineKey]) -> list[tuple[str, str, str]]:

@@ -14,14 +14,12 @@ import asyncpg
 from msgspec.structs import replace
 
 from bus.persistence import outbox
-from bus.persistence.conflict import Conflict
 from bus.persistence.database import Database
-from bus.persistence.guarded_statement import GuardedStatement
+from bus.persistence.guarded_statement import Conflict, GuardedStatement
 from bus.persistence.identity import check_identity
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import PostgresRows
-from bus.persistence.unit_of_work import Committed
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import Committed, VersionCache
 from cell_conductor.domain.desires import (
     AT_REST,
     EXPECTED_HERE,

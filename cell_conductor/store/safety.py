@@ -24,6 +24,16 @@ ADOPT = "adopt"
 MachineKey = tuple[str, str]  # (host uuid, instance uuid)
 
 
+class DecidedMachine(Struct, frozen=True):
+    """The machines of an instance that a decision is about. host_uuid, attempt: only the one there, only while it has
+    this attempt; None: any.
+    """
+
+    uuid: str
+    host_uuid: str | None = None
+    attempt: int | None = None
+
+
 class UnexplainedRecord(Struct, frozen=True, kw_only=True):
     """One machine on record. verdict: an operator's, "" until there is one. is_new: recorded by this call."""
 
@@ -54,10 +64,8 @@ class Safety(Protocol):
     async def delete(self, places: Sequence[MachineKey]) -> None:
         """Delete these, which are not there any more."""
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
-        """Record an operator's verdict on the quarantined machines of this instance, or the one on this host; returns
-        how many there are.
-        """
+    async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
+        """Record an operator's verdict on those of these machines that are in quarantine; returns which they are."""
 
     async def breaker(self, service: str) -> Breaker | None:
         """The record of this service's breaker."""
@@ -68,8 +76,15 @@ class Safety(Protocol):
     async def trip(self, breaker: Breaker) -> None:
         """Put a breaker on record."""
 
-    async def reset(self, service: str, by: str, now: float) -> bool:
-        """Record that an operator resets it; False when it is not open."""
+    async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
+        """Record that an operator resets it; False when it is not open. tripped_at: the one that the operator has seen,
+        and no later one, which names other machines; None: any.
+        """
+
+
+def is_to_reset(breaker: Breaker, tripped_at: float | None) -> bool:
+    """Whether it is open, and the one that is meant."""
+    return breaker.is_open and tripped_at in (None, breaker.tripped_at)
 
 
 _ROW = "host_uuid::text, instance_uuid::text, attempt, service, kind, why, first_seen, last_seen"
@@ -90,9 +105,17 @@ DELETE_UNEXPLAINED = """
 DELETE FROM unexplained u USING unnest($1::uuid[], $2::uuid[]) AS n (h, i)
 WHERE (u.host_uuid, u.instance_uuid) = (n.h, n.i)
 """
+# Locked in the order in which RECORD writes them.
 DECIDE = """
-UPDATE unexplained SET verdict = $2, decided_by = $3, decided_at = $4
-WHERE instance_uuid = $1::uuid AND kind = 'quarantined' AND host_uuid = coalesce($5::uuid, host_uuid) RETURNING 1
+WITH decided AS (
+    SELECT u.host_uuid, u.instance_uuid
+    FROM unnest($1::uuid[], $2::uuid[], $3::int[]) AS n (i, h, a) JOIN unexplained u ON u.instance_uuid = n.i
+    WHERE kind = 'quarantined' AND u.host_uuid = coalesce(n.h, u.host_uuid) AND u.attempt = coalesce(n.a, u.attempt)
+    ORDER BY u.host_uuid, u.instance_uuid FOR UPDATE OF u
+)
+UPDATE unexplained u SET verdict = $4, decided_by = $5, decided_at = $6 FROM decided d
+WHERE (u.host_uuid, u.instance_uuid) = (d.host_uuid, d.instance_uuid)
+RETURNING u.host_uuid::text, u.instance_uuid::text
 """
 TRIP = """
 INSERT INTO breakers (service, record) VALUES ($1, $2::text::json)
@@ -134,10 +157,15 @@ class PostgresSafety:
                 DELETE_UNEXPLAINED, [host for host, _ in places], [instance for _, instance in places]
             )
 
-    async def decide(self, uuid: str, verdict: str, by: str, now: float, *, host: str | None = None) -> int:
+    async def decide(self, machines: Sequence[DecidedMachine], verdict: str, by: str, now: float) -> list[MachineKey]:
         """One statement."""
+        columns = (
+            [one.uuid for one in machines],
+            [one.host_uuid for one in machines],
+            [one.attempt for one in machines],
+        )
         async with self._database.raw() as connection:
-            return len(await connection.fetch(DECIDE, uuid, verdict, by, now, host))
+            return sorted((host, uuid) for host, uuid in await connection.fetch(DECIDE, *columns, verdict, by, now))
 
     async def breaker(self, service: str) -> Breaker | None:
         """One statement."""
@@ -155,11 +183,11 @@ class PostgresSafety:
         async with self._database.raw() as connection:
             await connection.execute(TRIP, breaker.service, _encode(breaker).decode())
 
-    async def reset(self, service: str, by: str, now: float) -> bool:
+    async def reset(self, service: str, by: str, now: float, *, tripped_at: float | None = None) -> bool:
         """Read with a lock and written back in one transaction."""
         async with self._database.raw() as connection:
             record = await connection.fetchval("SELECT record FROM breakers WHERE service = $1 FOR UPDATE", service)
-            if record is None or not (breaker := _decode(record)).is_open:
+            if record is None or not is_to_reset(breaker := _decode(record), tripped_at):
                 return False
             await connection.execute(TRIP, service, _encode(replace(breaker, reset_at=now, reset_by=by)).decode())
         return True

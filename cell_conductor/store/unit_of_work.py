@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from cell_conductor.domain.fences import Loss
 from cell_conductor.domain.instance import Instance
 from cell_conductor.domain.table import IllegalStep

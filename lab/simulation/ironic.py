@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from berth.trial.ironic_stand_in import Behaviour, IronicStandIn
 from berth.trial.ironic_stand_in.node_pool import NodePool, RequestError
 from bus.clock import Clock, new_uuid
 from bus.port import Outgoing, PublishRefused, QueueMissing
-from compute_sim.driver import Build
+from compute_sim.driver import Build, ChangeFault, ChangeOrder, ChangeResult
 from compute_sim.drivers.ironic.driver import BareMetal
 from lab.simulation.event_log import EventLog
 from lab.simulation.harm_watch import HarmWatch
@@ -37,11 +38,11 @@ BLINKS, BLINK_S = 8, 0.003
 AGAIN = 4
 # Verbs of lab/simulation/widening.py.
 OF_OTHERS = frozenset(
-    {"take", "ambush", "free", "set", "clear", "swap", "undeploy", "again", "rescue", "service", "rebuild"}
+    {"take", "ambush", "free", "set", "clear", "swap", "undeploy", "again", "rescue", "service", "rebuild", "fault"}
 )
 
 
-OF_USED = frozenset({"clear", "swap", "undeploy", "rescue", "service", "rebuild"})
+OF_USED = frozenset({"clear", "swap", "undeploy", "rescue", "service", "rebuild", "fault"})
 
 
 class FaultyNotifications:
@@ -94,6 +95,7 @@ class WatchedNodePool(NodePool):
     """A node pool that reports when a machine is deployed on a node, and when a node changes its instance."""
 
     deployed: Callable[[str, str], None]
+    power_failed: dict[str, float]  # when a power action on a node has failed last
     changed_hands: Callable[[str, str | None, str | None], None] = staticmethod(lambda _node, _before, _after: None)
 
     def occupy(self, instances: Sequence[str], classes: tuple[str, ...]) -> None:
@@ -101,6 +103,12 @@ class WatchedNodePool(NodePool):
         for number, instance in enumerate(instances):
             grade = classes[number % len(classes)]
             self.add(provision_state="active", power_state="power on", resource_class=grade, instance_uuid=instance)
+
+    def fail_power(self, node: dict[str, Any], at: float) -> None:
+        """An operator's power action on it fails. Its error stays until Ironic takes the next one up."""
+        self._check_unlocked(node)
+        self.power_failed[node["uuid"]] = at
+        self._change(node, last_error="Failed to set node power state: the BMC does not answer")
 
     def walk(self, node: dict[str, Any], verb: str, request_id: str, seconds: float) -> None:
         """An operator's act on a node with an instance; the node is locked until it has ended."""
@@ -154,6 +162,7 @@ class SimIronic:
         self._stand_in.pool = self.pool = WatchedNodePool(
             self._notifications, clock=clock, rng=rng, behaviour=behaviour
         )
+        self.pool.power_failed = {}
         self._app = httpx.ASGITransport(self._stand_in.app(), raise_app_exceptions=False)
         self._rng = rng
         self._ambushes: list[str] = []  # instances of others that take the next free node that is looked at
@@ -165,6 +174,14 @@ class SimIronic:
     ) -> None:
         """Check every request of our processes from now on; `fail` takes what breaks an invariant."""
         self._harm, self._attempt_on, self._fail = harm, attempt_on, fail
+
+    def check_power_failure(self, node: str, began: float) -> None:
+        """A power order fails when Ironic has failed in it, and not by an error from before it."""
+        failed = self.pool.power_failed.get(node, -math.inf)
+        if failed < began:
+            self._fail(
+                Breach("power_order_failed_by_itself", f"{node}: ordered at {began:g}, failed last at {failed:g}")
+            )
 
     async def answer(self, request: httpx.Request, process: str) -> httpx.Response:
         """One request, carried out in Ironic's own process whatever becomes of its client."""
@@ -278,6 +295,8 @@ class SimIronic:
                     await pool.patch(node, {"instance_uuid": order.uuid}, request_id)
             case "undeploy":
                 await self._go_through(node, ("deleted",), request_id)
+            case "fault":
+                pool.fail_power(node, asyncio.get_running_loop().time())
             case "again":
                 for _ in range(AGAIN):  # faster than it can be read
                     kept = {name: node[name] for name in ("uuid", "name", "resource_class", "traits")}
@@ -343,7 +362,11 @@ JOB: ContextVar[str] = ContextVar("job", default="")
 
 
 class WatchedBareMetal(BareMetal):
-    """The driver, whose requests to Ironic name the job that they belong to."""
+    """The driver, whose requests to Ironic name the job that they belong to. failed: a power order has, by its answer,
+    on this node, and began then.
+    """
+
+    failed: Callable[[str, float], None]
 
     async def spawn(self, build: Build) -> str:
         """Build."""
@@ -360,6 +383,16 @@ class WatchedBareMetal(BareMetal):
             await super().destroy(host_uuid, instance_uuid, attempt, deployment)
         finally:
             JOB.reset(before)
+
+    async def change(self, change: ChangeOrder) -> ChangeResult:
+        """Change it."""
+        began = asyncio.get_running_loop().time()
+        try:
+            return await super().change(change)
+        except ChangeFault as fault:
+            if fault.code == "node.power_failed":
+                self.failed(change.host_uuid, began)
+            raise
 
 
 class IronicTransport(httpx.AsyncBaseTransport):

@@ -26,7 +26,7 @@ from lab.simulation.loop import Process
 from lab.simulation.network import SimTransport
 from lab.simulation.peer_watch import resources_of_flavor
 from lab.simulation.plan import Order
-from lab.simulation.widening import FORGETFUL, Widening
+from lab.simulation.widening import FORGETFUL, METAL, Widening
 from lab.simulation.world import World
 from placement_worker.domain.moves import MIGRATION_TYPES
 
@@ -101,7 +101,10 @@ class Mover:
             if one.state in (State.ACTIVE, State.RESIZED, State.OFFLOADED)
             or (one.move is not None and one.phase not in ELSEWHERE)
         ]
-        there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
+        if order.service == METAL:
+            there = [(cell, uuid) for cell, uuid in there if self._is_on_metal(self._world.cells[cell].instances[uuid])]
+        else:
+            there = [(cell, uuid) for cell, uuid in there if self._may_move(cell, uuid)]
         there = [(cell, uuid) for cell, uuid in there if order.instance in ("", uuid)]
         if not there:
             return
@@ -125,8 +128,11 @@ class Mover:
         instance = world.cells[cell].instances.get(uuid)
         if instance is None:
             return False  # it was deleted and forgotten while a drain waited
-        on_metal = instance.host_uuid in (world.ironic.pool.nodes if world.ironic is not None else ())
-        return world.harm.ours(uuid) and uuid not in world.taken_back and not on_metal
+        return world.harm.ours(uuid) and uuid not in world.taken_back and not self._is_on_metal(instance)
+
+    def _is_on_metal(self, instance: Instance) -> bool:
+        ironic = self._world.ironic
+        return ironic is not None and instance.host_uuid in ironic.pool.nodes
 
     async def _ask(self, cell: str, instance: Instance, order: Order, kind: MoveKind) -> None:
         rng = random.Random(f"berth.sim.move {order.uuid}")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from bus.contracts.catalogue import QueueRow
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.memory.queue import Deaths
+from bus.memory.broker import Deaths
 from bus.port import BusError, BusUnavailable, Delivery, Outgoing, Subscription, Transport
 from bus.topology import foreign_plan
 from lab.simulation.event_log import EventLog

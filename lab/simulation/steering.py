@@ -74,21 +74,22 @@ class Steering:
         )
         for *_, state, act in (tries[0], *[one for one in tries if one[0]][: ACTS - 1]):
             self._tried[state, act] += 1
-            plan = self._with_act(plan, by_state[state], acts[act])
+            plan = with_act(plan, by_state[state], acts[act], self._rng)
         return plan
 
-    def _with_act(self, plan: Plan, stay: Stay, act: Act) -> Plan:
-        """An act amid a stay. Most stays are short, so in half of them what is awaited stands still meanwhile."""
-        until = min(stay.until, plan.load_s)
-        if self._rng.random() < 0.5:
-            until = max(until, stay.since + HELD_S)
-            awaited = [f"compute-{stay.service}"] if stay.service else []
-            awaited = self._rng.choice((awaited, [f"placement{number}" for number in range(plan.placements)]))
-            for target in awaited:
-                plan = _faulty(
-                    plan, FaultEvent(at=stay.since - BEFORE_S, kind=FaultType.PAUSE, target=target, seconds=HELD_S)
-                )
-        return act(plan, stay, self._rng.uniform(stay.since, until), self._rng)
+
+def with_act(plan: Plan, stay: Stay, act: Act, rng: random.Random) -> Plan:
+    """An act amid a stay. Most stays are short, so in half of them what is awaited stands still meanwhile."""
+    until = min(stay.until, plan.load_s)
+    if rng.random() < 0.5:
+        until = max(until, stay.since + HELD_S)
+        awaited = [f"compute-{stay.service}"] if stay.service else []
+        awaited = rng.choice((awaited, [f"placement{number}" for number in range(plan.placements)]))
+        for target in awaited:
+            plan = _faulty(
+                plan, FaultEvent(at=stay.since - BEFORE_S, kind=FaultType.PAUSE, target=target, seconds=HELD_S)
+            )
+    return act(plan, stay, rng.uniform(stay.since, until), rng)
 
 
 def acts_in(plan: Plan) -> dict[str, Act]:

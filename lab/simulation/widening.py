@@ -24,7 +24,7 @@ from lab.simulation.orders import (
     transfers,
     without_losses,
 )
-from lab.simulation.plan import LOAD_S, Action, Order, Plan
+from lab.simulation.plan import LOAD_S, Action, FaultEvent, FaultType, Order, Plan
 
 
 class Widening(StrEnum):
@@ -36,6 +36,9 @@ class Widening(StrEnum):
     NODE_OWNERS = "node-owners"  # operators set, clear and exchange instance_uuid, and undeploy
     NODES_AGAIN = "nodes-again"  # nodes are deleted and created again under their uuid within milliseconds
     CELLS = "cells"  # cells are added to the settings, and taken out for a while
+    NODE_POWER = (
+        "node-power"  # clients stop and start nodes, and Ironic takes each order up late, after others' failures
+    )
     SHARES = "shares"  # services of bare metal come and go, and with them every other one's share
     CELL_EMPTIED = "cell-emptied"  # a conductor's database is empty; its conductors go on or start anew
     CELL_RESTORED = "cell-restored"  # ... or as it was up to a minute earlier
@@ -50,6 +53,7 @@ class Widening(StrEnum):
     MOVES = "moves"  # every kind of move, with faults in every step; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
+    BUSES_APART = "buses-apart"  # queues of one bus are full while another bus is away, again and again
     GANGS = "gangs"  # several machines that start together, on hosts that are nearly full; some repeated or deleted
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
@@ -67,13 +71,14 @@ class Widening(StrEnum):
 
 # The kinds that are drawn unless they are named: every kind but those that come by their name alone.
 WIDENED = frozenset(Widening) - {Widening.SAME_HOSTS, Widening.TRANSFERS, Widening.TRANSFERS_RESTORED}
-WIDENED -= {Widening.BUILDS_FORGOTTEN, Widening.REQUESTS_FORGOTTEN}
+WIDENED -= {Widening.BUILDS_FORGOTTEN, Widening.REQUESTS_FORGOTTEN, Widening.NODE_POWER, Widening.BUSES_APART}
 NONE: frozenset[Widening] = frozenset()
 
 # How often a kind is in a run that could have it: few at a time, so that each is also seen alone.
 SHARE = 0.3
 METAL_SHARE = 0.5  # of the runs with bare metal, which are two in five
 BEGIN_S, END_S = 2.0, LOAD_S - 2.0
+METAL = "metal"  # in place of a service: an order is about an instance on a node
 NODE_STATES = ("rescue", "service", "rebuild")
 NODE_OWNERS = ("set", "clear", "clear", "swap", "undeploy")
 MAX_MALFORMED, TREES = 12, 8  # acts of these kinds in one run, at most
@@ -146,6 +151,22 @@ def _of_nodes(verbs: tuple[str, ...], most: int) -> Callable[[random.Random, Pla
         )
 
     return draw
+
+
+MAX_POWER_ORDERS = 12
+
+
+def _node_power(rng: random.Random, plan: Plan) -> Plan:
+    """Power orders of clients, beside operators' that fail: Ironic keeps their error until it takes the next one up."""
+    assert plan.metal is not None
+    behaviour = replace(plan.metal.behaviour, power_s=rng.uniform(0.2, 8.0))
+    orders = []
+    for _ in range(rng.randint(4, MAX_POWER_ORDERS)):
+        at, host = rng.uniform(10.0, END_S), rng.randrange(1000)
+        orders.append(Order(at=at - rng.uniform(0.1, 5.0), action=Action.IRONIC, verb="fault", host=host))
+        verb = rng.choice(("stop", "start"))
+        orders.append(Order(at=at, action=Action.MOVE, verb=verb, service=METAL, host=host, uuid=new_uuid(rng)))
+    return _also(replace(plan, metal=replace(plan.metal, behaviour=behaviour)), *orders)
 
 
 def _cells(rng: random.Random, plan: Plan) -> Plan:
@@ -399,6 +420,23 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, orders=tuple(others)), fence)
 
 
+MAX_APART = 30
+
+
+def _buses_apart(rng: random.Random, plan: Plan) -> Plan:
+    """The messages of one transaction go to both: one is refused, and the other has to wait. Mostly it is a cell that
+    is away when builds are requested, as schedulers hear nothing without the bus of the API.
+    """
+    buses, faults = ["api", *(cell.name for cell in plan.cells)], list(plan.fault_events)
+    requested = [order.at for order in plan.orders if order.action is Action.BUILD]
+    for _ in range(rng.randint(6, MAX_APART)):
+        full, away = ("api", rng.choice(buses[1:])) if rng.random() < 0.7 else rng.sample(buses, 2)
+        at = max(1.0, rng.choice(requested) - rng.uniform(0.0, 0.3))
+        faults.append(FaultEvent(at=at, kind=FaultType.FULL, target=full, seconds=rng.uniform(1.0, 8.0)))
+        faults.append(FaultEvent(at=at, kind=FaultType.BROKER, target=away, seconds=rng.uniform(1.0, 5.0)))
+    return replace(plan, fault_events=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
 def _transfers(rng: random.Random, plan: Plan) -> Plan:
     """Instances leave their cells."""
     if len(plan.cells) == 1 or FORGETFUL & {Widening(one) for one in plan.widenings}:
@@ -503,6 +541,7 @@ OF_METAL = frozenset(
         Widening.NODE_STATES,
         Widening.NODE_OWNERS,
         Widening.NODES_AGAIN,
+        Widening.NODE_POWER,
         Widening.SHARES,
         Widening.POSITIONS_RESTORED,
     }
@@ -513,6 +552,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.NODE_STATES: _of_nodes(NODE_STATES, 6),
     Widening.NODE_OWNERS: _of_nodes(NODE_OWNERS, 4),
     Widening.NODES_AGAIN: _of_nodes(("again",), 4),
+    Widening.NODE_POWER: _node_power,
     Widening.CELLS: _cells,
     Widening.SHARES: _shares,
     Widening.CELL_EMPTIED: _restored(_cell_schemas, empty=True),
@@ -528,6 +568,7 @@ DRAWS: Mapping[Widening, Callable[[random.Random, Plan], Plan]] = {
     Widening.MOVES: _moves,
     Widening.DRAINS: _drains,
     Widening.FENCES: _fences,
+    Widening.BUSES_APART: _buses_apart,
     Widening.GANGS: _gangs,
     Widening.TREES: _trees,
     Widening.REST: _rest,

@@ -219,6 +219,7 @@ class Wiring:
                 transport=way,
                 ring=Ring(ring_name(config.ironic), service),
             )
+            driver.failed = world.ironic.check_power_failure
         else:
             driver = CalmedHypervisors(fleet, config.faults, seed=config.seed, clock=env.clock, nested=config.nested)
             driver.network_faults = world.network_faults

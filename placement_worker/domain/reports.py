@@ -8,7 +8,8 @@ provider or class that a report no longer names and a consumer still uses is no 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence, Set
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -119,7 +120,8 @@ def plan(
     *,
     shape: int,
 ) -> ReportPlan:
-    """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all.
+    """Plan valid updates that came on one bus, in order. Each is applied as a whole or not at all, and those together
+    whose providers have exchanged their names.
 
     earlier[n]: the providers in the previous report of the source of updates[n] about that root. book: every provider
     of every tree that contains a root, a provider or a provider name of the updates. holdings: the allocations of every
@@ -128,6 +130,12 @@ def plan(
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
+    waiting = [
+        number for number, one in enumerate(results) if isinstance(one, ReportRefusal) and one.code == NAME_TAKEN
+    ]
+    exchanging, giving = draft.exchanging({number: updates[number] for number in waiting})
+    for number in exchanging:
+        results[number] = draft.apply(updates[number], earlier[number], giving)
     return ReportPlan(results, draft.providers, draft.moved)
 
 
@@ -172,8 +180,27 @@ class _Draft:
         for provider in book.values():
             self.trees.setdefault(provider.root, set()).add(provider.uuid)
 
-    def apply(self, update: InventoryUpdate, earlier: Sequence[str]) -> Applied | ReportRefusal:
-        named = {report.uuid for report in update.providers}
+    def exchanging(self, refused: Mapping[int, InventoryUpdate]) -> tuple[Sequence[int], Set[str]]:
+        """Of updates that were refused for a name, by number: those that can be applied together, because each name is
+        free or of a provider that another of them gives another name; and their providers.
+        """
+        own = {n: [report for report in u.providers if not report.theirs] for n, u in refused.items()}
+        while True:
+            giving = {report.uuid for reports in own.values() for report in reports}
+            times = Counter(report.name for reports in own.values() for report in reports)
+            fitting = {
+                number: reports
+                for number, reports in own.items()
+                if all(times[one.name] == 1 and self.names.get(one.name, one.uuid) in giving for one in reports)
+            }
+            if len(fitting) == len(own):
+                return list(own), giving
+            own = fitting
+
+    def apply(
+        self, update: InventoryUpdate, earlier: Sequence[str], giving: Set[str] = frozenset()
+    ) -> Applied | ReportRefusal:
+        """giving: providers that updates beside this one give other names."""
         for uuid in (update.root_uuid, *(report.uuid for report in update.providers)):
             if is_foreign(self._cell(uuid), self._bus):
                 return foreign(uuid)
@@ -186,13 +213,13 @@ class _Draft:
                 return ReportRefusal("inventory.not_there", reason)
         own = [report for report in update.providers if not report.theirs]
         reported = tuple(report.uuid for report in own)
-        leaving = self._leaving(update, earlier, named)
+        leaving = self._leaving(update, earlier, {report.uuid for report in update.providers})
         moved, used = self._migrate(update, {*reported, *leaving})
         gone, stranded = self._partition_leaving(leaving, set(reported), used)
         for report in own:
             owner = self.names.get(report.name)
             # A provider that this update removes, or reports under another name, does not keep the name.
-            if owner is not None and owner not in gone and owner not in reported:
+            if owner is not None and owner not in gone and owner not in reported and owner not in giving:
                 return ReportRefusal(NAME_TAKEN, f"the name {report.name!r} is {owner}'s")
         touched: dict[str, Provider] = {}
         for report in own:

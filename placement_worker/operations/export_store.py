@@ -74,7 +74,7 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[in
     numbers = [row[0] for row in await fetch(connection, ids)]
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
-        providers.update((await read_providers(connection, ids=numbers[start : start + CHUNK]))[1])
+        providers.update(await read_providers(connection, numbers[start : start + CHUNK]))
     held: dict[str, dict[str, dict[str, int]]] = {}
     for consumer, provider, name, amount in await fetch(connection, _ALLOCATIONS):
         held.setdefault(consumer, {}).setdefault(provider, {})[name] = amount
@@ -119,7 +119,7 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     await fetch(connection, COUNT_ANEW)
     regrouped = await _write_members(connection, wanted, before, changed)
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
-    _, states = await read_providers(connection, ids=sorted(moved))
+    states = await read_providers(connection, sorted(moved))
     if await feed.append(connection, changes_of(gone, states)):
         await fetch(connection, update(feed_head).values(history=func.gen_random_uuid()))
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}

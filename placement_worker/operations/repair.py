@@ -57,7 +57,7 @@ async def repair(connection: asyncpg.Connection) -> list[str]:
     empty = len(await fetch(connection, _DELETE_EMPTY))
     recounted = sorted({row[0] for row in await fetch(connection, COUNT_USED)})
     await fetch(connection, _BUMP, ids=recounted)
-    _, after = await read_providers(connection, ids=recounted)
+    after = await read_providers(connection, recounted)
     projects = sorted({row[0] for row in await fetch(connection, COUNT_ANEW)})
     await feed.append(connection, changes_of({}, after))
     done = ((strays, "allocations of no consumer removed"), (empty, "consumers without allocations removed"))

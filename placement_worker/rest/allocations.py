@@ -158,8 +158,9 @@ _USAGES_9, _USAGES_38 = Checked(schemas.USAGES_9), Checked(schemas.USAGES_38)
 
 async def usage_of_provider(api: Api, request: HttpRequest) -> Response:
     """GET the usage of one provider by class."""
-    generation, used = await api.of_provider(request.parts[1], api.store.reads.usages, words="{0}: {0}")
-    data = {"resource_provider_generation": generation, "usages": used}
+    provider, _ = await api.provider(request.parts[1], "{0}: {0}")
+    used = {name: provider.used.get(name, 0) for name in provider.inventories}
+    data = {"resource_provider_generation": provider.generation, "usages": used}
     return json_response(data).set_modified(request, api.clock.time())
 
 

@@ -25,7 +25,7 @@ from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.faults import HttpFault, refused
 from placement_worker.rest.groups import Groups
-from placement_worker.store.port import Listing, ProviderRow
+from placement_worker.store.port import ProviderTimes
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -123,12 +123,9 @@ class Api:
         self.committed()
         return outcome
 
-    async def provider(self, uuid: str) -> ProviderRow:
-        """Return a provider. Raises HttpFault 404."""
-        rows = await self.store.reads.providers(Listing(uuid=uuid)) if is_canonical(uuid) else ()
-        if not rows:
-            raise no_provider(uuid)
-        return ProviderRow(*rows[0])
+    async def provider(self, uuid: str, words: str = "{0}") -> tuple[Provider, ProviderTimes]:
+        """Return a provider and when its rows were written. Raises HttpFault 404, as `of_provider`."""
+        return await self.of_provider(uuid, self.store.reads.provider, words=words)
 
     async def of_provider(self, uuid: str, read: Callable[[str], Awaitable[T | None]], *, words: str = "{0}") -> T:
         """Return the result of a read of a provider. Raises HttpFault 404, with the text `words` where Placement has

@@ -12,12 +12,11 @@ from placement_worker.rest.api import Api, written
 from placement_worker.rest.bodies import Body, InventoryBody, T
 from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, HttpFault, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
-from placement_worker.store.port import InventoryRecord
 
 SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 
-def shown(inventory: StoredInventory | InventoryRecord) -> dict[str, Any]:
+def shown(inventory: StoredInventory) -> dict[str, Any]:
     """Return an inventory as the API shows it."""
     return {
         "total": inventory.total,
@@ -51,29 +50,24 @@ async def _parsed(api: Api, uuid: str, kind: Body[T], body: bytes) -> T:
         raise
 
 
-async def _read(api: Api, uuid: str) -> tuple[int, list[InventoryRecord]]:
-    return await api.of_provider(uuid, api.store.reads.inventories, words="{0} : {0}")
-
-
 async def show_all(api: Api, request: HttpRequest) -> Response:
     """GET all inventories of a provider."""
-    generation, rows = await _read(api, request.parts[1])
+    provider, times = await api.provider(request.parts[1], "{0} : {0}")
     data = {
-        "resource_provider_generation": generation,
-        "inventories": {row.resource_class: shown(row) for row in rows},
+        "resource_provider_generation": provider.generation,
+        "inventories": {name: shown(inventory) for name, inventory in provider.inventories.items()},
     }
-    return json_response(data).set_modified(request, max((row.updated_at for row in rows), default=None))
+    return json_response(data).set_modified(request, max(times.inventories.values(), default=None))
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
     """GET one inventory."""
     uuid, name = request.parts[1], request.parts[3]
-    generation, rows = await _read(api, uuid)
-    for row in rows:
-        if row.resource_class == name:
-            data = {**shown(row), "resource_provider_generation": generation}
-            return json_response(data).set_modified(request, row.updated_at)
-    raise HttpFault(404, f"No inventory of class {name} for {uuid}")
+    provider, times = await api.provider(uuid, "{0} : {0}")
+    if (inventory := provider.inventories.get(name)) is None:
+        raise HttpFault(404, f"No inventory of class {name} for {uuid}")
+    data = {**shown(inventory), "resource_provider_generation": provider.generation}
+    return json_response(data).set_modified(request, times.inventories[name])
 
 
 async def set_all(api: Api, request: HttpRequest) -> Response:

@@ -75,8 +75,8 @@ def _cannot(action: str, name: str, uuid: str, why: str) -> str:
 
 async def show(api: Api, request: HttpRequest) -> Response:
     """GET one provider."""
-    row = await api.provider(request.parts[1])
-    return json_response(shown(row, request.version)).set_modified(request, row.updated_at)
+    provider, times = await api.provider(request.parts[1])
+    return json_response(shown(provider, request.version)).set_modified(request, times.provider)
 
 
 async def update(api: Api, request: HttpRequest) -> Response:
@@ -167,8 +167,8 @@ SINCE_AGGREGATE_GENERATION = 19
 
 async def show_aggregates(api: Api, request: HttpRequest) -> Response:
     """GET the aggregates of a provider."""
-    generation, listed = await api.of_provider(request.parts[1], api.store.reads.aggregates)
-    return _aggregates(api, request, listed, generation)
+    provider, _ = await api.provider(request.parts[1])
+    return _aggregates(api, request, provider.aggregates, provider.generation)
 
 
 async def set_aggregates(api: Api, request: HttpRequest) -> Response:
@@ -191,7 +191,7 @@ async def set_aggregates(api: Api, request: HttpRequest) -> Response:
     return _aggregates(api, request, listed, provider.generation)
 
 
-def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: int) -> Response:
+def _aggregates(api: Api, request: HttpRequest, listed: Sequence[str], generation: int) -> Response:
     data: dict[str, Any] = {"aggregates": listed}
     if request.version >= SINCE_AGGREGATE_GENERATION:
         data["resource_provider_generation"] = generation
@@ -200,9 +200,9 @@ def _aggregates(api: Api, request: HttpRequest, listed: list[str], generation: i
 
 async def show_traits(api: Api, request: HttpRequest) -> Response:
     """GET the traits of a provider."""
-    generation, named = await api.of_provider(request.parts[1], api.store.reads.traits, words="{0}: {0}")
-    data = {"traits": list(named), "resource_provider_generation": generation}
-    return json_response(data).set_modified(request, max(named.values(), default=api.clock.time()))
+    provider, times = await api.provider(request.parts[1], "{0}: {0}")
+    data = {"traits": provider.traits, "resource_provider_generation": provider.generation}
+    return json_response(data).set_modified(request, api.clock.time() if times.traits is None else times.traits)
 
 
 async def set_traits(api: Api, request: HttpRequest) -> Response:

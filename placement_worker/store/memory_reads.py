@@ -27,10 +27,10 @@ from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Prov
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
 from placement_worker.store.port import (
     AllocationRow,
-    InventoryRecord,
     Listing,
     NameKind,
     NameRow,
+    ProviderTimes,
     Unstorable,
     UsageRow,
 )
@@ -173,47 +173,15 @@ class MemoryReads:
                 if (listing.in_tree is None or (top is not None and p.root == top.root)) and _is_listed(p, listing)
             ]
 
-    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
-        """(generation, inventories by class) of a provider, None when there is none."""
+    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+        """Return a provider and when its rows were written, None when it does not exist."""
         table = self._table
         async with self._session.transaction():
             if (provider := table.providers.get(uuid)) is None:
                 return None
-            return provider.generation, [
-                InventoryRecord(
-                    name,
-                    inventory.total,
-                    inventory.reserved,
-                    inventory.min_unit,
-                    inventory.max_unit,
-                    inventory.step_size,
-                    inventory.allocation_ratio,
-                    table.written["inventory", uuid, name],
-                )
-                for name, inventory in sorted(provider.inventories.items())
-            ]
-
-    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
-        """(generation, {class: used}) of a provider, None when there is none."""
-        async with self._session.transaction():
-            provider = self._table.providers.get(uuid)
-            used = (
-                {} if provider is None else {name: provider.used.get(name, 0) for name in sorted(provider.inventories)}
-            )
-            return None if provider is None else (provider.generation, used)
-
-    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
-        """(generation, {trait: when it was made}) of a provider, None when there is none."""
-        async with self._session.transaction():
-            if (provider := self._table.providers.get(uuid)) is None:
-                return None
-            return provider.generation, {name: self._table.made[NameKind.TRAIT, name] for name in provider.traits}
-
-    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
-        """(generation, aggregates) of a provider, None when there is none."""
-        async with self._session.transaction():
-            provider = self._table.providers.get(uuid)
-            return None if provider is None else (provider.generation, sorted(provider.aggregates))
+            inventories = {name: table.written["inventory", uuid, name] for name in provider.inventories}
+            traits = max((table.made[NameKind.TRAIT, name] for name in provider.traits), default=None)
+            return provider, ProviderTimes(table.written[provider_key(uuid)], traits, inventories)
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
         """The allocations of a consumer, by provider and class."""

@@ -82,17 +82,14 @@ class ProviderRow(Struct, frozen=True):
     updated_at: float
 
 
-class InventoryRecord(Struct, frozen=True):
-    """One inventory as the API shows it. updated_at: seconds since the epoch."""
+class ProviderTimes(Struct, frozen=True, array_like=True):
+    """When a provider's row, the last of its traits, and its inventories by class were written, in seconds since the
+    epoch. traits: None without traits.
+    """
 
-    resource_class: str
-    total: int
-    reserved: int
-    min_unit: int
-    max_unit: int
-    step_size: int
-    allocation_ratio: float
-    updated_at: float
+    provider: float
+    traits: float | None
+    inventories: dict[str, float]
 
 
 class AllocationRow(Struct, frozen=True):
@@ -349,17 +346,8 @@ class BookReads(Protocol):
         There may be very many.
         """
 
-    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
-        """(generation, inventories by class) of a provider, None when there is none."""
-
-    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
-        """(generation, {class: used}) of a provider, None when there is none."""
-
-    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
-        """(generation, {trait: when it was made}) of a provider, None when there is none."""
-
-    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
-        """(generation, aggregates) of a provider, None when there is none."""
+    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+        """Return a provider and when its rows were written, None when it does not exist."""
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
         """The allocations of a consumer, by provider and class."""

@@ -46,15 +46,15 @@ from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
-from placement_worker.domain.values import ABOVE_CELLS, is_in_units, state_of
+from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
 from placement_worker.store import limits, members
 from placement_worker.store.names import NameRows, NameTable
 from placement_worker.store.port import (
     AllocationRow,
-    InventoryRecord,
     Listing,
     NameKind,
     NameRow,
+    ProviderTimes,
     UsageRow,
 )
 from placement_worker.store.rows import (
@@ -65,6 +65,7 @@ from placement_worker.store.rows import (
     PROVIDERS,
     ROOT,
     ids,
+    read_provider,
     read_providers,
     seconds,
     texts,
@@ -120,41 +121,6 @@ _BY_PROVIDER = (
     )
     .where(_THIS)
     .order_by(consumers.c.uuid, CLASSES.name)
-)
-_OF_PROVIDER = providers.outerjoin(inventories).outerjoin(resource_classes)
-_INVENTORIES = (
-    select(
-        providers.c.generation,
-        CLASSES.name,
-        inventories.c.total,
-        inventories.c.reserved,
-        inventories.c.min_unit,
-        inventories.c.max_unit,
-        inventories.c.step_size,
-        inventories.c.allocation_ratio,
-        seconds(inventories),
-    )
-    .select_from(_OF_PROVIDER)
-    .where(_THIS)
-    .order_by(CLASSES.name)
-)
-_USAGES = (
-    select(providers.c.generation, CLASSES.name, inventories.c.used)
-    .select_from(_OF_PROVIDER)
-    .where(_THIS)
-    .order_by(CLASSES.name)
-)
-_TRAITS = (
-    select(providers.c.generation, traits.c.name, seconds(traits))
-    .select_from(providers.outerjoin(provider_traits).outerjoin(traits))
-    .where(_THIS)
-    .order_by(traits.c.name)
-)
-_AGGREGATES = (
-    select(providers.c.generation, provider_aggregates.c.aggregate)
-    .select_from(providers.outerjoin(provider_aggregates))
-    .where(_THIS)
-    .order_by(provider_aggregates.c.aggregate)
 )
 _LISTED: Select[Any] = (
     select(
@@ -300,25 +266,10 @@ class PostgresReads:
         """
         return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
-    async def inventories(self, uuid: str) -> tuple[int, list[InventoryRecord]] | None:
-        """(generation, inventories) of a provider, None when there is none."""
-        rows = await self._fetch(_INVENTORIES, uuid=uuid)
-        return (rows[0][0], [InventoryRecord(*row[1:]) for row in rows if row[1] is not None]) if rows else None
-
-    async def usages(self, uuid: str) -> tuple[int, dict[str, int]] | None:
-        """(generation, {class: used}) of a provider, None when there is none."""
-        rows = await self._fetch(_USAGES, uuid=uuid)
-        return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
-
-    async def traits(self, uuid: str) -> tuple[int, dict[str, float]] | None:
-        """(generation, {trait: when it was made}) of a provider, None when there is none."""
-        rows = await self._fetch(_TRAITS, uuid=uuid)
-        return (rows[0][0], {row[1]: row[2] for row in rows if row[1] is not None}) if rows else None
-
-    async def aggregates(self, uuid: str) -> tuple[int, list[str]] | None:
-        """(generation, aggregates) of a provider, None when there is none."""
-        rows = await self._fetch(_AGGREGATES, uuid=uuid)
-        return (rows[0][0], [row[1] for row in rows if row[1] is not None]) if rows else None
+    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+        """Return a provider and when its rows were written, None when it does not exist."""
+        async with self._transaction() as transaction:
+            return await read_provider(transaction.connection, uuid)
 
     async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
         """The allocations of a consumer."""
@@ -456,7 +407,7 @@ def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequen
 
 async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
     numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
-    _, of_tree = await read_providers(connection, ids=numbers[:MAX_TREE])
+    of_tree = await read_providers(connection, numbers[:MAX_TREE])
     holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
     more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
     found: dict[str, TreeHolder] = {}

@@ -44,7 +44,7 @@ from placement_worker.store.port import (
     Unstorable,
 )
 from placement_worker.store.postgres_reads import PostgresReads
-from placement_worker.store.rows import CLASSES, NAMES, providers_after, read_providers
+from placement_worker.store.rows import CLASSES, NAMES, read_providers
 from placement_worker.store.tables import (
     allocations,
     changes,
@@ -264,7 +264,7 @@ class PostgresBookTransaction:
             moved = update(table).where(table.c.class_id == former[0]).values(class_id=number)
             await fetch(self.connection, moved)
         await self.delete_name(NameKind.CLASS, old)
-        return (await read_providers(self.connection, ids=having))[1]
+        return await read_providers(self.connection, having)
 
     # --- the feed
 
@@ -283,7 +283,10 @@ class PostgresBookTransaction:
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""
-        return list((await read_providers(self.connection, providers_after(after, limit)))[1].values())
+        found = select(providers.c.id).order_by(providers.c.uuid).limit(limit)
+        rows = await fetch(self.connection, found if after is None else found.where(providers.c.uuid > after))
+        found_of = await read_providers(self.connection, [row[0] for row in rows])
+        return [found_of[uuid] for uuid in sorted(found_of)]
 
 
 MIGRATIONS = "placement_worker.store.migrations"

@@ -1,6 +1,4 @@
-"""Selects of the book's tables by SQLAlchemy Core, which are not hot, and whole providers in four statements, however
-many providers there are.
-"""
+"""Selects of the book's tables by SQLAlchemy Core, which are not hot, and whole providers in one statement."""
 
 from __future__ import annotations
 
@@ -8,32 +6,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import asyncpg
+import msgspec
 from sqlalchemy import (
     ARRAY,
     BigInteger,
     Column,
     ColumnElement,
     Double,
-    Select,
     Table,
     Text,
     any_,
     bindparam,
     cast,
     extract,
-    select,
 )
 from sqlalchemy.sql.selectable import FromClause
 
-from bus.persistence.tables import UUID, fetch
-from placement_worker.domain.values import Provider, StoredInventory
-from placement_worker.store.port import NameKind
+from bus.persistence.tables import UUID
+from placement_worker.domain.values import Provider
+from placement_worker.store.port import NameKind, ProviderTimes
 from placement_worker.store.tables import (
     allocations,
     consumers,
     inventories,
-    provider_aggregates,
-    provider_traits,
     providers,
     resource_classes,
     traits,
@@ -52,17 +47,6 @@ HELD: FromClause = (
     .join(resource_classes, resource_classes.c.id == allocations.c.class_id)
 )
 NAMES = {NameKind.CLASS: resource_classes, NameKind.TRAIT: traits}
-
-_PROVIDER: Select[Any] = select(
-    providers.c.id,
-    providers.c.uuid,
-    providers.c.name,
-    PARENT.c.uuid,
-    ROOT.c.uuid,
-    providers.c.generation,
-    providers.c.shape,
-    providers.c.cell,
-).select_from(PROVIDERS)
 
 
 def columns_of(table: Table, *names: str) -> list[Column[Any]]:
@@ -90,83 +74,24 @@ def texts(column: ColumnElement[str], name: str) -> ColumnElement[bool]:
     return column == any_(bindparam(name, type_=ARRAY(Text)))
 
 
-PROVIDERS_BY_ID = _PROVIDER.where(ids(providers.c.id)).order_by(providers.c.id)
-_STOCKS = (
-    select(
-        inventories.c.provider_id,
-        CLASSES.name,
-        inventories.c.total,
-        inventories.c.reserved,
-        inventories.c.min_unit,
-        inventories.c.max_unit,
-        inventories.c.step_size,
-        inventories.c.allocation_ratio,
-        inventories.c.capacity,
-        inventories.c.stranded,
-        inventories.c.used,
-    )
-    .select_from(STOCKS)
-    .where(ids(inventories.c.provider_id))
-    .order_by(inventories.c.provider_id, CLASSES.name)
-)
-_TRAITS = (
-    select(provider_traits.c.provider_id, traits.c.name, provider_traits.c.lasting)
-    .select_from(provider_traits.join(traits))
-    .where(ids(provider_traits.c.provider_id))
-    .order_by(provider_traits.c.provider_id, traits.c.name)
-)
-_AGGREGATES = (
-    select(provider_aggregates.c.provider_id, provider_aggregates.c.aggregate)
-    .where(ids(provider_aggregates.c.provider_id))
-    .order_by(provider_aggregates.c.provider_id, provider_aggregates.c.aggregate)
-)
+# A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
+ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes]
+_decode = msgspec.json.Decoder(list[ProviderRow]).decode
+
+READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
+READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
 
 
-def providers_after(after: str | None, limit: int) -> Select[Any]:
-    """Providers in the order of their uuids."""
-    found = _PROVIDER.order_by(providers.c.uuid).limit(limit)
-    return found if after is None else found.where(providers.c.uuid > after)
+async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
+    """Whole providers by uuid, in the order of their numbers."""
+    answer: str = await connection.fetchval(READ_PROVIDERS, ids)
+    return {row[3].uuid: row[3] for row in _decode(answer)}
 
 
-async def read_providers(
-    connection: asyncpg.Connection, statement: Select[Any] = PROVIDERS_BY_ID, **values: object
-) -> tuple[dict[str, int], dict[str, Provider]]:
-    """({uuid: id}, {uuid: provider}) of the rows that one of the statements above selects, in its order."""
-    rows = await fetch(connection, statement, **values)
-    numbers = [row[0] for row in rows]
-    stocks: dict[int, dict[str, StoredInventory]] = {number: {} for number in numbers}
-    used: dict[int, dict[str, int]] = {number: {} for number in numbers}
-    for number, name, *inventory, amount in await fetch(connection, _STOCKS, ids=numbers):
-        stocks[number][name] = StoredInventory(*inventory)
-        if amount:
-            used[number][name] = amount
-    names: dict[int, list[str]] = {number: [] for number in numbers}
-    lasting: dict[int, list[str]] = {number: [] for number in numbers}
-    for number, name, lasts in await fetch(connection, _TRAITS, ids=numbers):
-        names[number].append(name)
-        if lasts:
-            lasting[number].append(name)
-    aggregates: dict[int, list[str]] = {number: [] for number in numbers}
-    for number, aggregate in await fetch(connection, _AGGREGATES, ids=numbers):
-        aggregates[number].append(aggregate)
-    found = {
-        row[1]: Provider(
-            uuid=row[1],
-            name=row[2],
-            parent=row[3],
-            root=row[4],
-            generation=row[5],
-            shape=row[6],
-            inventories=stocks[row[0]],
-            used=used[row[0]],
-            traits=tuple(names[row[0]]),
-            aggregates=tuple(aggregates[row[0]]),
-            cell=row[7],
-            lasting=tuple(lasting[row[0]]),
-        )
-        for row in rows
-    }
-    return {row[1]: row[0] for row in rows}, found
+async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+    """One provider, with the times of its rows; None when it does not exist."""
+    rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
+    return (rows[0][3], rows[0][4]) if rows else None
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:

@@ -17,6 +17,7 @@ from sqlalchemy import ARRAY, Select, Update, any_, exists, func, literal, selec
 from bus.persistence.tables import UUID
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
 from placement_worker.domain.values import Provider, StoredInventory
+from placement_worker.store.rows import ProviderRow
 from placement_worker.store.tables import inventories, providers, sources
 
 ONE_WRITER_OF_TREES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.trees", 0)))
@@ -78,23 +79,7 @@ JOIN providers p ON p.uuid = n.provider JOIN allocations a ON a.provider_id = p.
 # To wait here could deadlock with a transaction that has locked the consumer and waits for the providers.
 LOCK_WITHOUT_WAITING = "SELECT uuid FROM consumers WHERE uuid = ANY($1::uuid[]) FOR NO KEY UPDATE SKIP LOCKED"
 
-_InventoryRow = tuple[str, int, int, int, int, int, float, int, bool, int]
-_ProviderRow = tuple[
-    int,
-    str,
-    str,
-    int | None,
-    str | None,
-    int,
-    str,
-    int,
-    int,
-    str | None,
-    list[_InventoryRow] | None,
-    tuple[list[str] | None, list[str] | None],
-    list[str] | None,
-]
-_decode = msgspec.json.Decoder(tuple[int, list[int], list[_ProviderRow]]).decode
+_decode = msgspec.json.Decoder(tuple[int, list[int], list[ProviderRow]]).decode
 
 
 def rows_of(
@@ -218,29 +203,9 @@ def loaded(answer: str) -> tuple[int, list[int], dict[str, int], dict[str, Provi
     """
     shape, fresh_ids, rows = _decode(answer)
     ids: dict[str, int] = {}
-    before: dict[str, Provider] = {}
-    for row in rows:
-        _take(row, ids, before)
-    return shape, fresh_ids, ids, before
-
-
-def _take(row: _ProviderRow, ids: dict[str, int], before: dict[str, Provider]) -> None:
-    number, uuid, name, parent_id, parent, root_id, root, generation, shape, cell, inventories, traits, aggregates = row
-    ids[uuid] = number
-    ids[root] = root_id
-    if parent is not None and parent_id is not None:
-        ids[parent] = parent_id
-    before[uuid] = Provider(
-        uuid,
-        name,
-        parent,
-        root,
-        generation,
-        shape,
-        {inventory[0]: StoredInventory(*inventory[1:9]) for inventory in inventories or ()},
-        {inventory[0]: inventory[9] for inventory in inventories or () if inventory[9]},
-        tuple(traits[0] or ()),
-        tuple(aggregates or ()),
-        cell,
-        tuple(traits[1] or ()),
-    )
+    for number, parent_id, root_id, provider, _ in rows:
+        ids[provider.uuid] = number
+        ids[provider.root] = root_id
+        if provider.parent is not None and parent_id is not None:
+            ids[provider.parent] = parent_id
+    return shape, fresh_ids, ids, {row[3].uuid: row[3] for row in rows}

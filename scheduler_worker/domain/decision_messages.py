@@ -19,7 +19,7 @@ from bus.contracts.stages import Stamps
 from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.builds import OFF_RECORD, RecordedBuild
-from scheduler_worker.domain.evacuation_policy import for_cell, policy_of
+from scheduler_worker.domain.fences import for_cell, policy_of
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, HostClaimed
 
 # The parts of a flavor's extra specs that concern the node: traits of the whole host (traits of numbered groups are not

@@ -15,12 +15,11 @@ from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
-from scheduler_worker.domain.gang_room import room_for
 from scheduler_worker.domain.gangs import by_gang, largest_first, with_shared_findings
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import NONE_FULL, CellRuns, Choice, RandomSource, Ranking
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.request_spec import RequestSpec, room_for
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import nothing_fits, refused
 

@@ -28,7 +28,7 @@ from bus.contracts.objects import HostDecision, StoredObject
 from bus.contracts.operations import AdminState
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.moves import BUSY, DRAIN_USER
-from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove, flavor_of
+from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 DRAIN_KINDS = frozenset({MoveKind.LIVE_MIGRATE, MoveKind.MIGRATE})
 NOT_RUNNING = "instance.not_running"  # a cell's refusal of a live migration
@@ -51,40 +51,51 @@ State = DrainMoveState
 DONE, LEFT, DEADLINE, STOPPED = "drain.done", "drain.left", "drain.deadline", "drain.stopped"
 
 
+HOST_FENCED, SERVICE_DOWN = "host.fenced", "service.down"  # why nothing can be moved away from a host
+_WHY = {
+    HOST_FENCED: "{} is fenced: its instances are evacuated, not moved",
+    SERVICE_DOWN: "the compute service of {} is down: fence the host and evacuate, or wait for it",
+}
+
+
 class DrainedHost(Struct, frozen=True):
-    """A host that is drained, or is to be."""
+    """A host that is drained, or is to be. code: why nothing can be moved away from it now; "": it can."""
 
     uuid: str
     name: str
+    code: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The code in words."""
+        return _WHY[self.code].format(self.name)
 
 
 class DrainMove(Struct, frozen=True, kw_only=True):
-    """One instance of a drain. position: in the order of the plan. source: the host that is drained; host_uuid: where
-    it was moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be tried next,
-    and when it was tried last (seconds since the epoch).
+    """One instance of a drain. position: in the order of the plan. source_uuid: the host that is drained; host_uuid:
+    where it was moved. tries: requests made so far, failures: those that failed. due_at, begun_at: when it may be tried
+    next, and when it was tried last (seconds since the epoch).
     """
 
     drain: str
     instance_uuid: str
     position: int
-    project_id: str
     source_uuid: str
-    source: str
     kind: MoveKind
     state: DrainMoveState = DrainMoveState.WAITING
     host_uuid: str | None = None
     tries: int = 0
     failures: int = 0
-    request_id: str | None = None
     code: str = ""
     reason: str = ""
     due_at: float = 0.0
     begun_at: float = 0.0
 
     @property
-    def next_request_id(self) -> str:
-        """The id of its next request."""
-        return str(uuid5(_NAMESPACE, f"{self.drain} {self.instance_uuid} {self.tries}"))
+    def request_id(self) -> str:
+        """The id of its request under way, or of its next one."""
+        made = self.tries - (self.state is DrainMoveState.UNDER_WAY)
+        return str(uuid5(_NAMESPACE, f"{self.drain} {self.instance_uuid} {made}"))
 
 
 class OpenDrain(Struct, frozen=True, kw_only=True):
@@ -106,9 +117,9 @@ class DrainStep(Struct, frozen=True):
     requests: tuple[MoveRequest, ...] = ()
 
 
-def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, str], now: float) -> DrainStep:
-    """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: {uuid of
-    a host that is in the drain now: why nothing can be moved away from it at present, "" where it can}.
+def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str, DrainedHost], now: float) -> DrainStep:
+    """One pass. known: by instance, the record of the move that the row requested, or of its next one. hosts: those
+    that are in the drain now, by uuid.
     """
     changed: list[DrainMove] = []
     requests: list[MoveRequest] = []
@@ -116,10 +127,11 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
     for row in drain.open:
         if row.state is not State.UNDER_WAY:
             continue
-        after = _followed(row, known[row.instance_uuid], now)
+        context = known[row.instance_uuid]
+        after = _followed(row, context, now)
         if after is None:  # it is not on record yet, and was sent long ago
             after = replace(row, begun_at=now)
-            requests.append(_request(after, str(row.request_id)))
+            requests.append(_request(after, context))
         under_way += after.state is State.UNDER_WAY
         if after != row:
             changed.append(after)
@@ -128,20 +140,14 @@ def step(drain: OpenDrain, known: Mapping[str, MoveContext], hosts: Mapping[str,
         if row.state is not State.WAITING or row.due_at > now or is_held(row):
             continue
         context = known[row.instance_uuid]
-        after = _misfit(row, context, hosts) or _unready(row, context, hosts[row.source_uuid], now)
+        after = _not_begun(row, context, hosts.get(row.source_uuid), now)
+        if after is None and free_slots > 0:
+            free_slots -= 1
+            after = replace(row, state=State.UNDER_WAY, tries=row.tries + 1, begun_at=now)
+            requests.append(_request(after, context))
         if after is not None:
             changed.append(after)
-        elif free_slots > 0:
-            free_slots -= 1
-            after = _begun(row, now)
-            changed.append(after)
-            requests.append(_request(after, str(after.request_id)))
     return DrainStep(tuple(changed), tuple(requests))
-
-
-def _begun(row: DrainMove, now: float) -> DrainMove:
-    """The row with its next request, which is to be published."""
-    return replace(row, state=State.UNDER_WAY, tries=row.tries + 1, request_id=row.next_request_id, begun_at=now)
 
 
 def end_of(drain: OpenDrain, now: float) -> str | None:
@@ -227,7 +233,7 @@ def _followed(row: DrainMove, known: MoveContext, now: float) -> DrainMove | Non
         return row
     if move.state is MoveState.DONE:
         return replace(row, state=State.MOVED, host_uuid=move.host_uuid, failures=0, due_at=0.0, code="", reason="")
-    if not _is_there(known):
+    if known.build.state is not BuildState.ACTIVE:
         return replace(row, state=State.LEFT, code="instance.deleted")
     if row.kind is MoveKind.LIVE_MIGRATE and move.code == NOT_RUNNING:
         return replace(row, state=State.WAITING, kind=MoveKind.MIGRATE)
@@ -248,37 +254,31 @@ def failed(row: DrainMove, code: str, reason: str, now: float, most: int = MAX_F
     )
 
 
-def _is_there(known: MoveContext) -> bool:
+def _not_begun(row: DrainMove, known: MoveContext, host: DrainedHost | None, now: float) -> DrainMove | None:
+    """The row of an instance that waits and is not requested now; None: it can be moved. host: of the row; None: it is
+    not in the drain any more.
+    """
     build = known.build
-    return build is not None and build.state is BuildState.ACTIVE
-
-
-def _misfit(row: DrainMove, known: MoveContext, hosts: Mapping[str, str]) -> DrainMove | None:
-    """Why an instance that waits needs no move of this drain any more; None: it needs one."""
-    if not _is_there(known):
+    if build is None or build.state is not BuildState.ACTIVE:
         return replace(row, state=State.LEFT, code="instance.deleted")
-    assert known.build is not None
-    where = known.build.host_uuid
-    if row.host_uuid is not None and where == row.host_uuid:
+    if row.host_uuid is not None and build.host_uuid == row.host_uuid:
         return replace(row, state=State.MOVED, code="", reason="")
-    if row.source_uuid not in hosts:
+    if host is None:
         return replace(row, state=State.LEFT, code="host.left_drain")
-    return None if where == row.source_uuid else replace(row, state=State.LEFT, code="instance.elsewhere")
-
-
-def _unready(row: DrainMove, known: MoveContext, down: str, now: float) -> DrainMove | None:
-    """The row after a try that cannot be made now; None: it can. down: why nothing can leave its host; "": it can."""
+    if build.host_uuid != host.uuid:
+        return replace(row, state=State.LEFT, code="instance.elsewhere")
     if known.now.under_way is not None:
         return failed(row, BUSY, "another request about it is under way", now)
-    return failed(row, down, f"of host {row.source}", now) if down else None
+    return failed(row, host.code, host.reason, now) if host.code else None
 
 
-def _request(row: DrainMove, request_id: str) -> MoveRequest:
+def _request(row: DrainMove, known: MoveContext) -> MoveRequest:
     """The request, the same from every scheduler. A cold move is confirmed at once."""
+    assert known.build is not None
     return MoveRequest(
-        request_id=request_id,
+        request_id=row.request_id,
         instance_uuid=row.instance_uuid,
-        project_id=row.project_id,
+        project_id=known.build.project_id,
         user_id=DRAIN_USER,
         kind=row.kind,
         auto_confirm_s=0.0 if row.kind is MoveKind.MIGRATE else None,
@@ -289,14 +289,13 @@ LOOK_S = 2.0  # between two looks at an instance that waits for others
 # Each of these is in progress and ends by itself. A client's confirm may never come, and nothing in progress ends what
 # is misplaced; what is not released should be soon.
 _PASSING = frozenset({BUILDING, ARRIVING, RELEASING})
-_ENDED = TERMINAL_STATES - {BuildState.ACTIVE}
 _UNBUILT = frozenset({BuildState.ACCEPTED, BuildState.SCHEDULED, BuildState.BUILDING})
 _OPEN_TO_REVIEW = frozenset({DrainMoveState.WAITING, DrainMoveState.MOVED, DrainMoveState.LEFT})
 
 
 class HeldInstance(Struct, frozen=True, kw_only=True):
     """An instance, and a host that holds something of it. code, reason: why it cannot be moved away now; "": it is
-    active there. flavor: "": not known.
+    active there. known: what is on record of it.
     """
 
     instance_uuid: str
@@ -304,7 +303,7 @@ class HeldInstance(Struct, frozen=True, kw_only=True):
     source: DrainedHost
     code: str = ""
     reason: str = ""
-    flavor: str = ""
+    known: MoveContext = MoveContext()
 
 
 def is_migration(holder: TreeHolder) -> bool:
@@ -314,85 +313,66 @@ def is_migration(holder: TreeHolder) -> bool:
     return holder.attempt > 0 and holder.consumer_type.startswith("MIGRATION")
 
 
-def held_as_instance(host: DrainedHost, known: MoveContext) -> HeldInstance | None:
-    """The instance whose own allocation is on this host; None: it is no instance on record."""
+def held_on(host: DrainedHost, known: MoveContext, by: RecordedMove | None = None) -> HeldInstance | None:
+    """The instance of which a host holds something; None: it is no instance on record.
+
+    by: the request that holds it, by its migration or because it brings the instance there; None: the instance's own
+    allocation.
+    """
     build = known.build
     if build is None:
         return None
-    if build.state in _UNBUILT:
-        return _held(host, known, BUILDING, f"its build is {build.state}")
-    if build.state is not BuildState.ACTIVE:
-        return _held(host, known, _leaving(build), f"it is {build.state}, and its resources are not released yet")
-    if _is_on(host, known):
-        return _held(host, known)
-    if known.now.under_way is not None:
-        return _held(host, known, ARRIVING, f"request {known.now.under_way} is under way")
-    return _held(host, known, MISPLACED, f"the book has it here, the record on {build.host}")
-
-
-def held_by_migration(
-    host: DrainedHost, holder: TreeHolder, move: RecordedMove | None, known: MoveContext | None
-) -> HeldInstance:
-    """The instance whose source a migration keeps on this host. move, known: the record of the migration's request, and
-    of its instance. Where the request is not on record any more the move is unconfirmed, and the migration is named.
-    """
-    if move is None or known is None or known.build is None:
-        reason = f"migration {holder.consumer} keeps a source here, and its request is not on record"
-        uuid = holder.consumer if move is None else move.instance_uuid
-        return HeldInstance(
-            instance_uuid=uuid, project_id=holder.project_id, source=host, code=UNCONFIRMED, reason=reason
-        )
-    if known.build.state is not BuildState.ACTIVE:
-        reason = f"it is {known.build.state}, and its source is not released yet"
-        return _held(host, known, _leaving(known.build), reason)
-    if _is_on(host, known):
-        return _held(host, known)
-    if known.now.under_way is not None:  # it is being confirmed, or reverted to this host
-        return _held(host, known, ARRIVING, f"request {known.now.under_way} about it is under way")
-    if known.now.condition is Condition.RESIZED:
-        reason = f"{move.kind} {move.request_id} to {known.build.host} awaits confirm or revert"
-        return _held(host, known, UNCONFIRMED, reason)
-    return _held(host, known, UNRELEASED, f"the source of {move.kind} {move.request_id} is not released yet")
-
-
-def arriving(host: DrainedHost, move: RecordedMove, known: MoveContext) -> HeldInstance | None:
-    """The instance that a request under way brings to this host; None: it is there already."""
-    if known.build is None or _is_on(host, known):
-        return None
-    return _held(host, known, ARRIVING, f"{move.kind} {move.request_id} to {host.name} is {move.state}")
-
-
-def _leaving(build: RecordedBuild) -> str:
-    """The code of an instance that is being deleted, or has ended."""
-    return UNRELEASED if build.state in _ENDED else RELEASING
-
-
-def _is_on(host: DrainedHost, known: MoveContext) -> bool:
-    return known.build is not None and known.build.host_uuid == host.uuid
-
-
-def _held(host: DrainedHost, known: MoveContext, code: str = "", reason: str = "") -> HeldInstance:
-    build = known.build
-    assert build is not None
+    code, reason = _why_held(host, known, build, by)
     return HeldInstance(
         instance_uuid=build.instance_uuid,
         project_id=build.project_id,
         source=host,
         code=code,
         reason=reason,
-        flavor="" if known.build_request is None else flavor_of(known),
+        known=known,
+    )
+
+
+def _why_held(host: DrainedHost, known: MoveContext, build: RecordedBuild, by: RecordedMove | None) -> tuple[str, str]:
+    """A code and its reason; "": the instance is active on this host."""
+    if build.state in _UNBUILT:
+        return BUILDING, f"its build is {build.state}"
+    if build.state is not BuildState.ACTIVE:
+        code = UNRELEASED if build.state in TERMINAL_STATES else RELEASING
+        return code, f"it is {build.state}, and its resources are not released yet"
+    if build.host_uuid == host.uuid:
+        return "", ""
+    # It comes, or is being confirmed, or reverted to this host.
+    if by is not None and not by.terminal:
+        return ARRIVING, f"{by.kind} {by.request_id} is {by.state}"
+    if known.now.under_way is not None:
+        return ARRIVING, f"request {known.now.under_way} about it is under way"
+    if by is None:
+        return MISPLACED, f"the book has it here, the record on {build.host}"
+    if known.now.condition is Condition.RESIZED:
+        return UNCONFIRMED, f"{by.kind} {by.request_id} to {build.host} awaits confirm or revert"
+    return UNRELEASED, f"the source of {by.kind} {by.request_id} is not released yet"
+
+
+def held_by_unknown(host: DrainedHost, holder: TreeHolder, by: RecordedMove | None) -> HeldInstance:
+    """The instance whose source a migration keeps on this host, and whose record is lost: its move is unconfirmed. by:
+    the migration's request; where that is not on record any more, the migration is named.
+    """
+    return HeldInstance(
+        instance_uuid=holder.consumer if by is None else by.instance_uuid,
+        project_id=holder.project_id,
+        source=host,
+        code=UNCONFIRMED,
+        reason=f"migration {holder.consumer} keeps a source here, and its request is not on record",
     )
 
 
 class LookedAt(Struct, frozen=True, kw_only=True):
-    """One look at hosts of a drain. uuids: of the hosts. down: {host of the drain: why nothing can be moved away from
-    it now, "" where it can}.
-    """
+    """One look at hosts of a drain. uuids: of the hosts."""
 
     drain: str
     kind: MoveKind
     uuids: Collection[str]
-    down: Mapping[str, str]
     at: float
 
 
@@ -411,14 +391,13 @@ def reviewed(look: LookedAt, rows: Sequence[DrainMove], held: Sequence[HeldInsta
     changed: list[DrainMove] = []
     for one in found.values():
         row = known.get(one.instance_uuid)
-        if row is not None and not _is_due(row, look.at):
-            continue
-        position = len(rows) + len(changed) if row is None else row.position
-        changed.append(_after(look, _placed(look, one, row, position), one))
-    for row in rows:
-        is_gone = row.source_uuid in look.uuids or row.source_uuid not in look.down
-        if is_held(row) and is_gone and row.instance_uuid not in found and row.due_at <= look.at:
-            changed.append(replace(row, code="", reason="", failures=0, due_at=0.0))
+        if row is None or _is_due(row, look.at):
+            row = row or new_row(look.drain, look.kind, one, len(rows) + len(changed))
+            changed.append(_waiting(row, one, look.at))
+    free = [row for row in rows if is_held(row) and row.due_at <= look.at and row.instance_uuid not in found]
+    changed += [
+        replace(row, code="", reason="", failures=0, due_at=0.0) for row in free if row.source_uuid in look.uuids
+    ]
     return changed
 
 
@@ -435,37 +414,29 @@ def new_row(drain: str, kind: MoveKind, one: HeldInstance, position: int) -> Dra
         drain=drain,
         instance_uuid=one.instance_uuid,
         position=position,
-        project_id=one.project_id,
         source_uuid=one.source.uuid,
-        source=one.source.name,
         kind=kind,
         code=one.code,
         reason=one.reason,
     )
 
 
-def _placed(look: LookedAt, one: HeldInstance, row: DrainMove | None, position: int) -> DrainMove:
+def _waiting(row: DrainMove, one: HeldInstance, now: float) -> DrainMove:
     """Its row, waiting on the host that holds it. The host where the drain has moved it stays known."""
-    if row is None:
-        return new_row(look.drain, look.kind, one, position)
-    is_same = row.source_uuid == one.source.uuid
-    return replace(
+    host = one.source
+    row = replace(
         row,
         state=DrainMoveState.WAITING,
-        source_uuid=one.source.uuid,
-        source=one.source.name,
-        host_uuid=row.host_uuid if is_same else None,
-        failures=row.failures if is_held(row) else 0,
+        source_uuid=host.uuid,
+        host_uuid=row.host_uuid if row.source_uuid == host.uuid else None,
+        failures=row.failures if one.code and row.code == one.code else 0,
+        code=one.code,
+        reason=one.reason,
+        due_at=now + LOOK_S if one.code else 0.0,
     )
-
-
-def _after(look: LookedAt, row: DrainMove, one: HeldInstance) -> DrainMove:
-    if not one.code:
-        return replace(row, code="", reason="", failures=0, due_at=0.0)
-    down = look.down.get(one.source.uuid, "")
-    counted = row if row.code == one.code else replace(row, failures=0)
-    if one.code in _PASSING and not down:  # what other schedulers have counted stays: they may not reach its service
-        return replace(counted, code=one.code, reason=one.reason, due_at=look.at + LOOK_S)
-    reason = f"{one.reason}; {one.source.name}: {down}" if down else one.reason
-    most = MAX_LOOKS if one.code == UNRELEASED and not down else MAX_FAILURES
-    return failed(counted, one.code, reason, look.at, most)
+    # What other schedulers have counted of one that passes stays: they may not reach its service.
+    if not one.code or (one.code in _PASSING and not host.code):
+        return row
+    reason = f"{one.reason}; {host.name}: {host.code}" if host.code else one.reason
+    most = MAX_LOOKS if one.code == UNRELEASED and not host.code else MAX_FAILURES
+    return failed(row, one.code, reason, now, most)

@@ -220,11 +220,6 @@ class HostTable:
         """Note the cell of a host that no service has announced."""
         self._cells_in_book[uuid] = cell
 
-    def last_name_of(self, uuid: str) -> str | None:
-        """The name under which a host was last announced."""
-        index = self._index.get(uuid)
-        return None if index is None else self.names[index]
-
     def live_service_of(self, uuid: str) -> str | None:
         """The name of the compute service that manages a host, if it is up."""
         index = self._index.get(uuid)

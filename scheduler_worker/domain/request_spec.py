@@ -1,14 +1,25 @@
-"""One build request as the decision sees it: the query for the replica, and what filters and weighers read."""
+"""One build request as the decision sees it: the query for the replica, what filters and weighers read, the instances
+that it is placed relative to, and how many members of a gang a host may take. Pure.
+
+The answer about other instances may be outdated by the time of the claim. For hints and soft policies that does not
+matter; the hard policies are enforced by the claim.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.build import BuildRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from placement_worker.replica.search import Query
+from bus.contracts.placement import LocatePage, LocateRequest
+from placement_worker.replica.request import Query, total_resources
+from placement_worker.replica.sharing import sharing_of
+from scheduler_worker.domain.hosts import Rows
+from scheduler_worker.domain.view import HostsView
 
 
 class Peers(Struct, frozen=True, kw_only=True):
@@ -71,3 +82,50 @@ class Unsatisfiable(Struct, frozen=True):
     code: str
     reason: str
     step: str
+
+
+def has_peers(request: BuildRequest) -> bool:
+    """Whether the request depends on where other instances are."""
+    return bool(request.server_group or request.different_host or request.same_host)
+
+
+def locate_request(request: BuildRequest) -> LocateRequest:
+    """The query to placement, the same for all members of a group: they share its answer.
+
+    An instance that holds a claim of an earlier run is counted with the others. Its next claim, or the probe where no
+    host is left to it, finds that claim. One query for each such member would read the group's members that many times.
+    """
+    return LocateRequest(
+        project_id=request.project_id,
+        server_group=request.server_group.uuid if request.server_group is not None else None,
+        consumers=tuple(dict.fromkeys((*request.different_host, *request.same_host))),
+    )
+
+
+def peers_of(request: BuildRequest, page: LocatePage) -> Peers:
+    """Placement's answer, in the terms of the request."""
+    return Peers(
+        server_group=request.server_group,
+        members=page.members,
+        different_hosts=_hosts(page, request.different_host) if request.different_host else None,
+        same_hosts=_hosts(page, request.same_host) if request.same_host else None,
+    )
+
+
+def _hosts(page: LocatePage, instances: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(host for one in instances for host in page.hosts.get(one, ())))
+
+
+def room_for(members: Sequence[Query], view: HostsView) -> Rows:
+    """Per host, the most members that its tree has enough of each class for, if the smallest are taken.
+
+    A host may take fewer, because a member takes each class from one provider. A class that other trees share with
+    hosts bounds nothing.
+    """
+    room = np.full(len(view), len(members), dtype=np.intp)
+    needed = [total_resources(query) for query in members]
+    shared = {name for row in sharing_of(view.book).givers.tolist() for name in view.book.inventory_of(row)}
+    for name in sorted({name for one in needed for name in one} - shared):
+        sums = np.cumsum(sorted(one.get(name, 0) for one in needed))
+        room = np.minimum(room, np.searchsorted(sums, view.book.free(name, view.rows), side="right"))
+    return room

@@ -19,8 +19,7 @@ from placement_worker.replica.search import search
 from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.explain import ClaimLoss, funnel_step
 from scheduler_worker.domain.flavors import IMAGE_TRAITS, ZONE_KEY, ParsedFlavor, request_spec, traits_of_image
-from scheduler_worker.domain.holds import Holds
-from scheduler_worker.domain.host_metrics import HostMetricsTable
+from scheduler_worker.domain.fleet import HostMetricsTable
 from scheduler_worker.domain.hosts import NO_SERVICE, HostTable, Rows
 from scheduler_worker.domain.plugins import (
     Filter,
@@ -193,14 +192,21 @@ class Selector:
         missing[self.announced_in_book()] = False
         return [table.uuids[index] for index in np.flatnonzero(missing).tolist()]
 
-    def every_named(self, name: str) -> list[str]:
-        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use."""
+    def meant_by(self, name: str, *, is_warming_up: bool = False) -> list[str]:
+        """The hosts that an operator may mean by a name or uuid: announced, in the book, or kept out of use.
+
+        A host with a decision on record counts even if no service has announced it to this scheduler: a fenced host may
+        be gone for good, or is offered only after its fence has been lifted. So does a host of the book, whose service
+        may be dead; while hosts may still be announced, it may have another name.
+        """
         decided = self.table.decided_about(name)
+        if is_warming_up:
+            return self.uuids_of(name) or decided
         kept = [one for one in decided if self.table.decisions()[one].state is not AdminState.ENABLED]
-        found = list(dict.fromkeys((*self.uuids_of(name), *self.roots_named(name), *kept)))
+        found = list(dict.fromkeys((*self.uuids_of(name), *self._roots_named(name), *kept)))
         return found or decided
 
-    def roots_named(self, name: str) -> list[str]:
+    def _roots_named(self, name: str) -> list[str]:
         """The hosts (uuids) that have this name in the book, announced or not."""
         book = self.book
         return [book.uuid_of(row) for row in book.rows_of_roots().tolist() if book.name_of(row) == name]
@@ -291,9 +297,16 @@ class Selector:
         return self.table.cells[int(self.table.cell[at])]
 
     def name_of(self, host_uuid: str) -> str:
-        """The name of a host in the book, or its uuid when it has left."""
-        row = self.book.row_of(host_uuid)
-        return host_uuid if row is None else self.book.name_of(row)
+        """The name that its compute service announces, else that of the book, else that of the decision about it; its
+        uuid where nothing names it.
+        """
+        index, row = self.table.index_of(host_uuid), self.book.row_of(host_uuid)
+        if index is not None:
+            return self.table.names[index]
+        if row is not None:
+            return self.book.name_of(row)
+        decision = self.table.decision_of(host_uuid)
+        return host_uuid if decision is None else decision.host
 
     def all_hosts(self) -> HostsView:
         """Every root of the replica that can be a host, announced or not, without a search."""
@@ -395,3 +408,92 @@ def filtered(view: HostsView, spec: RequestSpec, filters: Sequence[Filter]) -> t
         )
         steps.append(funnel_step(host_filter.name, before, rejected))
     return view, tuple(steps)
+
+
+MAX_HELD = 10_000  # choices that count as used at a time
+
+
+class _Held(Struct, frozen=True):
+    allocations: Mapping[str, Mapping[str, int]]
+    until: float  # monotonic
+
+
+class Holds:
+    """The choices in order of time. A claim is the cell's, so this process learns of it by the feed alone.
+
+    A hold ends when the usage of its providers has risen by its amounts: the claim is counted now, and a hold beside it
+    would count the room twice. Another request's claim of that size ends it early; the move's then races as any other.
+    It ends at its time as well, and before a decision that no host is left.
+    """
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+        self._held: dict[str, _Held] = {}  # by key, the oldest first
+        self._keys: dict[str, dict[str, None]] = {}  # {provider: keys}
+        self._used: dict[str, dict[str, int]] = {}  # {provider: usage by class as last looked at}
+
+    @property
+    def next_until(self) -> float | None:
+        """When the oldest ends by its time (monotonic); None: nothing is held."""
+        return next(iter(self._held.values())).until if self._held else None
+
+    def add(self, key: str, allocations: Mapping[str, Mapping[str, int]], until: float) -> None:
+        """Count a choice as used, instead of an earlier one of this key. until: monotonic seconds."""
+        self._drop(key)
+        if len(self._held) >= MAX_HELD:
+            self._drop(next(iter(self._held)))
+        self._book.assume(key, allocations)
+        self._held[key] = _Held(allocations, until)
+        for uuid in allocations:
+            self._keys.setdefault(uuid, {})[key] = None
+            if uuid not in self._used:
+                self._used[uuid] = self._usage(uuid)
+
+    def expire(self, now: float) -> None:
+        """Drop those whose time is over."""
+        while self._held and next(iter(self._held.values())).until <= now:
+            self._drop(next(iter(self._held)))
+
+    def settle(self) -> None:
+        """Drop those whose claims the feed has brought since the last look."""
+        risen: dict[str, dict[str, int]] = {}
+        for uuid, before in self._used.items():
+            after = self._usage(uuid)
+            if after != before:
+                risen[uuid] = {name: amount - before.get(name, 0) for name, amount in after.items()}
+                self._used[uuid] = after
+        for key in dict.fromkeys(key for uuid in risen for key in self._keys[uuid]):
+            allocations = self._held[key].allocations
+            if _is_within(allocations, risen):
+                for uuid, share in allocations.items():
+                    for name, amount in share.items():
+                        risen[uuid][name] -= amount
+                self._drop(key)
+
+    def release(self) -> None:
+        """Drop them all."""
+        for key in list(self._held):
+            self._drop(key)
+
+    def _usage(self, uuid: str) -> dict[str, int]:
+        row = self._book.row_of(uuid)
+        return {} if row is None else {name: used for name, (_, used, _) in self._book.inventory_of(row).items()}
+
+    def _drop(self, key: str) -> None:
+        held = self._held.pop(key, None)
+        if held is None:
+            return
+        self._book.forget(key)
+        for uuid in held.allocations:
+            keys = self._keys[uuid]
+            del keys[key]
+            if not keys:
+                del self._keys[uuid], self._used[uuid]
+
+
+def _is_within(allocations: Mapping[str, Mapping[str, int]], risen: Mapping[str, Mapping[str, int]]) -> bool:
+    return all(
+        risen.get(uuid, {}).get(name, 0) >= amount
+        for uuid, share in allocations.items()
+        for name, amount in share.items()
+    )

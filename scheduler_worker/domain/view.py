@@ -10,7 +10,7 @@ from msgspec import Struct
 from bus.contracts.operations import AdminState
 from placement_worker.replica.book import Book
 from scheduler_worker.config import Aggregate
-from scheduler_worker.domain.host_metrics import HostMetricsTable
+from scheduler_worker.domain.fleet import HostMetricsTable
 from scheduler_worker.domain.hosts import ADMIN_STATES, NO_SERVICE, OPEN, Floats, HostTable, Mask, Rows
 
 

@@ -1,1 +1,1 @@
-"""The filters that come with berth, one a file, loaded by class path like an operator's own."""
+"""The filters that come with berth, a file for each question, loaded by class path like an operator's own."""

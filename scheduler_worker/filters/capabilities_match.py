@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_worker.domain.extra_specs import matches, scoped_specs, unscoped_specs
+from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView

@@ -16,12 +16,11 @@ from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.store.rows import clean
 
 COLUMNS = (
-    "drain", "instance_uuid", "position", "project_id", "source_uuid", "source", "kind", "state", "host_uuid", "tries",
-    "failures", "request_id", "code", "reason", "due_at", "begun_at",
+    "drain", "instance_uuid", "position", "source_uuid", "kind", "state", "host_uuid", "tries", "failures", "code",
+    "reason", "due_at", "begun_at",
 )  # fmt: skip
 _TYPES = (
-    "uuid", "uuid", "integer", "text", "uuid", "text", "text", "text", "uuid", "integer", "integer", "uuid", "text",
-    "text", "float8", "float8",
+    "uuid", "uuid", "integer", "uuid", "text", "text", "uuid", "integer", "integer", "text", "text", "float8", "float8",
 )  # fmt: skip
 WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
 
@@ -37,7 +36,7 @@ PUT = f"""
 INSERT INTO drain_moves ({", ".join(COLUMNS)})
 SELECT * FROM unnest({", ".join(f"${at}::{kind}[]" for at, kind in enumerate(_TYPES, 1))})
 ON CONFLICT (drain, instance_uuid) DO UPDATE SET
-    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[4:])}
+    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[3:])}
 """
 DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
 NO_LIMIT = 2**31 - 1
@@ -104,9 +103,8 @@ def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
 
 def _row(one: DrainMove) -> tuple[Any, ...]:
     return (
-        one.drain, one.instance_uuid, one.position, one.project_id, one.source_uuid, clean(one.source), one.kind.value,
-        one.state.value, one.host_uuid, one.tries, one.failures, one.request_id, clean(one.code),
-        clean(one.reason), one.due_at, one.begun_at,
+        one.drain, one.instance_uuid, one.position, one.source_uuid, one.kind.value, one.state.value, one.host_uuid,
+        one.tries, one.failures, clean(one.code), clean(one.reason), one.due_at, one.begun_at,
     )  # fmt: skip
 
 

@@ -16,8 +16,7 @@ from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
 from bus.persistence.relay import Relay
-from bus.persistence.unit_of_work import published
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import VersionCache, published
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,

@@ -8,7 +8,7 @@ from functools import partial
 
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
-from bus.persistence.conflict import PreconditionFailed
+from bus.persistence.guarded_statement import PreconditionFailed
 from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed

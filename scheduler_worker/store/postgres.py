@@ -21,8 +21,7 @@ from bus.persistence.identity import read_identity
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.outbox_rows import PostgresRows
 from bus.persistence.relay import Relay
-from bus.persistence.unit_of_work import Committed, published
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import Committed, VersionCache, published
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,

@@ -143,22 +143,19 @@ object_log = Table(
 )
 
 # The instances of drains (objects of kind drain): one row each, written under the lock of the drain's object. position:
-# in the order of the plan. request_id: the newest request to move it.
+# in the order of the plan.
 drain_moves = Table(
     "drain_moves",
     METADATA,
     Column("drain", UUID, primary_key=True),
     Column("instance_uuid", UUID, primary_key=True),
     needed("position", Integer),
-    needed("project_id", Text),
     needed("source_uuid", UUID),
-    needed("source", Text),
     needed("kind", Text),
     needed("state", Text),
     Column("host_uuid", UUID),
     needed("tries", Integer),
     needed("failures", Integer),
-    Column("request_id", UUID),
     needed("code", Text),
     needed("reason", Text),
     needed("due_at", Double),

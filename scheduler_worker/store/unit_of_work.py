@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bus.persistence.conflict import Conflict
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, WriteSet
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 
 

@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from bus.clock import SystemClock
+from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.persistence.database import Database
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import InstanceStore
 from cell_conductor.store.postgres import PostgresInstances
 from placement_worker.book import ResourceBook
-from tests.contract.books import HOSTS, KINDS, Books, books, roomy_host
-from tests.contract.house import House
-from tests.contract.rig import Rig, rig_for
+from placement_worker.operations import audit
+from placement_worker.store.postgres_rows import PostgresBookRows
+from tests.contract.books import HOSTS, KINDS, POOL, Books, books, roomy_host
+from tests.contract.rig import House, Rig, rig_for
 
 
 @pytest.fixture
@@ -34,9 +36,13 @@ async def house(rig: Rig) -> AsyncIterator[House]:
 
 @pytest.fixture(params=KINDS)
 async def make(request: pytest.FixtureRequest) -> AsyncIterator[Books]:
-    """Another store on the same book, as another process has it."""
+    """Another store on the same book, as another process has it; the audit finds nothing, whatever was done to it."""
     async with books(request) as made:
         yield made
+        for store in made.made:
+            if isinstance(store.rows, PostgresBookRows):
+                async with store.rows.database.raw() as connection:
+                    assert await audit.findings(connection) == []
 
 
 @pytest.fixture
@@ -45,6 +51,18 @@ async def store(make: Books) -> ResourceBook:
     made = make()
     await made.open()
     await made.report([roomy_host(uuid) for uuid in HOSTS])
+    return made
+
+
+@pytest.fixture
+async def pooled(make: Books) -> ResourceBook:
+    """A book of four hosts with eight VCPUs each, and a pool of disks."""
+    made = make()
+    await made.open()
+    for uuid in (*HOSTS[:4], POOL):
+        inventory = {"DISK_GB": Inventory(total=20)} if uuid == POOL else {"VCPU": Inventory(total=8)}
+        root = ProviderReport(uuid=uuid, name=f"host-{uuid[0]}", inventories=inventory)
+        await made.report([InventoryUpdate(source="s", version=1, root_uuid=uuid, providers=(root,))])
     return made
 
 

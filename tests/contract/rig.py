@@ -1,23 +1,30 @@
-"""The operations that the contract tests need of any broker: connections, and a way to cut them."""
+"""The operations that contract tests need of any broker: connections, ways to cut them, queues, handlers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import tempfile
-from collections.abc import AsyncIterator, Callable
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
+import pytest
 from yarl import URL
 
+from bus.bus import Bus, BusLimits
 from bus.clock import SystemClock
+from bus.consuming.consumer import Consumer
+from bus.consuming.outcome import Done, Handler, Outcome, Received
+from bus.contracts.build import BuildAccepted, BuildRequest
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS, DEAD_LETTERS, QueueKind, QueueRow, Where
+from bus.depths import waiting_in
 from bus.local import LocalServer, LocalTransport
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.port import Delivery, Transport
+from bus.port import Delivery, Outgoing, Transport
 from bus.rabbitmq import RabbitTransport
-
-# A test that waits this long for a condition has failed, on a slow machine too.
-PATIENCE_S = 60.0
+from tests.kit.waiting import PATIENCE_S, until
 
 
 class Collector:
@@ -44,15 +51,6 @@ class Collector:
                 self._changed.clear()
                 await self._changed.wait()
         return self.got
-
-
-async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-    """Until an awaitable condition holds; checks again and again, because a broker does not announce it."""
-    async with asyncio.timeout(timeout_s):
-        while not (  # noqa: ASYNC110  (brokers do not announce their depths)
-            await answer if asyncio.iscoroutine(answer := condition()) else answer
-        ):
-            await asyncio.sleep(0.005)
 
 
 class Proxy:
@@ -276,3 +274,129 @@ async def rig_for(kind: str, amqp: Callable[[], tuple[str, str]]) -> AsyncIterat
         yield rig
     finally:
         await rig.close()
+
+
+LASTING = ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)]
+EVERY_ADAPTER = pytest.mark.parametrize("kind", ["local", *LASTING])
+# The socket's broker goes with its process, so there is nothing to come back to.
+EVERY_ADAPTER_THAT_RECONNECTS = pytest.mark.parametrize("kind", LASTING)
+
+
+def row(kind: QueueKind = QueueKind.DURABLE, **fields: object) -> QueueRow:
+    given = {"name": "work", "where": Where.BOTH, "kind": kind, "consumer": "tests", "bindings": (), **fields}
+    return QueueRow(**given)  # type: ignore[arg-type]
+
+
+async def declare(transport: Transport, kind: QueueKind = QueueKind.DURABLE, **fields: object) -> str:
+    template = row(kind, **{"bindings": ((COMMANDS, "work.#"),), **fields})
+    await transport.declare_queue(template, template.name, template.bindings)
+    return template.name
+
+
+def command(body: bytes, key: str = "work.do", **fields: object) -> Outgoing:
+    return Outgoing(exchange=COMMANDS, routing_key=key, body=body, mandatory=True, **fields)  # type: ignore[arg-type]
+
+
+KINDS = pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+REQUESTS = "scheduler.requests"
+LANE = f"{REQUESTS}.17"  # of the project of all requests here, `p`
+
+
+class House:
+    """Buses and consumers of one test, put away at its end."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self._closing: list[Callable[[], Awaitable[None]]] = []
+        self._count = 0
+
+    async def bus(self, name: str = "api", **limits: int) -> Bus:
+        self._count += 1
+        transport = self.rig.make(f"{name}-{self._count}")
+        bus = Bus(
+            name,
+            transport,
+            process=f"p{self._count}",
+            clock=SystemClock(),
+            rng=random.Random(self._count),
+            limits=BusLimits(**limits),
+        )
+        await bus.open()
+        self._closing.append(bus.close)
+        return bus
+
+    async def consume(self, bus: Bus, queue: str, handler: Handler, **options: object) -> Consumer:
+        consumer = bus.consumer(queue, handler, **options)  # type: ignore[arg-type]
+        await consumer.start()
+        self._closing.append(lambda: consumer.drain(0.1))
+        return consumer
+
+    async def close(self) -> None:
+        for closing in reversed(self._closing):
+            await closing()
+
+
+class Answering:
+    """A handler that remembers what it got, and answers as it is instructed."""
+
+    def __init__(self, answer: Callable[[Received], Outcome] = lambda _: Done()) -> None:
+        self.got: list[Received] = []
+        self.batches: list[int] = []
+        self._answer = answer
+
+    async def __call__(self, received: Sequence[Received]) -> Sequence[Outcome]:
+        self.batches.append(len(received))
+        outcomes = [self._answer(one) for one in received]
+        self.got += received
+        return outcomes
+
+    @property
+    def uuids(self) -> list[str]:
+        return [one.message.instance_uuid for one in self.got]  # type: ignore[attr-defined]
+
+    async def wait(self, count: int) -> list[Received]:
+        await until(lambda: len(self.got) >= count)
+        return self.got
+
+
+def boot(number: int = 0, **fields: object) -> BuildRequest:
+    return BuildRequest(instance_uuid=str(uuid.UUID(int=number)), flavor="m1.small", project_id="p", **fields)  # type: ignore[arg-type]
+
+
+def accepted(received: Received) -> Outcome:
+    assert isinstance(received.message, BuildRequest)
+    return Done(BuildAccepted(instance_uuid=received.message.instance_uuid))
+
+
+async def settled(bus: Bus, queue: str = REQUESTS, dead: int = 0) -> None:
+    """Until the queue is empty and this many dead letters are parked."""
+
+    async def as_instructed() -> bool:
+        depths = await _waiting(bus, queue), await bus.transport.depth(DEAD_LETTERS)
+        return depths == (0, dead)
+
+    await until(as_instructed)
+
+
+async def depth_is(at: Bus | Transport, queue: str, count: int) -> bool:
+    return await _waiting(at, queue) == count
+
+
+async def _waiting(at: Bus | Transport, queue: str) -> int:
+    """How many messages; those in all lanes of a queue where a bus is asked."""
+    row = BY_QUEUE.get(queue) if isinstance(at, Bus) else None
+    transport = at.transport if isinstance(at, Bus) else at
+    return await transport.depth(queue) if row is None else await waiting_in(transport, row)
+
+
+def watched(transport: Transport) -> list[Outgoing]:
+    """The messages that leave on this transport from now on."""
+    sent: list[Outgoing] = []
+    publish = transport.publish
+
+    async def watch(message: Outgoing) -> None:
+        sent.append(message)
+        await publish(message)
+
+    transport.publish = watch  # type: ignore[method-assign]
+    return sent

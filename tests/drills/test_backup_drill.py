@@ -24,7 +24,7 @@ from berth.site import Site
 from berth.trial.servers import SystemPlan, variables
 from bus.clock import new_uuid
 from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest
-from cell_conductor.store.safety import DESTROY, PostgresSafety
+from cell_conductor.store.safety import DESTROY, DecidedMachine, PostgresSafety
 from compute_sim.config import ComputeConfig
 from tests.system.worker_processes import rig
 
@@ -127,7 +127,7 @@ async def decide(site: Site, facts: Facts) -> None:
         if breaker.is_open:
             await safety.reset(breaker.service, "drill", site.clock.time())
     for machine in facts.quarantine or ():
-        await safety.decide(machine.instance_uuid, DESTROY, "drill", site.clock.time())
+        await safety.decide([DecidedMachine(machine.instance_uuid)], DESTROY, "drill", site.clock.time())
     await database.close()
 
 

@@ -26,10 +26,10 @@ from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import COMMANDS, QueueKind, QueueRow, Where
 from bus.port import Outgoing, PublishRefused
 from bus.rabbitmq import RabbitTransport
-from tests.contract.rig import until
 from tests.drills.test_servers_unavailable import hosts_known
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import BrokerCluster, broker_cluster, database_pair
+from tests.kit.waiting import until
 from tests.system.small import PLAN
 
 PATIENCE_S = 90.0

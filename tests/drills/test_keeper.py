@@ -16,7 +16,7 @@ from berth.trial.broker_probe import probe
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.keeper import kept_alive
-from bus.rabbitmq import confirms
+from bus.rabbitmq import channels
 
 PATIENCE_S = 120.0
 
@@ -55,7 +55,7 @@ async def test_a_keeper_that_is_stopped_starts_nothing(monkeypatch: pytest.Monke
 async def test_a_broker_that_confirms_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a full disk: the log of its quorum queues is gone, and connections are taken as before."""
     monkeypatch.setattr(module, "PROBE_INTERVAL_S", 0.2)
-    monkeypatch.setattr(confirms, "CONFIRM_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(channels, "CONFIRM_TIMEOUT_S", 5.0)
     logged: list[str] = []
     broker = RabbitMQ()
     async with kept_alive("RabbitMQ", broker, notify=logged.append, probe=lambda: probe(broker.url())):

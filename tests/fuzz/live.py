@@ -33,20 +33,20 @@ from bus.contracts.catalogue import COMMANDS
 from bus.contracts.cell import CellBuild
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
-from bus.rabbitmq.delivery import RabbitDelivery
+from bus.rabbitmq.channels import RabbitDelivery
 from bus.service.main import GC_THRESHOLD
 from bus.topology import QueueNames
 from bus.wire import JSON, Codec, Read
 from placement_worker.rest import bodies
 from placement_worker.rest.config import RestConfig
 from placement_worker.rest.routes import ROUTES
-from tests.contract.rig import until
 from tests.fuzz import hostile
 from tests.fuzz.doors import NEW_ID, packed, property_of
 from tests.integration.placement_rest.conftest import Placement
 from tests.integration.scheduler.world import World
 from tests.kit import servers
 from tests.kit.raw_amqp import FLAGS, publish_frames, raw_publisher
+from tests.kit.waiting import until
 
 LIMIT_S = 0.1
 PATIENCE_S = 120.0

@@ -21,7 +21,7 @@ from bus.owner import BusOwnedByAnother
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from cell_conductor.store.safety import DESTROY, KEEP
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from compute_sim.config import IronicConfig
 from lab.ironic.laboratory import Nodes, lab
 from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
@@ -174,8 +174,8 @@ async def test_a_restored_database_destroys_nothing_newer(nodes: Nodes, cells: l
     quarantined = {one.machine.uuid: one.machine.kind for one in cell.table.unexplained.values()}
     assert quarantined == {newer: UnexplainedKind.QUARANTINED, also_newer: UnexplainedKind.QUARANTINED}
     safety = MemoryInstances(cell.table.session()).safety
-    assert await safety.decide(newer, DESTROY, "an operator", cell.clock.time()) == 1
-    assert await safety.decide(also_newer, KEEP, "an operator", cell.clock.time()) == 1
+    assert len(await safety.decide([DecidedMachine(newer)], DESTROY, "an operator", cell.clock.time())) == 1
+    assert len(await safety.decide([DecidedMachine(also_newer)], KEEP, "an operator", cell.clock.time())) == 1
     await nodes.until(second, "available")
     await cell.look()
     assert await carried(nodes) == {node: what for node, what in before.items() if what[0] != newer}

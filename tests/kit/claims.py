@@ -24,7 +24,7 @@ Answer = Callable[[Claim], ClaimResult | Refusal | None]
 
 
 class BookClaims:
-    """A ClaimPort on a memory book. It passes tests/contract/test_claim_port.py.
+    """A ClaimPort on a memory book. It passes tests/contract/placement/test_claim_port.py.
 
     held: what `holding` answers instead of the book.
     answer: a script that answers claims instead of the book (None: no answer). away: nothing is answered.

@@ -15,6 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tests.kit.waiting import until
+
 PATIENCE_S = 60.0
 KEEP_ALIVE_S = 75  # a client that stood still finds its connection open
 
@@ -89,9 +91,7 @@ async def keystone_stand_in() -> AsyncIterator[tuple[KeystoneStandIn, str]]:
     server = _Server(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not server.started:  # noqa: ASYNC110  # uvicorn has a flag, not an event
-                await asyncio.sleep(0.01)  # until it listens
+        await until(lambda: server.started)
         yield keystone, f"http://127.0.0.1:{listening.getsockname()[1]}"
     finally:
         server.should_exit = True

@@ -37,6 +37,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
+from tests.kit.waiting import until
 
 WAIT_S = 300.0
 LOOKS = 4  # whole reports after which a conductor that wants to destroy something has reported it
@@ -85,7 +86,6 @@ class LoneCell:
         self.reports: list[ComputeHosts] = []
         self.events: list[BuildEvent] = []
         self.alarms: list[MachinesUnexplained | BreakerTripped] = []
-        self._changed = asyncio.Condition()
         self._lives: list[Life] = []
         self._stack = AsyncExitStack()
 
@@ -143,10 +143,7 @@ class LoneCell:
         return Environment(f"{process}-{self.name}", transports=transport, clock=self.clock, rng=self.rng)
 
     async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._changed:
-            outcomes = [Done(self._answer(received.message)) for received in batch]
-            self._changed.notify_all()
-        return outcomes
+        return [Done(self._answer(received.message)) for received in batch]
 
     def _answer(self, message: Message) -> Message | None:
         if isinstance(message, ComputeHosts):
@@ -163,9 +160,7 @@ class LoneCell:
         )
 
     async def until(self, there: Any) -> Any:
-        async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(there)
-        return there()
+        return await until(there, WAIT_S)
 
     async def look(self) -> ComputeHosts:
         """Some whole reports more, and what a conductor did about them; returns the last."""
@@ -173,9 +168,7 @@ class LoneCell:
             earlier = len(self.reports)
             await self.bus.publish(ReportHosts(why="test"))
             await self.until(lambda earlier=earlier: any(report.complete for report in self.reports[earlier:]))
-        async with asyncio.timeout(WAIT_S):
-            while not self.is_idle():  # noqa: ASYNC110  (what was ordered is carried out over HTTP)
-                await asyncio.sleep(0.01)
+        await until(self.is_idle, WAIT_S)
         return [report for report in self.reports if report.complete][-1]
 
     def hosts(self) -> set[str]:

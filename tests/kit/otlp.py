@@ -18,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tests.kit.waiting import until
+
 LIMIT_S = 60.0
 
 
@@ -71,9 +73,7 @@ async def otlp_receiver() -> AsyncIterator[OtlpReceiver]:
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
     try:
-        async with asyncio.timeout(LIMIT_S):
-            while not server.started:  # noqa: ASYNC110  (uvicorn has no event for it)
-                await asyncio.sleep(0.01)
+        await until(lambda: server.started)
         port = server.servers[0].sockets[0].getsockname()[1]
         receiver.url = f"http://127.0.0.1:{port}"
         yield receiver

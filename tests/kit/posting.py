@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from bus.contracts.base import Message
 from bus.publishing import Waiter
+from tests.kit.waiting import until
 
 PATIENCE_S = 60.0
 
@@ -26,7 +27,6 @@ class PostedBus:
         self.confirms.set()
         self.unavailable_reason = ""
         self.on_back: list[Callable[[], None]] = []
-        self._settled = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -74,13 +74,10 @@ class PostedBus:
             if fault is None:
                 self.confirmed.append((message, cause))
             waiter.settle(fault)
-        async with self._settled:
-            self._settled.notify_all()
 
     async def until(self, count: int) -> None:
         """Until so many messages are confirmed."""
-        async with self._settled, asyncio.timeout(PATIENCE_S):
-            await self._settled.wait_for(lambda: len(self.confirmed) >= count)
+        await until(lambda: len(self.confirmed) >= count)
 
     def fault_of(self, message: Message) -> BaseException | None:
         """The broker's answer to a message; a test may overwrite it."""

@@ -4,7 +4,8 @@ Run by the interpreter of mutmut, which knows nothing of berth. Of mutmut's oper
 decision: numbers, truth values, negations, comparisons, arithmetic, cases and conditional expressions. An argument, an
 assigned value or a lambda that becomes None fails at its first use, and a changed text changes no decision. mutmut
 swaps `and` and `or` only, and leaves statements' conditions alone; the operators here drop each operand, and force each
-arm.
+arm. A number that stands outside of functions (a bound with a name, a default) and what a class is declared with
+(`frozen=True`) decide nothing.
 """
 
 from __future__ import annotations
@@ -91,10 +92,16 @@ OPERATORS: mutators.OPERATORS_TYPE = [
 class Visitor(MutationVisitor):
     """Decorated functions have mutants, too, as a file is replaced whole; an assertion's condition has none."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._declared_with: set[cst.CSTNode] = set()  # of classes
+
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef) and node.decorators:
             return False  # mutmut's visitor skips the decorators themselves
-        return isinstance(node, cst.Assert) or super()._skip_node_and_children(node)
+        if isinstance(node, cst.ClassDef):
+            self._declared_with.update(node.keywords)
+        return node in self._declared_with or isinstance(node, cst.Assert) or super()._skip_node_and_children(node)
 
 
 class Mutant(NamedTuple):
@@ -117,7 +124,7 @@ class File:
         visitor = Visitor(OPERATORS, IgnoredCode(set(), set(), set()))
         self._module = wrapper.visit(visitor)
         self._lines = wrapper.resolve(PositionProvider)
-        self.mutations: list[Mutation] = [one for one in visitor.mutations if not of_a_type(one)]
+        self.mutations: list[Mutation] = [one for one in visitor.mutations if decides(one)]
 
     def rendered(self, mutation: Mutation) -> Mutant:
         """As it is planted and printed."""
@@ -131,11 +138,15 @@ class File:
         return Mutant(str(self._path), first + 1, "\n".join(before), "\n".join(after), changed.code)
 
 
-def of_a_type(mutation: Mutation) -> bool:
-    """`One | Other` outside of functions is a type, and no module with another operator there is imported."""
+def decides(mutation: Mutation) -> bool:
+    """Whether it changes a decision. `One | Other` outside of functions is a type, and no module with another operator
+    there is imported.
+    """
     node = mutation.original_node
-    outside = mutation.contained_by_top_level_function is None
-    return outside and isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr)
+    if isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
+        return True
+    is_type = isinstance(node, cst.BinaryOperation) and isinstance(node.operator, cst.BitOr)
+    return not is_type and not isinstance(node, cst.BaseNumber)
 
 
 def drawn(paths: Sequence[Path], seed: int, count: int) -> tuple[int, list[Mutant]]:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from bus.cell_links import CellLinks
 from bus.contracts.objects import CellBus
 from placement_worker.cells import CellFollower
-from scheduler_worker import cells as scheduler_cells
+from scheduler_worker import keepers as scheduler_cells
 
 
 def placement_stays_with_its_settings() -> AbstractContextManager[Any]:

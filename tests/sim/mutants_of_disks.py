@@ -8,7 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 from bus.persistence.memory_database import MemoryDatabase
-from bus.persistence.version_cache import VersionCache
+from bus.persistence.unit_of_work import VersionCache
 from cell_conductor import engine
 from cell_conductor.store.memory import MemoryInstanceRows, MemoryInstances
 from scheduler_worker.store.memory import MemoryBuilds

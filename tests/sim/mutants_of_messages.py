@@ -30,7 +30,7 @@ from scheduler_worker import placing
 from scheduler_worker.domain import effects, step
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.effects import releases_of
-from scheduler_worker.hosts_listener import HostsListener
+from scheduler_worker.fleet import HostsListener
 
 
 def retry_not_confirmed() -> AbstractContextManager[Any]:

@@ -133,7 +133,7 @@ def test_a_drain_waits_for_the_fence_of_a_host_that_its_move_has_begun_on(
         made = {"target": DrainTarget.HOST, "kind": MoveKind.LIVE_MIGRATE, "by": "operator", "started_at": 1.0}
         record = DrainRecord(name="h", state=DrainState.RUNNING, **made)
         monkeypatch.setattr(rest, "drains_of", lambda _objects: {"d": record})
-        row = {"project_id": "p", "source_uuid": "u", "source": "h", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
+        row = {"source_uuid": "u", "kind": MoveKind.LIVE_MIGRATE, "position": 0}
         move = DrainMove(drain="d", instance_uuid="i", state=state, **row)
         world.builds.drain_moves[("d", "i")] = move
         assert bool(list(rest._drains_have_ended(world, {"i"} if burnt else set()))) is breaks

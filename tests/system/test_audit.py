@@ -54,6 +54,7 @@ from cell_conductor.domain.instance import Instance, State
 from cell_conductor.store.rows import INSERT, columns, numbered
 from compute_sim.config import ComputeConfig
 from compute_sim.fleet import Guest
+from tests.kit.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
@@ -74,27 +75,22 @@ class Watched:
         self.found: dict[tuple[str, str], AuditFinding] = {}
         self.confirmed = Confirmed()
         self.looks = 0
-        self._changed = asyncio.Condition()
 
     async def run(self) -> None:
         async with aclosing(watch(self.place, every_s=0.2)) as stream:
             async for seen in stream:
-                async with self._changed:
-                    self.found, self.confirmed = dict(seen.confirmed.found), seen.confirmed
-                    self.looks += 1
-                    self._changed.notify_all()
+                self.found, self.confirmed = dict(seen.confirmed.found), seen.confirmed
+                self.looks += 1
 
     async def until(self, *keys: tuple[str, str], gone: bool = False) -> tuple[int, float]:
         """Wait until these are found, or gone. How many looks ended meanwhile, and how many seconds that took."""
         began_s, looks = self.place.clock.monotonic(), self.looks
-        async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(lambda: all((key in self.found) is not gone for key in keys))
+        await until(lambda: all((key in self.found) is not gone for key in keys), WAIT_S)
         return self.looks - looks, self.place.clock.monotonic() - began_s
 
     async def two_looks(self) -> None:
         last = self.looks + 2
-        async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(lambda: self.looks >= last)
+        await until(lambda: self.looks >= last, WAIT_S)
 
     @property
     def hosts(self) -> list[str]:

@@ -1,11 +1,11 @@
-"""A cell is added to a running system, used, and removed, by `berth cells`; in memory and on a real RabbitMQ."""
+"""A cell is added to a running system, used, and removed; a service that is gone is forgotten."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -26,20 +26,33 @@ from berth.trial.servers import variables
 from berth.trial.up import LocalSystem
 from berth.trial.up import site as local_site
 from bus.clock import new_uuid
-from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostsPage, HostsQuery
+from bus.contracts.build import BuildPage, BuildQuery, BuildRecord, BuildRequest, HostRecord, HostsPage, HostsQuery
 from bus.contracts.cells import CellsPage, CellsQuery, LinkState
-from bus.contracts.objects import ObjectChange, ObjectKind, ObjectsChange, ObjectsChanged
+from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
+from bus.contracts.operations import (
+    AdminState,
+    ForgetHost,
+    ForgetService,
+    HostForgotten,
+    ServiceForgotten,
+    SetAdminState,
+)
 from bus.faults import RequestRefused
 from bus.service.settings import SettingsError
 from compute_sim.config import ComputeConfig
 from tests.kit.forks import run_berth
 from tests.kit.waiting import until
 
-pytestmark = [pytest.mark.system, pytest.mark.postgres]
+# --- A cell is added to a running system, used, and removed, by `berth cells`; in memory and on a real RabbitMQ.
 
+
+pytestmark = [pytest.mark.system, pytest.mark.postgres]
 WAIT_S = 120.0
 RNG = random.Random(7)
 SECRET = "CELL_NEW_URL"
+
+
+Hosts = dict[str, HostRecord]
 
 
 class Whole:
@@ -104,6 +117,39 @@ class Whole:
     async def record(self, uuid: str) -> BuildRecord:
         return (await self.client.bus.request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=WAIT_S)).builds[0]
 
+    # --- hosts and services
+
+    async def hosts(self) -> Hosts:
+        page = await self.client.bus.request(HostsQuery(), HostsPage, timeout_s=WAIT_S)
+        return {host.name: host for host in page.hosts}
+
+    async def until(self, holds: Callable[[Hosts], bool]) -> Hosts:
+        async def held() -> Hosts | None:
+            return found if holds(found := await self.hosts()) else None
+
+        return await until(held, WAIT_S)
+
+    async def forget(self, host: str) -> HostForgotten:
+        return await self.client.forget_host(ForgetHost(host=host, reason="burnt", by="ann"), timeout_s=WAIT_S)
+
+    async def refused(self, host: str) -> str:
+        with pytest.raises(RequestRefused) as fault:
+            await self.forget(host)
+        return fault.value.code
+
+    async def forget_service(self, name: str, cell: str | None = None) -> ServiceForgotten:
+        command = ForgetService(service=name, reason="burnt", by="ann", cell=cell)
+        return await self.client.forget_service(command, timeout_s=WAIT_S)
+
+    async def refused_service(self, name: str, cell: str | None = None) -> str:
+        with pytest.raises(RequestRefused) as fault:
+            await self.forget_service(name, cell)
+        return fault.value.code
+
+    async def decide_host(self, host: str, state: AdminState, *, force: bool = False) -> None:
+        command = SetAdminState(host=host, state=state, reason="burnt", by="ann", force=force)
+        await self.client.set_admin_state(command, timeout_s=WAIT_S)
+
 
 @pytest_asyncio.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
 async def whole(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Whole]:
@@ -123,7 +169,7 @@ async def running(url: str, prefix: str, database_url: str, monkeypatch: pytest.
         cells={"cell1": CellSettings()},
         database=DatabaseSettings(url=database_url),
         up=UpSettings(nodes=0, computes_per_cell=1, schedulers=1, rest=False, web=False),
-        compute=ComputeConfig(hosts=3, heartbeat_interval_s=0.5),
+        compute=ComputeConfig(hosts=1, heartbeat_interval_s=0.5),
     )
     async with local_site(settings, directory=None) as place:
         system = LocalSystem(place)
@@ -195,3 +241,61 @@ async def test_a_cell_that_cannot_be_read_is_named_and_the_rest_is_judged(
                 assert [one["name"] for one in judged["invariants"] if not one["holds"]] == []
             else:
                 assert done.stdout == ""
+
+
+# --- A compute service that is gone for good: its host is fenced, emptied and forgotten; in memory and on RabbitMQ.
+
+
+@pytest_asyncio.fixture
+async def with_second(whole: Whole) -> Whole:
+    """A second compute service in the cell, `c2`, of one host."""
+    place = whole.place
+    second = compute_sim.app.build(place.environment("c2", "compute"), place.settings.compute, "cell1", "c2")
+    await whole.system.in_process.start(("c2", second))
+    return whole
+
+
+async def test_a_host_whose_service_has_died_is_fenced_emptied_and_forgotten(with_second: Whole) -> None:
+    hosts = await with_second.until(lambda found: len(found) == 2 and all(host.up for host in found.values()))
+    (mine,) = (name for name, host in hosts.items() if host.service == "c2")
+    build = BuildRequest(instance_uuid=new_uuid(RNG), flavor="m1.tiny", project_id="p", host=mine)
+    await with_second.client.boot([build])
+    assert await with_second.client.wait(WAIT_S)
+    assert await with_second.refused(mine) == "host.service_up"
+    assert await with_second.refused_service("c2") == "service.up"
+    assert await with_second.refused_service("none", cell="nowhere") == "cell.unknown"
+    await with_second.system.in_process.kill("c2")
+    await with_second.until(lambda found: not found[mine].up)
+    assert await with_second.refused(mine) == "host.has_instances"
+    assert await with_second.refused_service("c2") == "service.has_hosts"
+    await with_second.decide_host(mine, AdminState.FENCED)
+    query = BuildQuery(instance_uuid=build.instance_uuid)
+    await with_second.client.delete((await with_second.client.query(query, timeout_s=WAIT_S)).builds)
+    assert await with_second.client.wait(WAIT_S)
+    assert await with_second.refused(mine) == "host.fence_open"
+    await with_second.decide_host(mine, AdminState.ENABLED, force=True)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            try:
+                assert (await with_second.forget(mine)).removed
+                break
+            except RequestRefused as fault:
+                assert fault.code == "host.fence_open"  # until its cell has acknowledged that it is to be lifted
+    await with_second.until(lambda found: set(found) == set(hosts) - {mine})
+    place = with_second.place
+    assert await rest(place, timeout_s=WAIT_S)
+    facts = await gather(place)
+    # The service has its own record, in its cell, which drops it in `conductor.services_retention_s`.
+    assert {one.name for one in check_invariants(facts) if not one.holds} <= {"services_there"}
+    assert (await with_second.forget_service("c2")).removed
+    assert [one.name for one in check_invariants(await gather(place)) if not one.holds] == []
+    page = await with_second.client.services(limit=10, timeout_s=WAIT_S)
+    assert [one.name for one in page.services if not one.up] == []
+    log = await with_second.client.bus.request(ObjectLogQuery(kind=ObjectKind.SERVICE), ObjectLogPage, timeout_s=WAIT_S)
+    assert [(one.name, one.who, one.why) for one in log.entries] == [("c2", "ann", "burnt")]
+    assert not any((await audited(place, repair=False, grace_s=0.0)).values())
+    settings = place.settings
+    again = compute_sim.app.build(place.environment("c2", "compute"), settings.compute, "cell1", "c2")
+    await with_second.system.in_process.start(("c2", again))
+    back = await with_second.until(lambda found: mine in found and found[mine].up)
+    assert back[mine].admin is None

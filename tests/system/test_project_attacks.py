@@ -11,14 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import aio_pika
 import aiormq
 import pytest
 from aiormq.exceptions import ChannelAccessRefused
 from pamqp.commands import Basic
 
-from berth.trial.servers import API_VHOST, RealServers
-from bus.rabbitmq import RabbitTransport
 from tests.kit.lent import lent_servers
 from tests.system.small import PLAN
 from tests.system.test_permissions import MINE, THEIRS, Guarded, Tenant, key_of, tenant
@@ -29,27 +26,12 @@ pytestmark = [pytest.mark.system, pytest.mark.rabbitmq, pytest.mark.postgres, py
 @pytest.fixture(scope="module")
 def system() -> Iterator[Guarded]:
     with lent_servers(PLAN.cells) as servers, tempfile.TemporaryDirectory(prefix="berth-attacks-") as name:
-        asyncio.run(make_exchanges(servers))
         guarded = Guarded(servers, Path(name))
         try:
             guarded.start()
             yield guarded
         finally:
             guarded.processes.stop()
-
-
-async def make_exchanges(servers: RealServers) -> None:
-    """RabbitMQ 4 takes topic permissions only for exchanges that are there."""
-    settings = servers.settings(PLAN)
-    for name in (API_VHOST, *PLAN.cells):
-        transport = RabbitTransport(servers.broker.url(name), name=name)
-        await transport.open()
-        await transport.declare_shared()
-        await transport.close()
-    connection = await aio_pika.connect(servers.broker.url(API_VHOST))
-    async with connection:
-        channel = await connection.channel()
-        await channel.declare_exchange(settings.ironic_sync.exchange, "topic", durable=False)
 
 
 async def dead_lettering(attacker: Tenant, into: str, count: int = 1) -> list[str]:

@@ -228,6 +228,7 @@ def test_a_project_sees_the_flavors_that_it_may_request(web: Web) -> None:
 READERS = (
     "/aggregates", "/rules", "/objects", "/objects/log", "/hosts/x", "/hosts/x/drain-plan", "/drain-plan", "/drains",
     f"/drains/{UNKNOWN}", "/workers", "/cells", "/services", "/metal", "/dead-letters", "/dead-letters/api/x",
+    "/quarantine", "/breakers", "/breakers/cell1/s",
 )  # fmt: skip
 OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("PUT", "/flavors/x", {"vcpus": 1}),
@@ -248,6 +249,8 @@ OPERATORS: tuple[tuple[str, str, Any], ...] = (
     ("GET", "/dead-letters/api/scheduler.requests/letters/x", None),
     ("POST", "/dead-letters/api/scheduler.requests/replay", {}),
     ("DELETE", "/dead-letters/api/scheduler.requests", None),
+    ("POST", "/quarantine/decide", {"verdict": "destroy", "machines": []}),
+    ("POST", "/breakers/reset", {"breakers": []}),
 )
 
 

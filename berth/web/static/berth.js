@@ -307,6 +307,32 @@ function startAction(form) {
   });
 }
 
+// --- a decision about all rows that are chosen: one request
+
+function startDecision(form) {
+  const boxes = [...form.querySelectorAll("[data-item]")];
+  form.querySelector("[data-all]")?.addEventListener("change", (event) => { for (const one of boxes) one.checked = event.target.checked; });
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    const button = event.submitter;
+    const chosen = boxes.filter((one) => one.checked).map((one) => JSON.parse(one.dataset.item));
+    if (!chosen.length) return showStatus(form, "None is chosen.", true);
+    if (button?.dataset.confirm && !confirm(`${button.dataset.confirm} (${chosen.length})`)) return;
+    for (const one of form.querySelectorAll("button")) one.disabled = true;
+    try {
+      const { ok, reply, sentence } = await request("POST", form.dataset.path, { ...fieldsOf(form, button), [form.dataset.list]: chosen });
+      if (!ok) return showStatus(form, sentence, true);
+      const left = reply.undecided ?? reply.not_open ?? [];
+      if (!left.length) return location.reload();
+      showStatus(form, `${chosen.length - left.length} decided about; ${left.length} were left: ${left[0].code ?? "breaker.not_open"}`, true);
+    } catch (fault) {
+      showStatus(form, `The server does not answer: ${fault.message}`, true);
+    } finally {
+      for (const one of form.querySelectorAll("button")) one.disabled = false;
+    }
+  });
+}
+
 // --- an object: what would change is shown before it is changed
 
 function startObject(form) {
@@ -380,6 +406,7 @@ document.addEventListener("DOMContentLoaded", () => {
   }
   document.querySelectorAll("form.action").forEach(startAction);
   document.querySelectorAll("form.object").forEach(startObject);
+  document.querySelectorAll("form.decide").forEach(startDecision);
   const pending = document.querySelector("[data-pending]");
   if (pending) followPending(pending.dataset.pending);
   const drain = document.querySelector("[data-drain]");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from functools import cache
+from typing import Any
 
 from msgspec import Struct, structs
 
@@ -30,6 +31,14 @@ class Where(StrEnum):
     API = "api"
     CELL = "cell"
     BOTH = "both"
+
+
+API, CELL, BOTH = Where
+
+# The packages of the workers, and who else publishes and consumes.
+SCHEDULER, PLACEMENT, CONDUCTOR = "scheduler_worker", "placement_worker", "cell_conductor"
+COMPUTE, IRONIC = "compute_sim", "ironic_sync"
+CLIENT, OPERATOR = "client", "operator"
 
 
 class QueueKind(StrEnum):
@@ -162,25 +171,38 @@ class MessageRow(Struct, frozen=True, kw_only=True):
         return self.exchange == COMMANDS
 
 
+def command(
+    message: type[Message], key: str, idempotency: str, *, where: Where, owner: str, by: tuple[str, ...], **options: Any
+) -> MessageRow:
+    """The row of a message that one queue of its bus takes. by: its publishers. options: fields of MessageRow."""
+    return MessageRow(
+        message=message,
+        key=key,
+        idempotency=idempotency,
+        where=where,
+        owner=owner,
+        publishers=by,
+        **{"exchange": COMMANDS, **options},
+    )
+
+
+def event(
+    message: type[Message], key: str, idempotency: str, *, where: Where, by: tuple[str, ...], **options: Any
+) -> MessageRow:
+    """The row of a message that may have no listener. Its owner is by default its first publisher."""
+    return command(message, key, idempotency, where=where, by=by, **{"owner": by[0], "exchange": EVENTS, **options})
+
+
 def query(
     message: type[Message],
     reply: type[Message],
     key: str,
     *,
-    owner: str = "scheduler_worker",
-    publishers: tuple[str, ...] = ("operator",),
+    owner: str = SCHEDULER,
+    by: tuple[str, ...] = (OPERATOR,),
     public: bool = True,
 ) -> MessageRow:
     """The row of a question on the API bus, whose answer changes nothing."""
-    return MessageRow(
-        message=message,
-        owner=owner,
-        publishers=publishers,
-        where=Where.API,
-        exchange=COMMANDS,
-        key=key,
-        reply=reply,
-        persistent=False,
-        public=public,
-        idempotency="reads only",
+    return command(
+        message, key, "reads only", where=API, owner=owner, by=by, reply=reply, persistent=False, public=public
     )

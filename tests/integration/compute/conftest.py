@@ -6,8 +6,7 @@ import pytest
 import pytest_asyncio
 
 from compute_sim.drivers.ironic import driver as driver_module
-from tests.integration.compute.harness import Cell
-from tests.integration.compute.metal import Driver, Metal
+from tests.integration.compute.harness import Cell, Driver, Metal
 
 
 @pytest_asyncio.fixture

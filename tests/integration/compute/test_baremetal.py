@@ -12,8 +12,19 @@ from msgspec.structs import replace
 
 from bus.contracts.cell import ComputeHosts, ComputeOutcome
 from compute_sim.driver import DriverHost, DriverUnavailable, Machine, NotOurs, Reschedule
-from tests.integration.compute.harness import DEPLOYMENT, Cell, running
-from tests.integration.compute.metal import FAILING, INSTANCE, QUICK, Driver, Metal, build, fault, mark
+from tests.integration.compute.harness import (
+    DEPLOYMENT,
+    FAILING,
+    INSTANCE,
+    QUICK,
+    Cell,
+    Driver,
+    Metal,
+    build,
+    fault,
+    mark,
+    running,
+)
 from tests.kit.waiting import until
 
 OTHER = "70000000-0000-4000-8000-000000000000"

@@ -27,8 +27,8 @@ from compute_sim.config import NeutronConfig
 from compute_sim.driver import BuildAbort, DriverHost, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.api import IronicApi
 from compute_sim.drivers.ironic.probation import Probation
-from tests.integration.compute.harness import CELL
-from tests.integration.compute.metal import (
+from tests.integration.compute.harness import (
+    CELL,
     FAILING,
     INSTANCE,
     QUICK,

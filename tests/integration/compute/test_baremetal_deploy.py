@@ -22,8 +22,7 @@ from compute_sim.driver import (
     NotOurs,
     Reschedule,
 )
-from tests.integration.compute.harness import DEPLOYMENT
-from tests.integration.compute.metal import FAILING, INSTANCE, QUICK, Driver, Metal, Way, build, fault
+from tests.integration.compute.harness import DEPLOYMENT, FAILING, INSTANCE, QUICK, Driver, Metal, Way, build, fault
 
 PORT = "90000000-0000-4000-8000-000000000000"
 DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"

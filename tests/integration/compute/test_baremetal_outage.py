@@ -12,8 +12,7 @@ from bus.contracts.cell import ComputeOutcome, Running
 from bus.openstack.login import KeystoneLogin
 from compute_sim.driver import Build, DriverUnavailable, Reschedule
 from compute_sim.drivers.ironic.deployment import LOCK_TRIES
-from tests.integration.compute.harness import Cell
-from tests.integration.compute.metal import Driver, Metal, Skipping, Way, build, fault, refusing
+from tests.integration.compute.harness import Cell, Driver, Metal, Skipping, Way, build, fault, refusing
 from tests.kit.waiting import until
 
 

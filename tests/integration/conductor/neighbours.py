@@ -12,10 +12,11 @@ from bus.bus import Bus
 from bus.clock import SystemClock, new_uuid
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Done, Outcome, Received
-from bus.contracts.base import Message, Refusal
+from bus.contracts.base import Message, Meta, Refusal
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import (
     CellBuild,
+    ComputeHosts,
     ComputeOutcome,
     ComputeResult,
     Destroy,
@@ -39,6 +40,7 @@ from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
 from cell_conductor.side_tasks import search_forever
 from cell_conductor.store.postgres import PostgresInstances
+from tests.kit.waiting import until
 
 CELL = "c1"
 WAIT_S = 60.0
@@ -78,16 +80,12 @@ class Neighbours:
         self.destroys: list[Destroy] = []
         self.events: list[BuildEvent] = []
         self.moves: list[MoveEvent] = []
-        self.changed = asyncio.Condition()
         self.bus: Bus
 
     async def placement(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.requested.set()
         await self.answers.wait()
-        answers: list[Outcome] = [Done(self._answer(received.message)) for received in batch]
-        async with self.changed:
-            self.changed.notify_all()
-        return answers
+        return [Done(self._answer(received.message)) for received in batch]
 
     def _answer(self, message: Message) -> Message | None:
         if isinstance(message, Release):
@@ -138,8 +136,6 @@ class Neighbours:
             result = self._command(message) if not self.silent else None
             if result is not None:
                 await self.bus.publish(result, cause=received.meta.cause)
-        async with self.changed:
-            self.changed.notify_all()
         return outcomes
 
     def _find(self, question: FindMachines) -> MachinesFound:
@@ -195,13 +191,10 @@ class Neighbours:
     async def scheduler(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         self.events += [received.message for received in batch if isinstance(received.message, BuildEvent)]
         self.moves += [received.message for received in batch if isinstance(received.message, MoveEvent)]
-        async with self.changed:
-            self.changed.notify_all()
         return [Done()] * len(batch)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(WAIT_S), self.changed:
-            await self.changed.wait_for(condition)
+        await until(condition)
 
     def ends(self, uuid: str) -> list[BuildState]:
         return [event.state for event in self.events if event.instance_uuid == uuid and event.terminal]
@@ -273,6 +266,11 @@ class Cell:
         )
         self.searches.append(asyncio.create_task(search_forever(engine, self.clock)))
         return engine
+
+    async def receive(self, report: ComputeHosts, sent_at: float | None = None) -> None:
+        """A report of a compute service reaches the conductor."""
+        meta = Meta(id="1", sent_at=self.clock.time() if sent_at is None else sent_at)
+        await self.hosts.hosts([Received(report, meta, CELL, "conductor.hosts.conductor")])
 
     def host(self, n: int) -> str:
         return f"10000000-0000-4000-8000-{n:012d}"

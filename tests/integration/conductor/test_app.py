@@ -1,21 +1,31 @@
-"""The whole conductor as it is wired: its lifecycle, its cell's bus, and nothing above."""
+"""The whole conductor as it is wired, its quarantine, and an operator's commands on its schema."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import json
+import os
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from itertools import groupby
+from typing import Any
 from uuid import UUID
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import REGISTRY
 
+import cell_conductor.app
+import compute_sim.app
 from berth.trial.embedded.rabbitmq import RabbitMQ
-from bus.bus import API
+from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import Message
 from bus.contracts.build import BuildState
-from bus.contracts.cell import ReportHosts
+from bus.contracts.cell import ComputeHosts, InstanceSpec, ReportHosts, Selection
+from bus.contracts.placement import InventoryUpdate
 from bus.faults import BrokenInvariant
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
@@ -25,9 +35,20 @@ from bus.service.environment import Environment
 from cell_conductor.app import build
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import Unexplained, UnexplainedKind
-from cell_conductor.store.safety import KEEP, PostgresSafety
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.postgres import PostgresInstances
+from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine, PostgresSafety
+from compute_sim.config import ComputeConfig, HostSize
+from compute_sim.fleet import Fleet, Guest
+from tests.integration.compute.harness import Life
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, MovingClock
+from tests.kit.forks import run_berth
+from tests.kit.waiting import PATIENCE_S, until
+
+# --- The whole conductor as it is wired: its lifecycle, its cell's bus, and nothing above.
 
 
 def environment(url: str, connect: Callable[[str], Transport], requested: list[str]) -> Environment:
@@ -169,9 +190,318 @@ async def test_the_gauges_show_what_waits_for_a_person(postgres_url: str) -> Non
         await safety.record("s1", machines, 1.0)
         assert await shown() == (1, 2)
         await safety.reset("s1", "ann", 2.0)
-        await safety.decide(str(UUID(int=9)), KEEP, "ann", 2.0, host=hosts[0])
+        await safety.decide([DecidedMachine(str(UUID(int=9)), hosts[0])], KEEP, "ann", 2.0)
         assert await shown() == (0, 1)
     finally:
         await database.close()
         stop.set()
         await running
+
+
+# --- The resources of a machine in quarantine are not offered: a conductor, a compute service, and the inventory it
+# reports.
+
+
+SERVICE = "c1-a"
+OURS = "00000000-0000-4000-8000-00000000000a"
+CONFIG = ComputeConfig(
+    hosts=1, sizes=(HostSize(vcpus=16, cpu_ratio=1.0),), heartbeat_interval_s=0.1, report_interval_s=60.0
+)
+LOOKS = 3
+
+
+class World:
+    """A cell's bus with ears on it, a compute service over its machines, and conductors over one store."""
+
+    def __init__(self, url: str | None) -> None:
+        self.clock = SystemClock()
+        self.rng = random.Random(7)
+        self.broker = MemoryBroker(self.clock)
+        self.url = url
+        self.table = MemoryInstanceTable(self.clock)
+        self.fleet = Fleet.planned(CONFIG, CELL, SERVICE)
+        (self.host,) = (host.plan.uuid for host in self.fleet.hosts)
+        self.bus = Bus(CELL, MemoryTransport(self.broker, "ears"), process="ears", clock=self.clock, rng=self.rng)
+        self.received: list[Message] = []
+        self.store: InstanceStore
+        self._lives: dict[str, Life] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        await self.bus.open()
+        for queue in ("placement.inventory", "conductor.hosts.{process}"):
+            consumer = self.bus.consumer(queue, self._receive, concurrency=1)
+            await consumer.start()
+            self._tasks.append(asyncio.create_task(consumer.run()))
+
+    async def close(self) -> None:
+        for name in list(self._lives):
+            await self.stop(name)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.bus.close()
+
+    async def start(self, name: str) -> None:
+        env = Environment(name, transports=partial(self._transport, name), clock=self.clock, rng=self.rng)
+        if name == "compute":
+            service = compute_sim.app.build(env, CONFIG, CELL, SERVICE, fleet=self.fleet)
+        else:
+            self.store = (
+                MemoryInstances(self.table.session())
+                if self.url is None
+                else PostgresInstances(Database(self.url, f"cell_{CELL}"))
+            )
+            config = ConductorConfig(report_grace_s=0.001, sweep_interval_s=0.05)
+            service = cell_conductor.app.build(env, config, CELL, store=self.store)
+        self._lives[name] = Life(service)
+        await self._lives[name].ready()
+
+    def _transport(self, name: str, _bus: str) -> MemoryTransport:
+        return MemoryTransport(self.broker, name)
+
+    async def stop(self, name: str) -> None:
+        await self._lives.pop(name).stop()
+
+    async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        self.received += [received.message for received in batch]
+        return [Done()] * len(batch)
+
+    async def look(self) -> None:
+        """Some whole reports more."""
+        for _ in range(LOOKS):
+            earlier = len(self.received)
+            await self.bus.publish(ReportHosts(why="test"))
+            await self.until(
+                lambda earlier=earlier: any(isinstance(m, ComputeHosts) and m.complete for m in self.received[earlier:])
+            )
+
+    async def until(self, there: Callable[[], object]) -> None:
+        await until(there)
+
+    def offered(self) -> list[int]:
+        """The processors that each inventory update offers, the newest last."""
+        updates = [m for m in self.received if isinstance(m, InventoryUpdate)]
+        found = [update.providers[0].inventories["VCPU"] for update in updates]
+        return [inventory.total - inventory.reserved for inventory in found]
+
+    async def offers(self, processors: int) -> None:
+        await self.until(lambda: self.offered()[-1:] == [processors])
+
+    def put(self, uuid: str = OURS, vcpus: int = 4) -> None:
+        """A machine that carries this cell's mark, and of which its record knows nothing."""
+        self.fleet.put(self.host, Guest(uuid, 1, {self.host: {"VCPU": vcpus}}, deployment=self.store.deployment))
+
+
+@pytest.fixture(params=["memory", "postgres"])
+async def world(request: pytest.FixtureRequest, postgres_url: str) -> AsyncIterator[World]:
+    made = World(None if request.param == "memory" else postgres_url)
+    await made.open()
+    yield made
+    await made.close()
+
+
+async def test_its_room_is_not_offered_until_it_is_gone(world: World) -> None:
+    """A hypervisor with a machine in quarantine was offered as if it were empty."""
+    await world.start("conductor")
+    world.put()
+    await world.start("compute")
+    await world.offers(12)
+    world.put(OURS.replace("a", "b"), vcpus=2)
+    await world.look()
+    await world.offers(10)
+    world.fleet.remove(world.host, OURS)
+    await world.look()
+    await world.offers(14)
+    assert [processors for processors, _ in groupby(world.offered())][-3:] == [12, 10, 14]
+
+
+async def test_it_is_kept_over_restarts_of_the_service_and_of_the_conductor(world: World) -> None:
+    await world.start("conductor")
+    world.put()
+    await world.start("compute")
+    await world.offers(12)
+    await world.stop("conductor")
+    await world.stop("compute")
+    world.received.clear()
+    await world.start("compute")  # no conductor is there to name it anew
+    await world.until(world.offered)
+    await world.start("conductor")
+    await world.look()
+    assert set(world.offered()) == {12}
+
+
+@pytest.mark.parametrize("verdict", [KEEP, DESTROY])
+async def test_an_operators_word_frees_it_with_the_machine_and_not_before(world: World, verdict: str) -> None:
+    await world.start("conductor")
+    world.put()
+    await world.start("compute")
+    await world.offers(12)
+    world.received.clear()
+    await until(lambda: world.store.safety.decide([DecidedMachine(OURS)], verdict, "op", 1.0))
+    await world.look()
+    if verdict == KEEP:
+        world.put(OURS.replace("a", "b"), vcpus=1)  # what is offered then is reported anew
+        await world.look()
+        await world.offers(11)
+        assert set(world.offered()) <= {12, 11}
+    else:
+        async with asyncio.timeout(PATIENCE_S):
+            while world.fleet.guest(world.host, OURS) is not None:
+                assert set(world.offered()) <= {12}
+                await world.look()  # a look that began before the operator's word may be the one that is reported
+                await asyncio.sleep(0.01)
+        await world.look()
+        await world.offers(16)
+
+
+async def test_a_report_that_agrees_requests_nothing(world: World) -> None:
+    await world.start("conductor")
+    world.put()
+    await world.start("compute")
+    await world.offers(12)
+    await world.look()  # of the first report another may have been under way
+    before = _orders()
+    await world.look()
+    assert _orders() == before > 0
+
+
+def _orders() -> float:
+    return REGISTRY.get_sample_value("berth_conductor_reserve_orders_total", {"service": SERVICE}) or 0.0
+
+
+# --- `berth hosts --unknown`, `berth quarantine` and `berth breaker` on a cell's schema, as an operator runs them.
+
+
+CELL_NAME = "cell1"
+COMMAND_TIMEOUT_S = 120.0
+ADDED_CELL = (
+    "INSERT INTO objects (kind, name, body, version, changed_at, changed_by) VALUES ('cell', 'added', $1, 1, 0, '')"
+)
+A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
+
+
+async def berth(url: str, *words: str) -> tuple[int, Any]:
+    env = {**os.environ, "BERTH_DATABASE__URL": url}
+    done = await asyncio.to_thread(run_berth, *words, env=env, timeout_s=COMMAND_TIMEOUT_S)
+    text = done.stdout
+    data = json.loads(text) if text[:1] in ("[", "{") else text + done.stderr
+    return done.returncode, data
+
+
+@pytest.mark.postgres
+async def test_an_operator_sees_what_is_kept_and_decides(postgres_url: str) -> None:
+    stores = [PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2")]
+    for store in stores:
+        await store.open()
+    safety = stores[0].safety
+    ours = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
+    foreign = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
+    await safety.record("s", [ours, foreign], 1.0)
+    await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
+
+    status, listed = await berth(postgres_url, "hosts", "--unknown", "--cell", CELL_NAME, "--json")
+    assert status == 0 and [one["record"]["machine"]["kind"] for one in listed] == ["quarantined", "foreign"]
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", CELL_NAME, "--json")
+    assert status == 0 and [one["record"]["machine"]["uuid"] for one in listed] == [A]
+    status, output = await berth(postgres_url, "quarantine", "release", B, "--destroy", "--cell", CELL_NAME)
+    assert status == 1 and "quarantine" in output, "a foreign machine is not for berth to destroy"
+    status, output = await berth(postgres_url, "quarantine", "release", A, "--cell", CELL_NAME)
+    assert status == 2 and "--keep" in output
+    status, _ = await berth(postgres_url, "quarantine", "release", A, "--destroy", "--by", "op", "--cell", CELL_NAME)
+    assert status == 0 and {(one.verdict, one.decided_by) for one in await safety.records()} == {
+        ("destroy", "op"),
+        ("", ""),
+    }
+
+    status, listed = await berth(postgres_url, "breaker", "list", "--cell", CELL_NAME, "--json")
+    assert status == 1 and listed[0]["breaker"]["lost"] == 6
+    status, reset = await berth(postgres_url, "breaker", "reset", "s", "--by", "op", "--cell", CELL_NAME, "--json")
+    assert (status, reset) == (0, {"service": "s", "cells": [CELL_NAME]})
+    assert (await safety.breakers())[0].reset_by == "op"
+    status, output = await berth(postgres_url, "breaker", "reset", "s", "--cell", CELL_NAME)
+    assert (status == 1 and "not_open" in output) or "is open" in output
+    for store in stores:
+        await store.close()
+
+
+@pytest.mark.postgres
+async def test_all_undecided_machines_of_a_service_are_decided_about_by_one_command(postgres_url: str) -> None:
+    """1,218 machines in quarantine were 1,218 commands; those of a cell that was added at run time were not listed."""
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    added = {"state": "enabled", "bus": {"prefix": "added."}}
+    async with schedulers.raw() as connection:
+        await connection.execute(ADDED_CELL, json.dumps(added))
+    store = PostgresInstances(Database(postgres_url, "cell_added"))
+    await store.open()
+    ours = [
+        Unexplained(f"{n:08d}-0000-4000-8000-000000000000", 1, HOST, UnexplainedKind.QUARANTINED, "no record")
+        for n in range(1_218)
+    ]
+    await store.safety.record("s", ours, 1.0)
+    await store.safety.record("t", [replace(ours[0], uuid=A)], 1.0)
+    await store.safety.decide([DecidedMachine(ours[0].uuid)], "destroy", "ann", 1.0)
+
+    status, listed = await berth(postgres_url, "quarantine", "list", "--cell", "added", "--json")
+    assert (status, len(listed)) == (0, 1_219)
+    assert (await berth(postgres_url, "quarantine", "list"))[0] == 3, "the cells of the settings have no record here"
+    assert (await berth(postgres_url, "quarantine", "release", "--keep"))[0] == 2
+    words = ("quarantine", "release", "--service", "s", "--keep", "--by", "op", "--json")
+    status, decided = await berth(postgres_url, *words)
+    assert (status, decided["machines"]) == (0, 1_217)
+    verdicts = {one.machine.uuid: one.verdict for one in await store.safety.records()}
+    assert (verdicts.pop(A), verdicts.pop(ours[0].uuid), set(verdicts.values())) == ("", "destroy", {"keep"})
+    assert (await berth(postgres_url, *words))[0] == 1, "none is undecided"
+    status, decided = await berth(postgres_url, "quarantine", "release", A, ours[0].uuid, "--keep", "--json")
+    assert (status, decided["instances"]) == (0, [ours[0].uuid, A])
+    for one in (store, schedulers):
+        await one.close()
+
+
+async def test_a_machine_is_given_back_to_its_instance_by_an_operators_word(postgres_url: str) -> None:
+    first, second = (PostgresInstances(Database(postgres_url, f"cell_{name}")) for name in ("cell1", "cell2"))
+    schedulers = Database(postgres_url, "scheduler")
+    await schedulers.open("scheduler_worker.store.migrations")
+    for store in (first, second):
+        await store.open()
+    there = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "newer than its record")
+    home = Selection(host_uuid=B, host="home", service="s", allocations={B: {"VCPU": 1}})
+    spec = InstanceSpec(instance_uuid=A, project_id="p")
+    record = Instance(uuid=A, state=State.ACTIVE, spec=spec, selections=(home,), attempt=1)
+
+    async def adopt(host: str = HOST) -> tuple[int, str]:
+        status, output = await berth(
+            postgres_url, "quarantine", "adopt", A, "--host", host, "--reason", "moved", "--by", "ann"
+        )
+        return status, str(output)
+
+    assert (await adopt())[0] == 1
+    await first.safety.record("s", [there], 1.0)
+    assert "quarantine.unknown" in (await adopt(B))[1]
+    assert "quarantine.not_adoptable" in (await adopt())[1], "the cell has no record of it"
+    async with second.transaction() as transaction:
+        await transaction.insert([replace(record, state=State.BUILDING)])
+    async with first.transaction() as transaction:
+        await transaction.insert([replace(record, state=State.DESTROYING, then=State.DELETED)])
+    assert "it is destroying/deleted" in (await adopt())[1]
+    async with first.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([record])
+    assert "quarantine.recorded_elsewhere" in (await adopt())[1]
+    async with second.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([replace(record, state=State.DELETED)])
+    await second.safety.record("s", [Unexplained(A, 2, B, UnexplainedKind.QUARANTINED, "no record")], 1.0)
+    status, output = await adopt()
+    assert status == 1 and "quarantine.several" in output and B in output
+    await second.safety.delete([(B, A)])
+    assert {one.verdict for one in await first.safety.records()} == {""}
+    status, output = await adopt()
+    assert status == 0, output
+    assert [(one.verdict, one.decided_by) for one in await first.safety.records()] == [("adopt", "ann")]
+    async with schedulers.raw() as connection:
+        logged = [tuple(row) for row in await connection.fetch("SELECT name, who, why FROM object_log")]
+    assert logged == [(A, "ann", "moved")]
+    for one in (first, second, schedulers):
+        await one.close()

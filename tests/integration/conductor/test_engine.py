@@ -1,4 +1,4 @@
-"""The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service."""
+"""The engine over the in-process bus and a real PostgreSQL: builds, questions asked twice, and what is purged."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from bus.clock import new_uuid
 from bus.consuming.outcome import Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildState
-from bus.contracts.cell import (
-    CellBuild,
-    CellDelete,
-    ComputeHosts,
-    ComputeOutcome,
-    ComputeResult,
-    HostReport,
-    Running,
-)
+from bus.contracts.cell import CellBuild, CellDelete, ComputeHosts, ComputeOutcome, ComputeResult, HostReport, Running
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Transient
-from cell_conductor.domain.events import DeleteRequested, InstanceEvent
+from cell_conductor.domain.events import DeleteRequested, InstanceEvent, SpawnFailed
 from cell_conductor.domain.instance import State
 from cell_conductor.domain.proof import rescan_id
+from cell_conductor.engine import Engine
 from cell_conductor.handlers import RequestHandlers, build_requested
+from cell_conductor.placement_requests import PendingQuestion, PlacementRequests
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
+
+# --- The engine over the in-process bus and a real PostgreSQL, with a scripted placement and compute service.
 
 
 @pytest.fixture
@@ -312,3 +309,123 @@ def _delete_arrival(uuid: str, cell: Cell) -> InstanceEvent:
 
 def _build_arrival(build: CellBuild, cell: Cell) -> InstanceEvent:
     return InstanceEvent(build.spec.instance_uuid, build_requested(build, cell.clock.time(), "why"), "message-1")
+
+
+# --- Two conductors ask placement the same question at once, and are answered differently.
+
+
+class Held(PlacementRequests):
+    """Every question to placement waits until it is let go."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__(cell.bus, cell.clock, cell.config.claim_timeout_s)
+        self.asking, self.go = asyncio.Event(), asyncio.Semaphore(0)
+
+    async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
+        self.asking.set()
+        await self.go.acquire()
+        return await super()._ask(questions)
+
+    async def requested(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            await self.asking.wait()
+        self.asking.clear()
+
+
+async def test_a_question_that_came_twice_may_be_answered_full_and_then_claimed(cell: Cell) -> None:
+    """The first asking releases and finds no room; then there is room for the second one (a redelivered message)."""
+    uuid = await _building(cell)
+    (one, first_held), (two, second_held) = _held(cell), _held(cell)
+    failed = InstanceEvent(uuid, SpawnFailed(at=cell.clock.time(), attempt=1, host_uuid=cell.host(1)), "a message")
+    cell.around.full = {cell.host(2)}
+    cell.around._claim = _placement(cell)  # type: ignore[method-assign]
+    first = asyncio.create_task(one.take([failed], source="test"))
+    await first_held.requested()
+    second = asyncio.create_task(two.take([failed], source="test"))
+    await second_held.requested()
+    first_held.go.release()  # full: the claim of the first host is released, none is taken
+    await first_held.requested()  # it requests a release, of the attempt that may have been claimed too
+    assert await cell.state(uuid) is State.RELEASING
+    cell.around.full = set()
+    second_held.go.release()
+    await second
+    assert uuid in cell.around.held
+    first_held.go.release()
+    await first
+    assert await cell.state(uuid) is State.FAILED
+    await cell.check_at_rest()
+
+
+def _held(cell: Cell) -> tuple[Engine, Held]:
+    made = Engine(
+        store=cell.store, bus=cell.bus, relay=cell.relay, clock=cell.clock, config=cell.config, cell=cell.bus.name
+    )
+    held = made._placement = Held(cell)
+    return made, held
+
+
+async def _building(cell: Cell) -> str:
+    cell.around.hangs = {cell.host(1)}
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.engine.take([InstanceEvent(uuid, build_requested(build, cell.clock.time(), uuid))], source="test")
+    return uuid
+
+
+def _placement(cell: Cell) -> object:
+    """As the real one: a release_first that finds nothing to release may go on."""
+
+    def claim(message: Claim) -> ClaimResult:
+        cell.around.held.pop(message.consumer, None)
+        (place,) = message.options[0].allocations
+        if place in cell.around.full:
+            return ClaimResult(outcome=ClaimOutcome.FULL, outcomes=(ClaimOutcome.FULL,))
+        cell.around.held[message.consumer] = (message.attempt, place, 2)
+        return ClaimResult(
+            outcome=ClaimOutcome.CLAIMED, option=0, outcomes=(ClaimOutcome.CLAIMED,), consumer_generation=2
+        )
+
+    return claim
+
+
+# --- The purged records, and the limits of an old report's proof.
+
+
+async def test_deleted_instances_are_forgotten_after_their_time_and_no_others(cell: Cell) -> None:
+    cell.around.fails = {cell.host(3)}
+    gone, kept, failed = cell.build(1), cell.build(2), cell.build(3)
+    uuids = [build.spec.instance_uuid for build in (gone, kept, failed)]
+    tombstone = new_uuid(cell.rng)
+    await cell.around.bus.publish_all([(build, "") for build in (gone, kept, failed)])
+    await cell.around.until(lambda: all(cell.around.ends(uuid) for uuid in uuids))
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuids[0], project_id="p"))
+    await cell.around.until(lambda: BuildState.DELETED in cell.around.ends(uuids[0]))
+    await cell.engine.take([InstanceEvent(tombstone, DeleteRequested(at=cell.clock.time()))], source="test")
+    day_s = cell.config.deleted_retention_s
+    assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
+    cell.clock.offset += day_s + 1.0
+    assert await cell.store.purge_deleted(cell.clock.time() - day_s, 1) == 1
+    assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 1
+    assert await cell.store.purge_deleted(cell.clock.time() - day_s, 10) == 0
+    states = [await cell.state(uuid) for uuid in (*uuids, tombstone)]
+    assert states == [State.ABSENT, State.ACTIVE, State.FAILED, State.ABSENT]
+
+
+async def test_only_a_scan_that_was_requested_proves_a_machine_missing(cell: Cell) -> None:
+    """A driver that lists for a minute: the machine came to be after its host was looked at. Seed 59: the report waited
+    for a conductor that was paused, and by the host's clock it was the later word.
+    """
+    build = cell.build(1)
+    uuid, host = build.spec.instance_uuid, cell.host(1)
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: bool(cell.around.ends(uuid)))
+    cell.clock.offset += 60.0
+    hosts = (HostReport(uuid=host, name="host-1", running=()),)
+    before = ComputeHosts(service="s1", cell=CELL, epoch=1, sequence=1, hosts=hosts, seen_at=cell.clock.time())
+    await cell.receive(before)
+    assert await cell.state(uuid) is State.ACTIVE
+    assert cell.around.running
+    del cell.around.running[host, uuid]
+    (record,) = await cell.store.briefs([], [uuid])
+    await cell.receive(replace(before, sequence=2, rescans=(rescan_id(record),)))
+    await cell.around.until(lambda: cell.around.events[-1].state is BuildState.FAILED)

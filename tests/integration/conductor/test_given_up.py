@@ -1,4 +1,4 @@
-"""A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever."""
+"""Builds of a cell that are given up, or queried: each ends with one event."""
 
 from __future__ import annotations
 
@@ -6,18 +6,30 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
+from msgspec.structs import replace
+from structlog.testing import capture_logs
 
-from bus.contracts.base import Message, encode
-from bus.contracts.build import BuildState
+from bus.contracts.base import Message, Refusal, encode
+from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.catalogue import DEAD
-from bus.contracts.cell import CellDelete
+from bus.contracts.cell import CellBuild, CellDelete
+from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.moves import CellMove, MoveKind, MoveState
 from bus.key_trust import CODE
 from bus.port import Outgoing
 from cell_conductor.domain.events import InstanceEvent
-from cell_conductor.domain.instance import State
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import differences
 from cell_conductor.engine import Engine
+from scheduler_worker.domain.builds import RecordedBuild
 from tests.integration.conductor.neighbours import Cell, opened
+from tests.kit.waiting import until
+from tests.unit.conductor.scenario import DEPLOYMENT, RELEASED, UUID, announced, host, spawned
+from tests.unit.conductor.test_doubted import SET_BACK_AT, announced_to, brief, report_of, requested, run
+
+# --- A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever.
+
 
 REQUEST = "90000000-0000-4000-8000-000000000001"
 
@@ -121,3 +133,250 @@ async def hand_over_as_given_up(cell: Cell, message: Message) -> None:
             headers={CODE: "broker.delivery_limit"},
         )
     )
+
+
+# --- A build under attempt 1 that was given up after a set-back is doubted as one under attempt 2 is.
+
+
+WHY = Refusal(code="broker.delivery_limit", reason="r")
+
+
+def known_at_the_top() -> tuple[RecordedBuild, Instance]:
+    """The schedulers' record once the build was active, and the cell's record of then."""
+    building = run(requested(SET_BACK_AT + 100.0))  # no set-back was known then: numbered from 10 on
+    up = run(spawned(), start=building.instance)
+    top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1")
+    return announced_to(top, building, up), up.instance
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
+    over = run(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    for record in (over.instance, run(RELEASED, start=over.instance).instance):
+        known = replace(brief(record), first_not_tried=record.first_not_tried)
+        found = differences(report_of(attempt), [known], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
+        kinds = [one.kind.value for one in found.unexplained]
+        assert not is_over(record, attempt, host(1)), f"{record.state.value}: over; {kinds}; harmful: {found.harmful}"
+        assert kinds == ["quarantined"] and not found.harmful
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_its_end_reaches_schedulers_that_have_it_as_active(attempt: int) -> None:
+    top, _ = known_at_the_top()
+    assert (top.state, top.terminal) == (BuildState.ACTIVE, True)
+    over = run(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    ended = run(RELEASED, start=over.instance)
+    (event,) = announced(ended)
+    after = announced_to(top, ended)
+    assert after.state is BuildState.FAILED, (
+        f"the cell has it {ended.instance.state.value} and announced {event.state.value} as number {event.sequence};"
+        f" the schedulers have it {after.state.value} under number {after.sequence}"
+    )
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("is_given_up", [False, True], ids=["delivered again", "given up"])
+async def test_a_running_machine_keeps_its_allocation(cell: Cell, *, is_given_up: bool) -> None:
+    """The build was carried out and its delivery never acknowledged; then the cell's database was set back."""
+    build = replace(cell.build(1, 2), requested_at=cell.clock.time())
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    async with cell.database.raw() as connection:
+        await connection.execute("DELETE FROM instances")
+        await connection.execute("DELETE FROM handled")
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    await cell.engine.sweep()  # notices it
+    if is_given_up:
+        await hand_over_as_given_up(cell, build)
+    else:
+        await cell.around.bus.publish(build)
+    await cell.around.until(lambda: len(cell.around.ends(uuid)) == 2)
+    await cell.drain()
+    state = await cell.state(uuid)
+    assert (state, cell.around.running, set(cell.around.held)) == (State.ACTIVE, {(cell.host(1), uuid): 1}, {uuid}), (
+        f"the cell has it {state.value}; running: {cell.around.running}; held: {cell.around.held}; announced:"
+        f" {[(one.state.value, one.sequence, one.code) for one in cell.around.events]}"
+    )
+
+
+# --- The schedulers query a build that has had no event: it is answered from the record, or ends if there is
+# nothing.
+
+
+@pytest.fixture
+async def finder(postgres_url: str) -> AsyncIterator[Cell]:
+    async with opened(postgres_url) as made:
+        made.around.names_amounts = True
+        yield made
+
+
+async def ask(finder: Cell, build: CellBuild, sequence: int = 0) -> None:
+    query = CellBuildQuery(spec=build.spec, sequence=sequence, requested_at=finder.clock.time())
+    await finder.around.bus.publish(query)
+
+
+async def answered(finder: Cell, build: CellBuild, sequence: int = 0) -> BuildEvent:
+    """The first event that answers a query."""
+    known = len(finder.around.events)
+    await ask(finder, build, sequence)
+    await finder.around.until(lambda: len(finder.around.events) > known)
+    return finder.around.events[known]
+
+
+async def forget(finder: Cell, build: CellBuild) -> None:
+    """The cell has taken the build, and its database is what it was before."""
+    await finder.around.bus.publish(build)
+    uuid = build.spec.instance_uuid
+    await finder.around.until(lambda: bool(finder.around.ends(uuid) or finder.around.spawns))
+    await until(lambda: not sum(one.in_hand for one in finder.consumers))
+    async with finder.database.raw() as connection:
+        await connection.execute("DELETE FROM instances WHERE uuid = $1", uuid)
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+
+
+@pytest.mark.postgres
+async def test_a_build_without_a_record_and_without_a_machine_ends_and_holds_nothing(finder: Cell) -> None:
+    build = finder.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await ask(finder, build, 3)
+    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    (end,) = [one for one in finder.around.events if one.terminal]
+    assert (end.state, end.code, end.sequence > 3) == (BuildState.FAILED, "build.outcome_unknown", True)
+    assert "build.lost" in end.reason
+    assert uuid not in finder.around.held
+    assert not finder.around.spawns
+
+
+@pytest.mark.postgres
+async def test_a_copy_of_its_command_that_comes_after_its_end_is_not_built(finder: Cell) -> None:
+    build = replace(finder.build(1, 2), requested_at=finder.clock.time() - 61.0)
+    uuid = build.spec.instance_uuid
+    await ask(finder, build)
+    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    await finder.around.bus.publish(build)
+    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    assert finder.around.ends(uuid) == [BuildState.FAILED, BuildState.FAILED]
+    assert len({one.sequence for one in finder.around.events if one.terminal}) == 1  # the same end once more
+    assert not finder.around.spawns
+
+
+@pytest.mark.postgres
+async def test_a_forgotten_build_whose_machine_runs_is_adopted_with_its_claim(finder: Cell) -> None:
+    build = finder.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await forget(finder, build)
+    await ask(finder, build, 10)
+    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    assert finder.around.ends(uuid) == [BuildState.ACTIVE, BuildState.ACTIVE]
+    assert await finder.state(uuid) is State.ACTIVE
+    assert finder.around.running == {(finder.host(1), uuid): 1}
+    await finder.check_at_rest()
+
+
+@pytest.mark.postgres
+async def test_nothing_is_released_while_a_service_does_not_answer(finder: Cell) -> None:
+    build = finder.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await forget(finder, build)
+    events = len(finder.around.events)
+    finder.around.silent = True
+    with capture_logs() as logs:
+        await ask(finder, build, 10)
+        await until(lambda: any(line["event"] == "build.searched" for line in logs))
+    assert await finder.state(uuid) is State.ABSENT and len(finder.around.events) == events
+    assert finder.around.held[uuid][:2] == (1, finder.host(1)) and finder.around.running
+    finder.around.silent = False
+    await ask(finder, build, 10)
+    await finder.around.until(lambda: len(finder.around.ends(uuid)) == 2)
+    await finder.check_at_rest()
+
+
+@pytest.mark.postgres
+async def test_a_machine_that_is_not_proved_to_be_its_own_stays_and_the_build_fails(finder: Cell) -> None:
+    build = finder.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await forget(finder, build)
+    finder.around.names_amounts = False
+    await ask(finder, build, 10)
+    await finder.around.until(lambda: finder.around.ends(uuid)[-1:] == [BuildState.FAILED])
+    assert finder.around.events[-1].code == "build.machine_exists"
+    assert finder.around.running == {(finder.host(1), uuid): 1}
+    assert not finder.around.destroys
+
+
+@pytest.mark.postgres
+async def test_a_query_releases_no_later_attempt_than_the_next_of_the_one_it_names(finder: Cell) -> None:
+    """A record of it in another cell may have claimed since: only the query's own attempt is known to be over."""
+    build = finder.build(1, 2)
+    uuid = build.spec.instance_uuid
+    finder.around.held[uuid] = (7, finder.host(2), 3)
+    await ask(finder, build, 10)
+    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.FAILED])
+    assert finder.around.held[uuid] == (7, finder.host(2), 3)
+
+
+@pytest.mark.postgres
+async def test_a_build_under_way_is_answered_by_a_number_above_all_that_the_schedulers_have(finder: Cell) -> None:
+    finder.around.hangs = {finder.host(1)}
+    build = finder.build(1, 2)
+    await finder.around.bus.publish(build)
+    await finder.around.until(lambda: bool(finder.around.events))
+    for sequence in (10, 500):
+        answer = await answered(finder, build, sequence)
+        assert (answer.state, answer.terminal, answer.sequence) == (BuildState.BUILDING, False, sequence + 1)
+    finder.around.hangs = set()
+    await finder.around.bus.publish(finder.around.spawns[0])
+    await finder.around.until(lambda: finder.around.ends(build.spec.instance_uuid) == [BuildState.ACTIVE])
+    assert finder.around.events[-1].sequence == 502
+
+
+@pytest.mark.postgres
+async def test_an_end_that_the_schedulers_have_not_had_is_announced_under_its_own_number(finder: Cell) -> None:
+    build = finder.build(1, 2)
+    await finder.around.bus.publish(build)
+    await finder.around.until(lambda: bool(finder.around.ends(build.spec.instance_uuid)))
+    end = finder.around.events[-1]
+    assert (await answered(finder, build, end.sequence - 1)).sequence == end.sequence
+    above = await answered(finder, build, end.sequence + 7)
+    assert (above.state, above.terminal, above.sequence) == (BuildState.ACTIVE, True, end.sequence + 8)
+
+
+@pytest.mark.postgres
+async def test_a_delete_that_comes_again_while_it_is_under_way_is_announced_again(finder: Cell) -> None:
+    build = finder.build(1)
+    uuid = build.spec.instance_uuid
+    await finder.around.bus.publish(build)
+    await finder.around.until(lambda: bool(finder.around.ends(uuid)))
+    finder.around.silent = True
+    delete = CellDelete(instance_uuid=uuid, project_id="p", begun=True)
+    sequences = []
+    for _ in range(3):
+        known = len(finder.around.events)
+        await finder.around.bus.publish(delete)
+        await finder.around.until(lambda known=known: len(finder.around.events) > known)  # type: ignore[misc]
+        assert finder.around.events[-1].state is BuildState.DELETING
+        sequences.append(finder.around.events[-1].sequence)
+    assert sequences == sorted(set(sequences))
+    assert not finder.around.destroys
+
+
+@pytest.mark.postgres
+async def test_a_delete_that_came_before_its_build_is_carried_out_when_it_comes_again(finder: Cell) -> None:
+    """Its build never comes: the cell has forgotten it. A tombstone would wait for it for ever."""
+    build = finder.build(1)
+    uuid = build.spec.instance_uuid
+    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
+    assert uuid not in finder.around.held
+
+
+@pytest.mark.postgres
+async def test_a_query_of_a_build_that_is_deleted_here_ends_with_the_delete(finder: Cell) -> None:
+    build = finder.build(1)
+    uuid = build.spec.instance_uuid
+    await finder.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await ask(finder, build)
+    await finder.around.until(lambda: finder.around.ends(uuid) == [BuildState.DELETED])
+    assert uuid not in finder.around.held

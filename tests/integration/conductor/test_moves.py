@@ -33,6 +33,7 @@ from compute_sim.driver import ChangeOrder, ChangeResult, HandOverRefused
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.fleet import Fleet
 from placement_worker.config import PlacementConfig
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.rabbitmq
 
@@ -53,7 +54,6 @@ class Rig:
         self.config = ComputeConfig(hosts=1, gpu_share=0.0, faults=Faults(change_max_s=0.02))
         self.fleets = {name: Fleet.planned(self.config, CELL, name) for name in SERVICES}
         self.published: list[Message] = []
-        self._changed = asyncio.Condition()
         self._stop = asyncio.Event()
         self._running: list[asyncio.Task[None]] = []
         self._computes: dict[str, tuple[asyncio.Event, asyncio.Task[None]]] = {}
@@ -114,14 +114,11 @@ class Rig:
         await self.api.close()
 
     async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
-        async with self._changed:
-            self.published += [received.message for received in batch]
-            self._changed.notify_all()
+        self.published += [received.message for received in batch]
         return [Done()] * len(batch)
 
     async def until(self, found: Callable[[], object]) -> None:
-        async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(found)
+        await until(found)
 
     async def _until_reported(self, service: str) -> None:
         """Wait until placement has the inventory of this service's host."""

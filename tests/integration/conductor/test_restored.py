@@ -1,24 +1,43 @@
-"""A conductor's database is set back, emptied or replaced, also under conductors that go on running."""
+"""A cell whose database is set back, emptied or replaced, and a host that changes its service."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from itertools import count
 
 import pytest
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
-from bus.consuming.outcome import Done, Received
+from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildState
-from bus.contracts.cell import CellDelete, ComputeHosts, HostReport, Running
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import (
+    CellBuild,
+    CellDelete,
+    ComputeHosts,
+    ComputeOutcome,
+    ComputeResult,
+    HostReport,
+    RescanHosts,
+    Running,
+)
 from bus.faults import DatabaseReplaced
+from bus.persistence.relay import Relay
 from cell_conductor.domain.instance import State
 from cell_conductor.handlers import RETRIES, UNSURE, RequestHandlers
-from cell_conductor.store.safety import ADOPT
-from tests.integration.conductor.neighbours import WAIT_S, Cell, opened
+from cell_conductor.store.safety import ADOPT, DecidedMachine
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.unanswered import UnansweredRequests
+from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
+from tests.kit.waiting import until
+
+# --- A conductor's database is set back, emptied or replaced, also under conductors that go on running.
 
 
 @pytest.fixture
@@ -218,9 +237,7 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
         await cell.around.bus.publish(page)
 
     await report()
-    async with asyncio.timeout(WAIT_S):
-        while not await cell.store.safety.decide(uuid, ADOPT, "ann", 1.0, host=at):  # noqa: ASYNC110  (as below)
-            await asyncio.sleep(0.01)
+    await until(lambda: cell.store.safety.decide([DecidedMachine(uuid, at)], ADOPT, "ann", 1.0))
     assert await cell.state(uuid) is State.ACTIVE and cell.around.events[-1].host == "host-1"
     await report()
     await cell.around.until(lambda: cell.around.events[-1].host == at)  # the neighbour's hosts have no other name
@@ -232,3 +249,136 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
         while await cell.store.safety.records():  # noqa: ASYNC110  (a record explains it now)
             await asyncio.sleep(0.01)
     assert await cell.state(uuid) is State.ACTIVE
+
+
+# --- A cell whose database was set back to before a delete has it commanded once more by the schedulers' watch.
+
+
+async def none_is_accepted(instances: Mapping[str, int]) -> None:
+    assert not instances
+
+
+@asynccontextmanager
+async def the_schedulers(cell: Cell, build: CellBuild) -> AsyncIterator[UnansweredRequests]:
+    """The task of a scheduler that has the delete on record, and waits for its end."""
+    store = MemoryBuilds(MemoryBuildTable(cell.clock).session())
+    buses = {cell.around.bus.name: cell.around.bus}
+    relay = Relay(store.outbox, buses, clock=cell.clock)
+    store.publish_through(relay)
+    await store.open()
+    publishing = asyncio.create_task(relay.run())
+    uuid = build.spec.instance_uuid
+    record = RecordedBuild(
+        instance_uuid=uuid, project_id="p", state=BuildState.DELETING, sequence=12, cell=cell.around.bus.name
+    )
+    request = BuildRequest(instance_uuid=uuid, project_id="p", flavor="m1.small")
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=b"", build=record)], cell.clock.time())
+    yield UnansweredRequests(
+        store, buses, SchedulerConfig, clock=cell.clock, rng=cell.rng, after_s=0.01, resume=none_is_accepted
+    )
+    publishing.cancel()
+    await asyncio.gather(publishing, return_exceptions=True)
+
+
+@pytest.mark.postgres
+async def test_a_delete_is_carried_out_though_the_cell_was_set_back_to_before_it(cell: Cell) -> None:
+    build = cell.build(1, 2)
+    uuid = build.spec.instance_uuid
+    await cell.around.bus.publish(build)
+    await cell.around.until(lambda: cell.around.ends(uuid) == [BuildState.ACTIVE])
+    async with cell.database.raw() as connection:
+        before = await connection.fetchrow("SELECT state, deadline, record::text FROM instances")
+    cell.around.silent = True  # the delete is on record and not carried out
+    await cell.around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p", begun=True))
+    async with asyncio.timeout(WAIT_S):
+        while (  # noqa: ASYNC110  (nothing announces that it is acknowledged)
+            await cell.state(uuid) is State.ACTIVE or sum(one.in_hand for one in cell.consumers)
+        ):
+            await asyncio.sleep(0.01)
+    async with cell.database.raw() as connection:
+        await connection.execute("UPDATE instances SET state = $1, deadline = $2, record = $3::text::json", *before)
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+    cell.around.silent = False
+    before_it = len(cell.around.events)
+    async with the_schedulers(cell, build) as watch:
+        for _ in range(10):
+            cell.clock.offset += 3_601.0
+            await cell.engine.sweep()
+            await watch.look()
+            await asyncio.sleep(0.1)
+    assert cell.around.ends(uuid)[-1:] == [BuildState.DELETED], (
+        f"ten hours later it is {(await cell.state(uuid)).value}; announced since the set-back:"
+        f" {[(one.state.value, one.sequence) for one in cell.around.events[before_it:]]}"
+    )
+
+
+# --- A host changes its compute service while one of its machines is to be deleted.
+
+
+async def test_a_delete_sent_to_a_dead_service_is_sent_to_its_heir(cell: Cell) -> None:
+    """The order lies in a queue without a consumer; the heir, s1, reports the machine."""
+    around, host = cell.around, cell.host(1)
+    await cell.bus.declare("compute.{service}", service="dead")
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    at_dead = replace(build, selections=tuple(replace(s, service="dead") for s in build.selections))
+    await around.bus.publish(at_dead)
+    await around.until(lambda: bool(around.events))
+    around.running[host, uuid] = 1
+    built = ComputeResult(instance_uuid=uuid, attempt=1, host_uuid=host, service="dead", outcome=ComputeOutcome.ACTIVE)
+    await around.bus.publish(built)
+    await around.until(lambda: bool(around.ends(uuid)))
+    await around.bus.publish(CellDelete(instance_uuid=uuid, project_id="p"))
+    await around.until(lambda: around.events[-1].state is BuildState.DELETING)
+    still = Running(instance_uuid=uuid, attempt=1, deployment=cell.store.deployment)
+    report = ComputeHosts(
+        service="s1",
+        cell=CELL,
+        epoch=1,
+        sequence=1,
+        hosts=(HostReport(uuid=host, name="host-1", running=(still,)),),
+    )
+    await cell.receive(report)
+    await around.until(lambda: around.events[-1].state is BuildState.DELETED)
+    assert [order.service for order in around.destroys] == ["s1"]
+    assert await cell.state(uuid) is State.DELETED
+    await cell.check_at_rest()
+
+
+async def test_what_an_heir_misses_is_lost_by_the_scan_that_was_requested_and_by_none_before(cell: Cell) -> None:
+    """Seed 61245 at d0562af: by the heir's clock, which was ahead, a scan of before the build was long after it."""
+    around, host = cell.around, cell.host(1)
+    looks: asyncio.Queue[RescanHosts] = asyncio.Queue()
+
+    async def heir(batch: Sequence[Received]) -> Sequence[Outcome]:
+        for received in batch:
+            if isinstance(received.message, RescanHosts):
+                looks.put_nowait(received.message)
+        return [Done()] * len(batch)
+
+    listening = around.bus.consumer("compute.control.{service}", heir, service="heir", source="heir")
+    await listening.start()
+    running = asyncio.create_task(listening.run())
+    build = cell.build(1)
+    uuid = build.spec.instance_uuid
+    await around.bus.publish(build)
+    await around.until(lambda: bool(around.ends(uuid)))
+    assert await cell.state(uuid) is State.ACTIVE
+    cell.clock.offset += 60.0
+    ahead = cell.clock.time() + 3600.0
+    report = ComputeHosts(
+        service="heir", cell=CELL, epoch=1, sequence=1, seen_at=ahead, scan=1,
+        hosts=(HostReport(uuid=host, name="host-1", running=()),),
+    )  # fmt: skip
+    await cell.receive(report, ahead)
+    assert await cell.state(uuid) is State.ACTIVE
+    async with asyncio.timeout(60):
+        order = await looks.get()
+    assert (order.hosts, len(order.rescans)) == ((host,), 1)
+    del around.running[host, uuid]  # it is really gone, and the heir looks again
+    again = replace(report, sequence=2, scan=2, rescans=order.rescans)
+    await cell.receive(again, ahead)
+    await around.until(lambda: BuildState.FAILED in [event.state for event in around.events])
+    await listening.drain(5.0)
+    await running

@@ -28,7 +28,7 @@ from ironic_sync.config import IronicSyncConfig
 from ironic_sync.domain.node import Allocation, Node, Unreadable
 from ironic_sync.source.port import SourceRefused, SourceUnavailable
 from ironic_sync.source.rest import RestSource
-from tests.integration.compute.metal import guarded
+from tests.integration.compute.harness import guarded
 from tests.kit.certificates import Authority
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 

@@ -21,6 +21,7 @@ from berth.trial.ironic_stand_in.state_file import load, save, settled
 from berth.trial.up import simulated_ironic
 from berth.trial.worker_processes import NO_TLS
 from bus.clock import SystemClock
+from tests.kit.waiting import until
 from tests.unit.ironic.world import SCENARIOS, Recording
 
 # --- the stand-in behaves as Ironic: same events, same fields, same routing, same wishful `.start`s
@@ -66,9 +67,7 @@ async def client(ironic: IronicStandIn) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def idle(ironic: IronicStandIn) -> None:
-    async with asyncio.timeout(60):
-        while not ironic.pool.idle:  # noqa: ASYNC110 (the node pool has no event for it)
-            await asyncio.sleep(0)
+    await until(lambda: ironic.pool.idle)
 
 
 def recorded_shapes() -> dict[str, tuple[set[str], set[str], str, str]]:
@@ -217,9 +216,7 @@ async def until_kept(path: Path, node: str) -> None:
         other = NodePool(Silent(), clock=SystemClock(), rng=random.Random(1))
         return load(other, path) and other.nodes[node]["instance_uuid"] == INSTANCE
 
-    async with asyncio.timeout(PATIENCE_S):
-        while not found():  # noqa: ASYNC110  (a file has no event)
-            await asyncio.sleep(0.02)
+    await until(found)
 
 
 async def test_what_is_being_written_when_it_stops_does_not_outlast_what_is_newer(
@@ -256,9 +253,7 @@ async def test_a_disk_that_was_full_is_written_again(tmp_path: Path) -> None:
             assert ironic is not None
             node = next(iter(ironic.pool.nodes.values()))
             await ironic.pool.patch(node, {"instance_uuid": INSTANCE}, "req")
-            async with asyncio.timeout(PATIENCE_S):
-                while not logs:  # noqa: ASYNC110  (a log has no event)
-                    await asyncio.sleep(0.02)
+            await until(lambda: logs)
             blocked.rmdir()
             await until_kept(kept, node["uuid"])
             blocked.mkdir()

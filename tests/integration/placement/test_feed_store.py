@@ -24,6 +24,7 @@ from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.store import feed, publishing
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database
+from tests.kit.waiting import until
 
 from .conftest import Book
 
@@ -176,12 +177,12 @@ async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_s
         sent.extend(change.sequence for change in changes)
 
     async def kill_who_waits() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await killer.fetchval(
+        await until(
+            lambda: killer.fetchval(
                 "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE wait_event_type = 'Lock'"
                 " AND datname = current_database()"
-            ):
-                pass
+            )
+        )
 
     killer = await asyncpg.connect(book.url)
 

@@ -31,6 +31,7 @@ from placement_worker.domain.trees import SetTraits
 from placement_worker.domain.values import Provider
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookRows
+from tests.kit.waiting import until
 
 from .conftest import Book
 
@@ -316,9 +317,7 @@ async def moved_by_another(book: Book) -> AsyncIterator[Callable[[], Awaitable[N
     await holder.execute(MOVE)
 
     async def let_go() -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not await watcher.fetchval(WAITING):
-                pass
+        await until(lambda: watcher.fetchval(WAITING))
         await holding.commit()
 
     yield let_go

@@ -38,6 +38,7 @@ from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.store import claims, members
 from tests.kit.servers import fresh_database
+from tests.kit.waiting import until
 
 from .conftest import Book
 
@@ -334,9 +335,7 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
             if requested.limits:
                 await claims.lock(reading, ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
             importing = asyncio.create_task(imported(book, file))
-            async with asyncio.timeout(PATIENCE_S):
-                while not await reading.fetchval(NOT_GRANTED):
-                    pass
+            await until(lambda: reading.fetchval(NOT_GRANTED))
             assert not importing.done()
             await reading.execute("DELETE FROM consumers WHERE uuid = $1", requested.consumer)
         assert await importing == 0

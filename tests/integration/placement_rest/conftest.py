@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -181,13 +181,6 @@ async def serving(book: str | MemoryBookTable, **config: float) -> AsyncIterator
         yield made
     finally:
         await made.stop()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Until a condition holds, checked again and again: sockets and threads send no event."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  (sockets and threads send no event)
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture(params=KINDS)

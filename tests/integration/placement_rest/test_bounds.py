@@ -21,7 +21,8 @@ from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
 from bus.service.http_protocol import MAX_PIPELINED
 from placement_worker import metrics as worker_metrics
 from placement_worker.rest import api, bodies, candidates, metrics, providers
-from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving, until
+from tests.integration.placement_rest.conftest import PATIENCE_S, Placement, serving
+from tests.kit.waiting import until
 
 # --- one client's long search, and one that does not read its answer, cost no other client anything
 

@@ -1,23 +1,25 @@
-"""Cells are taken into use and out of use by operators while schedulers and placement run, on real PostgreSQL."""
+"""Cells in and out of use, a cell that is unreachable, and hosts that nobody has announced."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import asyncpg
+import msgspec
 import pytest
 from prometheus_client import REGISTRY
 
-from bus.bus import Bus
-from bus.clock import SystemClock
+from bus.bus import API, Bus
+from bus.clock import SystemClock, new_uuid
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildRequest, BuildState, HostsPage, HostsQuery
 from bus.contracts.catalogue import DEAD
+from bus.contracts.cell import HostReport, ServiceDown, ServicesDigest
 from bus.contracts.cells import CellRecord, CellsPage, CellsQuery, LinkState
+from bus.contracts.fences import FenceState
 from bus.contracts.objects import (
     CellState,
+    HostDecision,
     ObjectChange,
     ObjectKind,
     ObjectLogPage,
@@ -25,14 +27,36 @@ from bus.contracts.objects import (
     ObjectsChange,
     ObjectsChanged,
 )
-from bus.contracts.placement import Release, ReleaseResult
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    ForgetHost,
+    HostForgotten,
+    ServicesPage,
+    ServicesQuery,
+    SetAdminState,
+)
+from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport, Release, ReleaseResult
 from bus.faults import RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.contract.rig import watched
+from tests.integration.scheduler.steps import (
+    WARM,
+    becomes,
+    decide,
+    digests,
+    fence_sent,
+    forget_host,
+    hosts_of,
+    publish_fence,
+)
+from tests.integration.scheduler.world import World
+
+# --- Cells are taken into use and out of use by operators while schedulers and placement run, on real PostgreSQL.
+
 
 pytestmark = pytest.mark.postgres
-
 ABSENT = "a0000000-0000-4000-8000-000000000000"
 
 
@@ -53,53 +77,59 @@ async def running(world: World) -> AsyncIterator[World]:
     yield world
 
 
-async def decide(world: World, name: str, state: str | None, *, force: bool = False, **body: Any) -> ObjectsChanged:
+async def decide_cell(
+    world: World, name: str, state: str | None, *, force: bool = False, **body: Any
+) -> ObjectsChanged:
     change = ObjectChange(kind=ObjectKind.CELL, name=name, body=None if state is None else {"state": state, **body})
     requested = ObjectsChange(who="ann", why="a test", changes=(change,), force=force)
-    return await world.buses["api"].request(requested, ObjectsChanged, timeout_s=PATIENCE_S)
+    return await world.answer(requested, ObjectsChanged)
 
 
 async def refused(world: World, name: str, state: str | None, **body: Any) -> RequestRefused:
     with pytest.raises(RequestRefused) as found:
-        await decide(world, name, state, **body)
+        await decide_cell(world, name, state, **body)
     return found.value
 
 
 async def cells(world: World) -> dict[str, CellRecord]:
-    page = await world.buses["api"].request(CellsQuery(), CellsPage, timeout_s=PATIENCE_S)
+    page = await world.answer(CellsQuery(), CellsPage)
     return {one.name: one for one in page.cells}
 
 
 async def linked(world: World, name: str, *, count: int) -> None:
     """Wait until so many workers are connected to a cell's bus, beside this world."""
-    await world.eventually(lambda: len(world.brokers[name].transports) == count + 1)
+    await world.until(lambda: len(world.brokers[name].transports) == count + 1)
 
 
 async def problem(world: World, name: str, text: str) -> None:
     """Wait until the scheduler that answers cannot enter the cell, for this reason."""
-    async with asyncio.timeout(PATIENCE_S):
-        while text not in (await cells(world))[name].problem:
-            pass
+
+    async def is_named() -> bool:
+        return text in (await cells(world))[name].problem
+
+    await world.until(is_named)
 
 
 async def in_state(world: World, name: str, state: CellState) -> None:
     """Wait until the scheduler that answers has this state of the cell: of two the other one may have decided."""
-    async with asyncio.timeout(PATIENCE_S):
-        while (await cells(world))[name].state is not state:
-            pass
+
+    async def is_in_state() -> bool:
+        return (await cells(world))[name].state is state
+
+    await world.until(is_in_state)
 
 
 async def only(world: World, name: str) -> None:
     """No other cell takes builds, on any scheduler."""
     others = {"c1", "c2", "c3"} - {name}
     for other in sorted(others & {"c1", "c2"}):
-        await decide(world, other, "disabled")
-    await world.eventually(lambda: all(others & {"c1", "c2"} <= t.disabled_cells for t in world.tables.values()))
+        await decide_cell(world, other, "disabled")
+    await world.until(lambda: all(others & {"c1", "c2"} <= t.disabled_cells for t in world.tables.values()))
 
 
 async def active_in_added_cell(world: World, name: str) -> BuildRequest:
     """A cell is added, alone with a host, and has an instance."""
-    await decide(world, name, "enabled", bus={})
+    await decide_cell(world, name, "enabled", bus={})
     await linked(world, name, count=3)
     await world.add_hosts(name, 1)
     await only(world, name)
@@ -110,7 +140,7 @@ async def active_in_added_cell(world: World, name: str) -> BuildRequest:
 
 async def test_an_added_cell_is_served_by_every_worker_without_a_restart(running: World) -> None:
     before = dict(running.services)
-    await decide(running, "c3", "enabled", bus={})
+    await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.add_hosts("c3", 2)
     await only(running, "c3")
@@ -119,7 +149,7 @@ async def test_an_added_cell_is_served_by_every_worker_without_a_restart(running
         await running.active(request)
     assert {bus for bus, _ in running.builds} == {"c3"}
     # Placement serves the cell's conductors there: a release is answered.
-    answer = await running.buses["c3"].request(Release(consumer=ABSENT, attempt=1), ReleaseResult, timeout_s=PATIENCE_S)
+    answer = await running.answer(Release(consumer=ABSENT, attempt=1), ReleaseResult, on="c3")
     assert answer.outcome
     found = (await cells(running))["c3"]
     assert (found.state, found.in_use, found.configured, found.by, found.link) == (
@@ -130,17 +160,17 @@ async def test_an_added_cell_is_served_by_every_worker_without_a_restart(running
 
 async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_worker(running: World) -> None:
     request = await active_in_added_cell(running, "c3")
-    await decide(running, "c1", "enabled")
+    await decide_cell(running, "c1", "enabled")
     fault = await refused(running, "c3", "removed", bus={})
     assert (fault.code, "1 instance," in fault.reason) == ("cell.in_use", True)
     fault = await refused(running, "c3", None)
     assert fault.code == "cell.in_use", "nor is it forgotten"
-    await decide(running, "c3", "removed", bus={}, abandoned=True, force=True)
+    await decide_cell(running, "c3", "removed", bus={}, abandoned=True, force=True)
     await linked(running, "c3", count=0)
     found = (await cells(running))["c3"]
     assert (found.state, found.in_use, found.link) == (CellState.REMOVED, False, LinkState.CLOSED)
     # Added again it is as before: what is there can be deleted.
-    await decide(running, "c3", "enabled", bus={})
+    await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.delete(request)
     await running.until(lambda: [one for cell, one in running.deletes if cell == "c3"])
@@ -149,16 +179,12 @@ async def test_a_cell_with_instances_is_removed_by_force_only_and_left_by_every_
 async def test_a_request_for_a_cell_that_was_left_reaches_it_when_it_is_added_again(running: World) -> None:
     """Messages to it stay in the table meanwhile."""
     request = await active_in_added_cell(running, "c3")
-    await decide(running, "c3", "removed", bus={}, abandoned=True, force=True)
+    await decide_cell(running, "c3", "removed", bus={}, abandoned=True, force=True)
     await linked(running, "c3", count=0)
     await running.delete(request)
-    connection = await asyncpg.connect(running.url)
-    async with asyncio.timeout(PATIENCE_S):
-        while not await connection.fetchval("SELECT count(*) FROM scheduler.outbox WHERE bus = 'c3'"):
-            pass
-    await connection.close()
+    await running.until(lambda: running.sql("SELECT 1 FROM scheduler.outbox WHERE bus = 'c3'"))
     assert not running.deletes
-    await decide(running, "c3", "enabled", bus={})
+    await decide_cell(running, "c3", "enabled", bus={})
     await running.until(lambda: [one for cell, one in running.deletes if cell == "c3"])
 
 
@@ -166,13 +192,13 @@ async def test_a_removed_cell_of_the_settings_is_left_and_taken_back(running: Wo
     await linked(running, "c2", count=3)
     await running.add_hosts("c1", 1)
     await running.add_hosts("c2", 1)
-    await decide(running, "c2", "removed")
+    await decide_cell(running, "c2", "removed")
     await linked(running, "c2", count=0)
     request = running.request()
     await running.active(request)
     assert {bus for bus, _ in running.builds} == {"c1"}
     assert all(service.not_ready() == [] for service, _, _ in running.services.values())
-    await decide(running, "c2", None)
+    await decide_cell(running, "c2", None)
     await linked(running, "c2", count=3)
     await only(running, "c2")
     await running.active(running.request())
@@ -195,17 +221,17 @@ async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
     running: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A scheduler that had not received the removal has placed it there."""
-    monkeypatch.setattr("scheduler_worker.cells.CHECK_S", 0.02)
+    monkeypatch.setattr("scheduler_worker.keepers.CHECK_S", 0.02)
     monkeypatch.setattr("placement_worker.cells.LOOK_S", 0.05)
-    await decide(running, "c3", "enabled", bus={})
+    await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.add_hosts("c3", 1)
     await only(running, "c3")
     request = running.request()
     await running.ask(request)
     await running.ended(request.instance_uuid, BuildState.SCHEDULED)
-    await decide(running, "c1", "enabled")
-    await decide(running, "c3", "removed", bus={}, force=True)
+    await decide_cell(running, "c1", "enabled")
+    await decide_cell(running, "c3", "removed", bus={}, force=True)
     await in_state(running, "c3", CellState.REMOVED)
     await linked(running, "c3", count=3)
     await running.announced("c3", request, BuildState.ACTIVE, 11, terminal=True, attempt=1, host="c3-0")
@@ -216,18 +242,18 @@ async def test_a_build_that_had_chosen_a_removed_cell_is_carried_to_its_end(
 
 async def test_a_cell_that_cannot_be_entered_ends_no_worker_and_is_entered_when_it_can(running: World) -> None:
     """Its URL is not there yet; or its bus is another deployment's."""
-    await decide(running, "c3", "enabled", bus={"url_file": "later"})
+    await decide_cell(running, "c3", "enabled", bus={"url_file": "later"})
     await problem(running, "c3", "No such file")
     running.brokers["later"] = running.brokers["c3"]
     await linked(running, "c3", count=3)
-    await decide(running, "c3", "removed", bus={"url_file": "later"})
+    await decide_cell(running, "c3", "removed", bus={"url_file": "later"})
     await linked(running, "c3", count=0)
     other = MemoryTransport(running.brokers["c3"], "c3")
     await other.open()
     for role in ("placement", "scheduler"):
         await other.unmark(role)
         await other.mark(role, ABSENT)
-    await decide(running, "c3", "enabled", bus={"url_file": "later"})
+    await decide_cell(running, "c3", "enabled", bus={"url_file": "later"})
     await problem(running, "c3", "belongs to another deployment")
     assert all(service.ready.is_set() for service, _, _ in running.services.values())
     for role in ("placement", "scheduler"):
@@ -258,7 +284,7 @@ async def test_a_decision_that_is_none_is_refused(world: World, name: str, body:
 
 
 async def test_a_scheduler_that_starts_later_connects_to_the_added_cells(running: World) -> None:
-    await decide(running, "c3", "enabled", bus={})
+    await decide_cell(running, "c3", "enabled", bus={})
     await linked(running, "c3", count=3)
     await running.stop("s1")
     await linked(running, "c3", count=2)
@@ -269,12 +295,209 @@ async def test_a_scheduler_that_starts_later_connects_to_the_added_cells(running
 
 
 async def test_each_decision_is_in_the_log_with_who_and_why(running: World) -> None:
-    await decide(running, "c3", "enabled", bus={"prefix": "x."})
-    await decide(running, "c3", "disabled", bus={"prefix": "x."}, reason="power")
-    await decide(running, "c3", "removed", bus={"prefix": "x."})
-    await decide(running, "c3", None)
+    await decide_cell(running, "c3", "enabled", bus={"prefix": "x."})
+    await decide_cell(running, "c3", "disabled", bus={"prefix": "x."}, reason="power")
+    await decide_cell(running, "c3", "removed", bus={"prefix": "x."})
+    await decide_cell(running, "c3", None)
     query = ObjectLogQuery(kind=ObjectKind.CELL)
-    page = await running.buses["api"].request(query, ObjectLogPage, timeout_s=PATIENCE_S)
+    page = await running.answer(query, ObjectLogPage)
     found = [(one.who, one.why, None if one.after is None else one.after["state"]) for one in page.entries]
     assert found == [("ann", "a test", state) for state in (None, "removed", "disabled", "enabled")]
     await linked(running, "c3", count=0)
+
+
+# --- A cell whose broker is unavailable: the other cells are served all the same, and it is, when it comes.
+
+
+async def test_a_scheduler_that_starts_while_a_cell_is_unreachable_serves_the_others(world: World) -> None:
+    (there,) = await world.add_hosts("c1", 1, VCPU=1, MEMORY_MB=4096, DISK_GB=100)
+    (unreachable,) = await world.add_hosts("c2", 1, VCPU=1, MEMORY_MB=4096, DISK_GB=100)
+    world.brokers["c2"].stop()
+    service = await world.scheduler()
+    assert service.not_ready() == ["bus c2: not connected"]
+    first, second = world.request(), world.request()
+    await world.ask(first)
+    event = await world.ended(first.instance_uuid, BuildState.SCHEDULED)
+    assert event.cell == "c1"
+    world.brokers["c2"].start()
+    await world.until(lambda: not service.not_ready())
+    await world.ask(second)
+    assert (await world.ended(second.instance_uuid, BuildState.SCHEDULED)).cell == "c2"
+    await world.announced("c2", second, BuildState.ACTIVE, 10, terminal=True)
+    await world.ended(second.instance_uuid, BuildState.ACTIVE)
+    assert set(await world.used()) == {there, unreachable}
+
+
+# --- Hosts that no compute service has announced to a scheduler since its start: dead ones, and those that have
+# left.
+
+
+async def restarted_without(world: World, host: str) -> None:
+    """The compute service of a host dies, and then the only scheduler starts again."""
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.scheduler("s2", WARM)
+    await world.until(lambda: world.tables["s2"].index_of(host) is None)
+    await digests(world)
+
+
+async def test_a_dead_host_is_listed_fenced_and_forgotten_by_a_scheduler_that_started_since(world: World) -> None:
+    """By its name: everything was restarted, and this host is dead."""
+    await world.scheduler("s1", WARM)
+    dead, _ = await world.add_hosts("c1", 2)
+    await restarted_without(world, dead)
+    await world.until(lambda: len(world.tables["s2"]) == 1)
+    listed = (await hosts_of(world))["c1-0"]
+    assert (listed.uuid, listed.announced, listed.up, listed.service) == (dead, False, False, None)
+    assert listed.resources["VCPU"] == (0, 16)
+    with pytest.raises(RequestRefused) as in_cell:
+        await decide(world, "c1-0", AdminState.FENCED, cell="c1", force=False)
+    assert in_cell.value.code == "host.unknown", "a name may be of another cell's host"
+    with pytest.raises(RequestRefused) as nowhere:
+        await decide(world, "c1-0", AdminState.FENCED)
+    assert nowhere.value.code == "host.cell_unknown", "its service is not listed as dead by its cell"
+    decided = await decide(world, dead, AdminState.FENCED, cell="c1", force=False)
+    assert (decided.host_uuid, decided.state) == (dead, AdminState.FENCED)
+    await publish_fence(world, dead, decided.fence, FenceState.FENCED)
+    await becomes(world, dead, AdminState.FENCED, acknowledged=decided.fence)
+    assert (await hosts_of(world))["c1-0"].admin == world.tables["s2"].decision_of(dead)
+    back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
+    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
+    await becomes(world, dead, AdminState.ENABLED, pending=None)
+    assert (await forget_host(world, "c1-0")).removed
+    await world.until(lambda: world.replicas["s2"].row_of(dead) is None)
+    assert list(await hosts_of(world)) == ["c1-1"]
+
+
+async def test_a_fenced_host_that_has_left_the_book_is_listed_until_its_fence_has_ended(world: World) -> None:
+    """Seed 1795404129: it was taken out of its service just before it was fenced, and the schedulers were restarted."""
+    await world.scheduler("s1", WARM)
+    left, _ = await world.add_hosts("c1", 2)
+    first = await decide(world, left, AdminState.FENCED)
+    await publish_fence(world, left, first.fence, FenceState.FENCED)
+    await becomes(world, left, AdminState.FENCED, acknowledged=first.fence)
+    removed = InventoryUpdate(source="world", version=99, root_uuid=left, providers=())
+    await world.answer(removed, InventoryResult)
+    await world.until(lambda: world.replicas["s1"].row_of(left) is None)
+    assert list(await hosts_of(world)) == ["c1-0", "c1-1"]
+    await restarted_without(world, left)
+    listed = (await hosts_of(world))["c1-0"]
+    assert (listed.uuid, listed.announced, listed.up, listed.cell) == (left, False, False, "c1")
+    assert listed.admin is not None and listed.admin.is_fence_acknowledged and not listed.resources
+    page = await world.answer(HostsQuery(cell="c1", up=False), HostsPage)
+    assert [host.uuid for host in page.hosts] == [left]
+    back = await decide(world, "c1-0", AdminState.ENABLED, cell="c1")
+    await publish_fence(world, left, back.fence, FenceState.LIFTED)
+    await becomes(world, left, AdminState.ENABLED, pending=None)
+    assert list(await hosts_of(world)) == ["c1-1"]
+
+
+async def fence_by_objects(world: World, uuid: str, host: str, *, force: bool = False) -> int:
+    """Fence a host as a change of objects, as any operator's program may; the fence's version."""
+    body = msgspec.to_builtins(HostDecision(host=host, state=AdminState.FENCED, reason="fan"))
+    change = ObjectsChange(
+        changes=(ObjectChange(kind=ObjectKind.HOST, name=uuid, body=body),), who="ann", why="fan", force=force
+    )
+    return (await world.answer(change, ObjectsChanged)).revision
+
+
+async def dead_in_book(world: World) -> str:
+    """The book has host rack1 as the service s9's of cell c1; no service has announced it."""
+    dead = new_uuid(world.rng)
+    provider = ProviderReport(uuid=dead, name="rack1", inventories={"VCPU": Inventory(total=4, max_unit=4)})
+    report = InventoryUpdate(source="compute-s9", version=1, root_uuid=dead, providers=(provider,))
+    await world.buses["c1"].publish(report)
+    await world.until(lambda: world.replicas["s1"].row_of(dead) is not None)
+    return dead
+
+
+@pytest.mark.parametrize("by_objects", [False, True], ids=["hosts.set", "objects.change"])
+async def test_the_fence_of_a_dead_host_that_is_not_announced_is_acknowledged_by_its_cell_alone(
+    world: World, by_objects: bool
+) -> None:
+    """The book has it as the dead service's. Another cell's acknowledgement stops no build in this one."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
+    gone = ServiceDown(service="s9", epoch=1, code="service.silent")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(gone,)))
+    await world.until(lambda: world.tables["s1"].dead_unannounced() == [("c1", "s9")])
+    page = await world.answer(ServicesQuery(up=False), ServicesPage)
+    (listed,) = page.services
+    assert (listed.cell, listed.name, listed.up, listed.code, listed.announced) == ("c1", "s9", False, gone.code, False)
+    if by_objects:
+        number = await fence_by_objects(world, dead, "rack1")
+    else:
+        number = (await decide(world, "rack1", AdminState.FENCED, force=False)).fence
+    assert (await hosts_of(world))["rack1"].cell == "c1"
+    await acknowledged_by_c1_alone(world, dead, number)
+
+
+async def acknowledged_by_c1_alone(world: World, dead: str, number: int) -> None:
+    await fence_sent(world, number)
+    assert {bus for bus, _ in world.fences} == {"c1"}
+    await publish_fence(world, dead, number, FenceState.FENCED, cell="c2", losses=7)
+    await publish_fence(world, dead, number, FenceState.FENCED, losses=1)
+    await becomes(world, dead, AdminState.FENCED, acknowledged=number, losses=1)
+
+
+async def test_a_host_whose_cell_nothing_shows_is_fenced_where_its_operator_names_the_cell(world: World) -> None:
+    """The fence was sent to every cell, and the first acknowledgement counted: another cell's stops nothing there."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
+    requests = [
+        decide(world, "rack1", AdminState.FENCED, force=False),
+        decide(world, dead, AdminState.FENCED, force=True),
+        decide(world, dead, AdminState.FENCED, cell="c3"),
+        fence_by_objects(world, dead, "rack1"),
+        fence_by_objects(world, dead, "rack1", force=True),
+    ]
+    for one in requests:
+        with pytest.raises(RequestRefused) as fault:
+            await one
+        assert fault.value.code == "host.cell_unknown"
+    assert not world.fences and world.tables["s1"].decision_of(dead) is None
+    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
+    await acknowledged_by_c1_alone(world, dead, number)
+
+
+async def test_a_copy_of_a_refused_fence_does_nothing_when_its_host_has_been_enabled_since(world: World) -> None:
+    """Seed 1795640147: the fence was refused, decided with its cell, and ended; then the copy fenced the host again."""
+    await world.scheduler("s1", WARM)
+    dead = await dead_in_book(world)
+    sent = watched(world.buses[API].transport)
+    with pytest.raises(RequestRefused) as fault:
+        await decide(world, dead, AdminState.FENCED)
+    assert fault.value.code == "host.cell_unknown"
+    (copy,) = sent
+    number = (await decide(world, dead, AdminState.FENCED, cell="c1", force=False)).fence
+    await acknowledged_by_c1_alone(world, dead, number)
+    back = await decide(world, dead, AdminState.ENABLED)
+    await publish_fence(world, dead, back.fence, FenceState.LIFTED)
+    await becomes(world, dead, AdminState.ENABLED, pending=None)
+    world.hosts["c1"][dead] = HostReport(uuid=dead, name="rack1")
+    await world.announce("c1")
+    await world.until(lambda: world.tables["s1"].index_of(dead) is not None)
+    await world.buses[API].transport.publish(copy)
+    last = await decide(world, dead, AdminState.ENABLED, reason="last")
+    assert (last.state, last.fence, last.pending) == (AdminState.ENABLED, 0, None)
+
+
+async def test_a_host_reinstalled_under_its_name_is_listed_and_its_name_means_two(world: World) -> None:
+    """The book refuses its inventory (`provider.name_taken`): it was in no list, and its name meant the other one."""
+    await world.scheduler("s1", WARM)
+    (old,) = await world.add_hosts("c1", 1)
+    new = new_uuid(world.rng)
+    world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
+    await world.announce("c1")
+    await world.until(lambda: all(table.live_service_of(new) for table in world.tables.values()))
+    page = await world.answer(HostsQuery(), HostsPage)
+    listed = {one.uuid: one for one in page.hosts}
+    assert listed.keys() == {old, new} and {one.name for one in page.hosts} == {"c1-0"}
+    assert old in listed[new].not_in_book and not listed[old].not_in_book
+    for command, reply in (
+        (ForgetHost(host="c1-0", reason="scrapped", by="ann"), HostForgotten),
+        (SetAdminState(host="c1-0", state=AdminState.DISABLED, reason="?", by="ann"), AdminStateSet),
+    ):
+        with pytest.raises(RequestRefused) as fault:
+            await world.answer(command, reply)
+        assert fault.value.code == "host.ambiguous"

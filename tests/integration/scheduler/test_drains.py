@@ -40,9 +40,10 @@ from scheduler_worker.domain import drains as course
 from scheduler_worker.domain.drains import DrainStep, OpenDrain, step
 from scheduler_worker.domain.objects import RecordedObjects
 from scheduler_worker.store.postgres import PostgresOperationUnit
-from tests.integration.scheduler.test_fences import becomes as fence_becomes
-from tests.integration.scheduler.test_host_decisions import decide
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.integration.scheduler.steps import becomes as fence_becomes
+from tests.integration.scheduler.steps import decide
+from tests.integration.scheduler.world import World
+from tests.kit.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.postgres
 
@@ -70,21 +71,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def plan_of(world: World, name: str, **more: Any) -> DrainPlan:
-    return await world.buses[API].request(DrainQuery(host=name, **more), DrainPlan, timeout_s=PATIENCE_S)
+    return await world.answer(DrainQuery(host=name, **more), DrainPlan)
 
 
 async def begin(world: World, name: str, **more: Any) -> DrainProgress:
     start = DrainStart(drain=more.pop("drain", None) or new_uuid(world.rng), name=name, by="ann", **more)
-    return (await world.buses[API].request(start, DrainResult, timeout_s=PATIENCE_S)).drain
+    return (await world.answer(start, DrainResult)).drain
 
 
 async def command(world: World, drain: DrainProgress, action: DrainAction, **more: Any) -> DrainProgress:
     message = DrainCommand(drain=drain.id, action=action, by="bob", **more)
-    return (await world.buses[API].request(message, DrainResult, timeout_s=PATIENCE_S)).drain
+    return (await world.answer(message, DrainResult)).drain
 
 
 async def shown(world: World, drain: DrainProgress) -> DrainProgress:
-    page = await world.buses[API].request(DrainsQuery(drain=drain.id), DrainsPage, timeout_s=PATIENCE_S)
+    page = await world.answer(DrainsQuery(drain=drain.id), DrainsPage)
     return page.drains[0]
 
 
@@ -94,7 +95,7 @@ async def code_of(world: World, name: str, **more: Any) -> str:
     return fault.value.code
 
 
-async def becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
+async def drain_becomes(world: World, drain: DrainProgress, there: Callable[[DrainProgress], object]) -> DrainProgress:
     """Wait for what no message announces of a drain."""
     async with asyncio.timeout(PATIENCE_S):
         while not there(found := await shown(world, drain)):
@@ -103,7 +104,7 @@ async def becomes(world: World, drain: DrainProgress, there: Callable[[DrainProg
 
 
 async def until(world: World, drain: DrainProgress, state: DrainState) -> DrainProgress:
-    return await becomes(world, drain, lambda found: found.state is state)
+    return await drain_becomes(world, drain, lambda found: found.state is state)
 
 
 async def active(world: World, count: int, host: str, **more: Any) -> list[BuildRequest]:
@@ -118,7 +119,7 @@ async def into_the_rack(world: World, *hosts: str) -> None:
     for uuid in hosts:
         await world.report(uuid, world.hosts["c1"][uuid].name, AMOUNTS, aggregates=(RACK,))
     book = world.replicas["s1"]
-    await world.eventually(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
+    await world.until(lambda: all(RACK in book.aggregates_of(book.row_of(uuid) or 0) for uuid in hosts))
 
 
 def commanded(world: World) -> list[CellMove]:
@@ -146,7 +147,7 @@ async def ends(world: World, move: CellMove, state: MoveState = MoveState.DONE, 
 async def passed(world: World) -> None:
     """Every scheduler has looked at the drain again, so whatever it would begin has begun."""
     last = len(PASSES) + 3 * len(world.tables)
-    await world.eventually(lambda: len(PASSES) > last)
+    await world.until(lambda: len(PASSES) > last)
 
 
 async def carried_out(world: World, drain: DrainProgress, *, at_once: int, count: int) -> DrainProgress:
@@ -173,7 +174,7 @@ async def test_a_plan_lists_where_each_instance_would_go_and_what_cannot_move(wo
     stop = world.move(busy, MoveKind.STOP)
     await world.ask(stop)
     await world.dispatched(stop)
-    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     for _ in range(2):  # the second is not misled by what the first has left behind
         plan = await plan_of(world, "c1-0")
         assert (plan.host_uuid, plan.host, plan.more) == (host, "c1-0", False)
@@ -203,14 +204,12 @@ async def test_a_plan_of_many_hosts_keeps_their_instances_apart_and_off_the_drai
             uuid, world.hosts["c1"][uuid].name, {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=(RACK,)
         )
     row = world.replicas["s1"].row_of
-    await world.eventually(
-        lambda: all(RACK in world.replicas["s1"].aggregates_of(row(u) or 0) for u in (first, second))
-    )
+    await world.until(lambda: all(RACK in world.replicas["s1"].aggregates_of(row(u) or 0) for u in (first, second)))
     group = ServerGroup(uuid=new_uuid(world.rng), policy=GroupPolicy.ANTI_AFFINITY)
     apart = [*await active(world, 1, "c1-0", server_group=group), *await active(world, 1, "c1-1", server_group=group)]
     large = await active(world, 1, "c1-0", flavor="m1.large")
     small = await active(world, 2, "c1-1")
-    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
+    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))  # the builds' claims have come
     plan = await plan_of(world, "rack")
     assert (plan.target, plan.hosts, len(plan.moves)) == (DrainTarget.AGGREGATE, 2, 5)
     to = {one.instance_uuid: one.hosts for one in plan.moves}
@@ -235,12 +234,12 @@ async def test_a_drain_moves_so_many_at_a_time_and_ends_when_nothing_is_left(wor
     ended = await carried_out(world, begun, at_once=2, count=5)
     assert (ended.code, sorted(ended.moved)) == ("drain.done", sorted(one.instance_uuid for one in builds))
     assert all("c1-0" not in {one.host for one in move.selections} for move in commanded(world))
-    await world.eventually(lambda: world.tables["s2"].hosts_of_drain(begun.id))
+    await world.until(lambda: world.tables["s2"].hosts_of_drain(begun.id))
     decision = next(iter(world.tables["s2"].hosts_of_drain(begun.id).values()))
     assert (decision.host, decision.state, decision.reason) == ("c1-0", AdminState.DISABLED, "fan")
-    log = await world.buses[API].request(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage, timeout_s=PATIENCE_S)
+    log = await world.answer(ObjectLogQuery(kind=ObjectKind.DRAIN), ObjectLogPage)
     assert [(one.who[:9], one.name) for one in log.entries] == [("scheduler", begun.id), ("ann", begun.id)]
-    page = await world.buses[API].request(DrainsQuery(), DrainsPage, timeout_s=PATIENCE_S)
+    page = await world.answer(DrainsQuery(), DrainsPage)
     assert [(one.id, one.counts) for one in page.drains] == [(begun.id, {"moved": 5})]
 
 
@@ -305,7 +304,7 @@ async def test_a_drain_is_paused_resumed_and_stopped(world: World) -> None:
     await world.until(partial(has_begun, world, 1))
     assert (await command(world, begun, DrainAction.PAUSE)).state is DrainState.PAUSED
     await ends(world, commanded(world)[0])
-    await becomes(world, begun, lambda drain: not drain.under_way)
+    await drain_becomes(world, begun, lambda drain: not drain.under_way)
     assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.RESUME)
     await world.until(partial(has_begun, world, 2))
@@ -320,7 +319,7 @@ async def test_after_its_deadline_a_drain_begins_nothing_and_reports_what_is_lef
     await world.add_hosts("c1", 2)
     await active(world, 3, "c1-0")
     begun = await begin(world, "c1-0", at_once=1, deadline_s=0.01)
-    late = await becomes(world, begun, lambda drain: drain.state is DrainState.ENDED or drain.under_way)
+    late = await drain_becomes(world, begun, lambda drain: drain.state is DrainState.ENDED or drain.under_way)
     if late.state is not DrainState.ENDED:  # the first pass was within those milliseconds
         await world.until(partial(has_begun, world, 1))
         await ends(world, commanded(world)[0])
@@ -341,7 +340,7 @@ async def test_a_rate_spreads_the_moves(world: World) -> None:
     begun = await begin(world, "c1-0", at_once=3, per_minute=1)
     await world.until(partial(has_begun, world, 1))
     await ends(world, commanded(world)[0])
-    await becomes(world, begun, lambda drain: drain.moved)
+    await drain_becomes(world, begun, lambda drain: drain.moved)
     assert (len(commanded(world)), len((await shown(world, begun)).not_begun)) == (1, 2)
     await command(world, begun, DrainAction.STOP)
     await until(world, begun, DrainState.ENDED)
@@ -451,7 +450,7 @@ async def test_nothing_is_moved_from_a_host_whose_fence_is_not_lifted_yet(world:
     )
     await fence_becomes(world, uuid, AdminState.FENCED, drain=begun.id, pending=AdminState.DISABLED)
     await ends(world, commanded(world)[0])
-    ended = await becomes(world, begun, lambda one: has_begun(world, 2) or one.state is DrainState.ENDED)
+    ended = await drain_becomes(world, begun, lambda one: has_begun(world, 2) or one.state is DrainState.ENDED)
     assert (ended.code, ended.counts, len(commanded(world))) == ("drain.done", {"left": 1, "moved": 1}, 1)
 
 
@@ -490,7 +489,7 @@ async def test_a_host_that_dies_in_the_middle_leaves_its_rest_with_the_reason(
     await world.until(partial(has_begun, world, 1))
     down = ServiceDown(service="compute-c1", epoch=1, code="service.unresponsive", reason="no heartbeat")
     await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, down=(down,), up=0))
-    await world.eventually(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
+    await world.until(lambda: world.tables["s1"].is_down(next(iter(world.hosts["c1"]))))
     await ends(world, commanded(world)[0], MoveState.FAILED, code="service.down", reason="its source does not answer")
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, {one.code for one in ended.failed}, len(commanded(world))) == (
@@ -528,7 +527,7 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
 
     async def locked_late(unit: PostgresOperationUnit) -> RecordedObjects:
         locked.append(await lock(unit))
-        await world.eventually(late[-1])
+        await world.until(late[-1])
         return locked[-1]
 
     with monkeypatch.context() as patched:
@@ -537,7 +536,7 @@ async def given_up(world: World, monkeypatch: pytest.MonkeyPatch, request: Drain
         while not late:  # a request that did not arrive in time was not handled at all
             with suppress(RequestTimeout, RequestRefused):
                 await world.buses[API].request(request, DrainResult, timeout_s=0.5)
-        await world.eventually(lambda: locked)
+        await world.until(lambda: locked)
 
 
 async def test_a_request_about_a_drain_that_was_given_up_is_not_carried_out(

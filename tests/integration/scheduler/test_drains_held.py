@@ -8,19 +8,22 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
+from bus.clock import new_uuid
 from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.cell import HostReport
 from bus.contracts.drains import DrainAction, DrainProgress, DrainState
 from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.drains import DrainedHost, HeldInstance
-from scheduler_worker.drain_plan import DrainPlanner
+from scheduler_worker.drain_plan import DrainHolders
 from tests.integration.scheduler.test_drains import (
+    AMOUNTS,
     WARM,
     active,
-    becomes,
     begin,
     code_of,
     command,
     commanded,
+    drain_becomes,
     ends,
     has_begun,
     passed,
@@ -44,7 +47,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def waits(world: World, drain: DrainProgress, instance: str) -> None:
     """The drain has looked at its hosts, goes on, and names the instance."""
-    found = await becomes(world, drain, lambda one: one.not_begun or one.state is DrainState.ENDED)
+    found = await drain_becomes(world, drain, lambda one: one.not_begun or one.state is DrainState.ENDED)
     assert (found.state, found.not_begun) == (DrainState.RUNNING, (instance,))
     await passed(world)
     assert (await shown(world, drain)).state is DrainState.RUNNING
@@ -271,7 +274,7 @@ async def test_every_page_of_the_holders_counts(world: World, monkeypatch: pytes
     await world.add_hosts("c1", 1)
     builds = [await building(world, "c1-0") for _ in range(3)]
     begun = await begin(world, "c1-0")
-    found = await becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
+    found = await drain_becomes(world, begun, lambda one: len(one.not_begun) == 3 or one.state is DrainState.ENDED)
     assert sorted(found.not_begun) == sorted(one.instance_uuid for one in builds)
 
 
@@ -284,15 +287,79 @@ async def test_a_look_that_a_command_has_overtaken_changes_nothing(
     build = await building(world, "c1-0")
     begun = await begin(world, "c1-0")
     await waits(world, begun, build.instance_uuid)
-    held_on, stopped = DrainPlanner.held_on, list[str]()
+    held_on, stopped = DrainHolders.held_on, list[str]()
 
-    async def overtaken(self: DrainPlanner, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
+    async def overtaken(self: DrainHolders, hosts: Sequence[DrainedHost]) -> list[HeldInstance]:
         found = await held_on(self, hosts)
         if hosts and not stopped:
             stopped.append(begun.id)
             await command(world, begun, DrainAction.STOP)
         return [*found, *(replace(one, instance_uuid=begun.id) for one in found)]
 
-    monkeypatch.setattr(DrainPlanner, "held_on", overtaken)
+    monkeypatch.setattr(DrainHolders, "held_on", overtaken)
     ended = await until(world, begun, DrainState.ENDED)
     assert (ended.code, ended.counts) == ("drain.stopped", {"waiting": 1})
+
+
+# --- Drains move instances within their cell, also where moves across cells are allowed.
+
+
+ACROSS = replace(WARM, moves_across_cells=True)
+
+
+async def test_a_cold_drain_moves_no_instance_to_another_cell(world: World) -> None:
+    await world.scheduler("s1", ACROSS)
+    await world.add_hosts("c1", 1)
+    await world.add_hosts("c2", 1)
+    (build,) = await active(world, 1, "c1-0")
+    (planned,) = (await plan_of(world, "c1-0", kind=MoveKind.MIGRATE)).moves
+    assert planned.code == "no_valid_host"
+    begun = await begin(world, "c1-0", kind=MoveKind.MIGRATE, force=True)
+    ended = await drain_becomes(world, begun, lambda one: commanded(world) or one.state is DrainState.ENDED)
+    assert commanded(world) == []
+    assert (ended.code, [(one.instance_uuid, one.code) for one in ended.failed]) == (
+        "drain.left",
+        [(build.instance_uuid, "no_valid_host")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "condition", "code"),
+    [
+        (MoveKind.SHELVE, Condition.SHELVED, "instance.shelved"),
+        (MoveKind.RESCUE, Condition.RESCUED, "instance.rescued"),
+        (MoveKind.MIGRATE, Condition.RESIZED, "instance.resized"),
+    ],
+)
+async def test_a_plan_names_what_its_cell_would_refuse_to_move(
+    world: World, kind: MoveKind, condition: Condition, code: str
+) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 2)
+    (build,) = await active(world, 1, "c1-0")
+    move = world.move(build, kind, rescue_password="p" if kind is MoveKind.RESCUE else "")
+    await world.ask(move)
+    sent = await world.dispatched(move)
+    host = "c1-0"
+    if sent.selections:
+        await world.claim_destination(sent)
+        host = sent.selections[0].host
+    await world.move_announced("c1", move, MoveState.DONE, 20, terminal=True, condition=condition, host=host)
+    await world.moved(move, MoveState.DONE)
+    (planned,) = (await plan_of(world, host)).moves
+    assert (planned.hosts, planned.code) == ((), code)
+    assert await code_of(world, host) == "drain.stuck"
+
+
+async def test_a_drain_moves_no_instance_of_a_namesake_in_another_cell(world: World) -> None:
+    """Also while the host's cell is not known: the record has each instance by the uuid of its host."""
+    await world.scheduler("s1", WARM)
+    (host,) = await world.add_hosts("c1", 1)
+    namesake = new_uuid(world.rng)
+    world.hosts["c2"][namesake] = HostReport(uuid=namesake, name="c1-0")
+    await world.report(namesake, "c2-namesake", AMOUNTS)
+    await world.add_hosts("c2", 1)
+    await world.active(world.request(host=namesake), "c2", "c1-0")
+    begun = await begin(world, host)
+    ended = await until(world, begun, DrainState.ENDED)
+    assert (ended.code, ended.counts, commanded(world)) == ("drain.done", {}, [])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import asyncpg
 import pytest
 from msgspec import structs
 
-from bus.bus import API
 from bus.clock import new_uuid
 from bus.contracts.build import (
     BuildAccepted,
@@ -25,14 +25,18 @@ from bus.contracts.build import (
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Release, ReleaseResult
+from bus.faults import DatabaseUnavailable
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.engine import SchedulingEngine
-from tests.integration.scheduler.test_twins import Gate, cut_request_consumer, fill
-from tests.integration.scheduler.world import PATIENCE_S, World
+from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.placing import Placer
+from tests.integration.scheduler.steps import Gate, cut_request_consumer, fill
+from tests.integration.scheduler.world import World
+
+# --- Requests for several machines that start together or not at all, from the message to the book.
+
 
 pytestmark = pytest.mark.postgres
-
 ENDS = (BuildState.SCHEDULED, BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
 ROOM_FOR = {"VCPU": 1, "MEMORY_MB": 2048, "DISK_GB": 20}  # of one m1.small
 
@@ -61,7 +65,7 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
     await world.add_hosts("c1", 2, **room_for(2))
     await world.add_hosts("c2", 1, **room_for(2))
     request = world.request(count=5, name="web")
-    reply = await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    reply = await world.answer(request, BuildAccepted)
     assert reply.instance_uuid == request.instance_uuid and reply.members == member_uuids(request)
     assert codes(await ends(world, request)) == {"scheduled": 5}
     built = {command.spec.instance_uuid: command for _, command in world.builds}
@@ -69,7 +73,7 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
     assert {command.spec.name for command in built.values()} == {f"web-{number}" for number in range(1, 6)}
     assert sum(len(used) > 0 for used in (await world.used()).values()) == 3
     assert len({cell for cell, _ in world.builds}) == 2, "one gang, two cells"
-    page = await world.buses[API].request(BuildQuery(gang=request.instance_uuid), BuildPage, timeout_s=PATIENCE_S)
+    page = await world.answer(BuildQuery(gang=request.instance_uuid), BuildPage)
     assert {(one.instance_uuid, one.gang, one.gang_min) for one in page.builds} == {
         (uuid, request.instance_uuid, 5) for uuid in reply.members
     }
@@ -77,7 +81,7 @@ async def test_each_member_is_an_instance_of_its_own(world: World) -> None:
 
 async def generations(world: World) -> list[int]:
     """Of every provider; each claim and each release moves one."""
-    page = await world.buses[API].request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=PATIENCE_S)
+    page = await world.answer(SnapshotRequest(limit=5000), SnapshotPage)
     return [provider.generation for provider in page.providers]
 
 
@@ -212,9 +216,9 @@ async def test_a_gangs_claim_that_lands_after_the_other_copy_has_failed_holds_no
     other = await fill(world, host)
     await world.scheduler("s2", SchedulerConfig(hosts_warmup_s=0.001))
     assert codes(await ends(world, request)) == {"no_valid_host": 1, "gang.incomplete": 1}
-    await world.buses[API].request(Release(consumer=other), ReleaseResult, timeout_s=PATIENCE_S)
+    await world.answer(Release(consumer=other), ReleaseResult)
     claiming.open.set()
-    await world.eventually(lambda: not list(world.replicas["s1"].assumed_keys()))
+    await world.until(lambda: not list(world.replicas["s1"].assumed_keys()))
     assert await world.used() == {} and world.builds == []
 
 
@@ -285,3 +289,54 @@ async def test_eight_schedulers_on_full_hosts_leave_no_partial_gang(world: World
     )
     assert 11 <= sum(started) <= 12, "the smallest gang is of two, so at most one place is left"
     assert len(world.builds) == 228 + sum(started)
+
+
+# --- A few requests choose their hosts while they are put on record: nothing stays assumed that was not to be
+# built.
+
+
+async def test_a_repeat_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same request as a new message: known only when the record's statement comes back."""
+    chosen: list[str] = []
+    choose = Placer.choose_speculatively
+
+    def recorded(self: Placer, builds: Any) -> Any:
+        found = choose(self, builds)
+        chosen.extend(found)
+        return found
+
+    monkeypatch.setattr(Placer, "choose_speculatively", recorded)
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    book, request = world.replicas["s1"], world.request()
+    for _ in range(2):
+        await world.ask(request)
+        await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+        await world.until(lambda: not list(book.assumed_keys()))
+    await world.until(lambda: len(chosen) == 2)
+    other = world.request()
+    await world.ask(other)  # after the repeat has been settled
+    await world.ended(other.instance_uuid, BuildState.SCHEDULED)
+    await world.until(lambda: not list(book.assumed_keys()))
+    assert chosen == [request.instance_uuid, request.instance_uuid, other.instance_uuid]
+    assert [build.spec.instance_uuid for _, build in world.builds] == [request.instance_uuid, other.instance_uuid]
+
+
+async def test_a_record_that_fails_leaves_its_choice(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    book, request = world.replicas["s1"], world.request()
+    record, seen = RequestRecorder.record, list[list[str]]()
+
+    async def fail_first(self: Any, builds: Any) -> Any:
+        seen.append(list(book.assumed_keys()))
+        if len(seen) == 1:
+            await record(self, builds[:0])  # the database is asked, as it is otherwise
+            raise DatabaseUnavailable("it went away")
+        return await record(self, builds)
+
+    monkeypatch.setattr(RequestRecorder, "record", fail_first)
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.SCHEDULED)
+    assert seen == [[], []], "assumed while the database was unavailable"
+    await world.until(lambda: not list(book.assumed_keys()))

@@ -1,20 +1,275 @@
-"""Flavors with numbered groups and shared pools, from the request to what is used in the book."""
+"""Server groups, members, flavors with groups, and quotas, from the request to the book."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from bus.bus import API
 from bus.clock import new_uuid
-from bus.contracts.build import BuildState
+from bus.contracts.book import GroupMembersPage, GroupMembersQuery
+from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import HostReport
-from bus.contracts.placement import Inventory, InventoryResult, InventoryUpdate, ProviderReport
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.moves import MoveKind, MoveState
+from bus.contracts.objects import GroupDefinition, ObjectChange, ObjectKind, group_named
+from bus.contracts.placement import (
+    AggregateMembers,
+    AggregateMembersSet,
+    Inventory,
+    InventoryResult,
+    InventoryUpdate,
+    ProviderReport,
+)
+from bus.faults import RequestRefused
 from scheduler_worker.config import Flavor, SchedulerConfig
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.integration.scheduler.steps import DONE, WARM, change, one_active, refused_change
+from tests.integration.scheduler.world import World
+
+# --- Server groups and hints, from the request to the book, while two schedulers race.
+
 
 pytestmark = pytest.mark.postgres
+
+
+def group(world: World, policy: GroupPolicy, **fields: int) -> ServerGroup:
+    return ServerGroup(uuid=new_uuid(world.rng), policy=policy, **fields)
+
+
+async def places(world: World, requests: list[BuildRequest]) -> list[str]:
+    """Where each was sent, and in all of them an end: no request is lost."""
+    await world.ask(*requests)
+    ended = [await world.ended(r.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for r in requests]
+    return [event.host or event.code for event in ended]
+
+
+async def test_members_that_keep_apart_fill_all_hosts_and_no_more(world: World) -> None:
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    await world.add_hosts("c1", 4)
+    await world.add_hosts("c2", 2)
+    apart = group(world, GroupPolicy.ANTI_AFFINITY)
+    found = await places(world, [world.request(server_group=apart) for _ in range(8)])
+    counted = Counter(found)
+    assert counted.pop("no_valid_host") == 2
+    assert sorted(counted.values()) == [1] * 6, found
+    # The one that fits nowhere is answered why, on the newest state of where the others are.
+    failed = await places(world, [late := world.request(server_group=apart)])
+    event = await world.ended(late.instance_uuid)
+    assert failed == ["no_valid_host"]
+    assert event.funnel[-1].step == "ServerGroupAntiAffinityFilter"
+    assert event.funnel[-1].rejected == {"group.no_room": 6}
+    assert "6 have as many of the server group as they may" in event.reason
+    # Alternates go along with the rule, so that the cell's own claims keep it.
+    assert all(build.server_group == apart for _, build in world.builds)
+    assert len({build.selections[0].host_uuid for _, build in world.builds}) == 6
+
+
+async def test_members_that_stay_together_share_a_host_though_all_are_first_at_once(world: World) -> None:
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    await world.add_hosts("c1", 3)
+    await world.add_hosts("c2", 3)
+    together = group(world, GroupPolicy.AFFINITY)
+    found = await places(world, [world.request(server_group=together) for _ in range(8)])
+    assert len(set(found)) == 1
+    assert found[0] != "no_valid_host"
+
+
+async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
+    # Without other weighers; one after another, since wishes are not held to by claims.
+    weighers = tuple(
+        f"scheduler_worker.weighers.{one}"
+        for one in (
+            "group_members_here.ServerGroupSoftAffinityWeigher",
+            "group_members_elsewhere.ServerGroupSoftAntiAffinityWeigher",
+        )
+    )
+    await world.scheduler(config=SchedulerConfig(enabled_weighers=weighers))
+    await world.add_hosts("c1", 3, VCPU=2, MEMORY_MB=32768, DISK_GB=500)
+    apart, together = group(world, GroupPolicy.SOFT_ANTI_AFFINITY), group(world, GroupPolicy.SOFT_AFFINITY)
+    first = [(await places(world, [world.request(server_group=apart)]))[0] for _ in range(3)]
+    assert sorted(first) == ["c1-0", "c1-1", "c1-2"]
+    second = [(await places(world, [world.request(server_group=together)]))[0] for _ in range(2)]
+    assert len(set(second)) == 2, "one place was left on each host: the second went elsewhere all the same"
+    assert "no_valid_host" not in second
+
+
+async def test_hints_name_hosts_by_who_is_there(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 3)
+    one, two = world.request(), world.request()
+    here, there = await places(world, [one, two])
+    assert await places(world, [world.request(same_host=(one.instance_uuid,))]) == [here]
+    both = (one.instance_uuid, two.instance_uuid)
+    (other,) = await places(world, [world.request(different_host=both)])
+    assert other not in {here, there}
+    nowhere = world.request(same_host=(new_uuid(world.rng),))
+    assert await places(world, [nowhere]) == ["no_valid_host"]
+    event = await world.ended(nowhere.instance_uuid)
+    assert event.funnel[-1].rejected == {"hint.same_host": 3}
+    # Another project's instance is none: a request learns nothing of it.
+    assert await places(world, [world.request(project_id="other", same_host=(one.instance_uuid,))]) == ["no_valid_host"]
+
+
+async def test_without_an_answer_where_the_others_are_it_is_tried_again(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(claim_timeout_s=0.3))
+    await world.add_hosts("c1", 1)
+    await world.stop("p1")
+    request = world.request(server_group=group(world, GroupPolicy.AFFINITY))
+    await world.ask(request)
+    await world.ended(request.instance_uuid, BuildState.ACCEPTED)
+    await world.placement("p2")
+    assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).host == "c1-0"
+
+
+# --- Server groups and the hosts of aggregates as objects: in effect everywhere, refused where they harm.
+
+
+A, G = ObjectKind.AGGREGATE, ObjectKind.GROUP
+ZONE = "e0000000-0000-4000-8000-000000000000"
+WEST = "e0000000-0000-4000-8000-000000000001"
+WEB = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity"})
+
+
+async def end(world: World, **request: Any) -> tuple[str, str | None]:
+    """(code, host) of a request once it is scheduled or has ended."""
+    build = world.request(**request)
+    await world.ask(build)
+    states = (BuildState.SCHEDULED, BuildState.REFUSED, BuildState.FAILED)
+    event = await world.ended(build.instance_uuid, *states)
+    return event.code, event.host
+
+
+def zone(**body: Any) -> ObjectChange:
+    aggregate = {"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}, **body}
+    return ObjectChange(kind=A, name="east", body=aggregate)
+
+
+async def test_a_request_names_a_group_on_record_and_is_held_to_its_rule(world: World) -> None:
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 2)
+    assert (await end(world, group="web"))[0] == "group.unknown"
+    await change(world, WEB)
+    hosts = [await end(world, group="web") for _ in range(2)]
+    assert sorted(hosts) == [("", "c1-0"), ("", "c1-1")]
+    assert (await end(world, group="web"))[0] == "no_valid_host"
+    assert (await end(world, group="web", project_id="other"))[0] == "group.unknown", "a group is of its project"
+    group = group_named("demo/web", GroupDefinition(policy=GroupPolicy.ANTI_AFFINITY))
+    assert {build.server_group for _, build in world.builds} == {group}
+    query = GroupMembersQuery(project_id="demo", server_group=group.uuid)
+    page = await world.answer(query, GroupMembersPage)
+    assert sorted(page.members.values()) == [("c1-0",), ("c1-1",)]
+
+
+async def test_a_group_on_record_has_one_rule_also_for_requests_that_state_one(world: World) -> None:
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 1)
+    await change(world, WEB)
+    group = group_named("demo/web", GroupDefinition(policy=GroupPolicy.ANTI_AFFINITY))
+    assert (await end(world, server_group=group)) == ("", "c1-0")
+    other = ServerGroup(uuid=group.uuid, policy=GroupPolicy.SOFT_AFFINITY)
+    assert (await end(world, server_group=other))[0] == "group.invalid"
+    assert (await end(world, server_group=group, group="web"))[0] == "group.invalid"
+
+
+async def test_a_group_with_members_is_neither_changed_nor_deleted_unless_forced(world: World) -> None:
+    await world.scheduler("s1")
+    await world.add_hosts("c1", 1)
+    await change(world, WEB)
+    await end(world, group="web")
+    looser = ObjectChange(kind=G, name="demo/web", body={"policy": "anti-affinity", "max_per_host": 2})
+    for wanted in (looser, ObjectChange(kind=G, name="demo/web")):
+        why = await refused_change(world, wanted)
+        assert (why.code, "'demo/web' has 1 member:" in why.reason) == ("object.in_use", True), why
+    await change(world, looser, force=True)
+    assert (await end(world, group="web")) == ("", "c1-0"), "as the new rule has it"
+    for name in ("web", "de mo/web", "demo/"):
+        assert (await refused_change(world, ObjectChange(kind=G, name=name, body=WEB.body))).code == "object.invalid"
+
+
+async def test_hosts_that_an_aggregate_names_join_and_leave_it(world: World) -> None:
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    named, other = await world.add_hosts("c1", 2)
+    unknown = await refused_change(world, zone(hosts=["c1-0", "c1-7"]))
+    assert (unknown.code, unknown.reason) == ("object.unknown", "aggregate 'east': there is no host c1-7")
+    await change(world, zone(hosts=["c1-0"]))
+
+    def members(name: str) -> set[str]:
+        book = world.replicas[name]
+        rows = {uuid: book.row_of(uuid) for uuid in (named, other)}
+        return {uuid for uuid, row in rows.items() if row is not None and ZONE in book.aggregates_of(row)}
+
+    await world.until(lambda: members("s1") == members("s2") == {named})
+    assert (await end(world, availability_zone="east")) == ("", "c1-0")
+    why = await refused_change(world, zone(hosts=["c1-1"]))
+    (moved, _, what_to_do) = why.reason.partition("; ")
+    assert moved == "1 host with instances would be in another availability zone: c1-0 (east to nova)"
+    assert what_to_do == "drain them first, or force the change"
+    await change(world, zone(hosts=[other]), force=True)
+    await world.until(lambda: members("s1") == members("s2") == {other})
+    assert (await end(world, availability_zone="east")) == ("", "c1-1")
+
+
+async def test_a_host_in_two_zones_leaves_neither_with_an_instance_that_requested_it(world: World) -> None:
+    await world.scheduler("s1")
+    (host,) = await world.add_hosts("c1", 1)
+    book = world.replicas["s1"]
+    second = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
+    await change(world, zone(hosts=["c1-0"]), ObjectChange(kind=A, name="west", body=second))
+    joined = AggregateMembers(aggregate=WEST, joins=(host,))  # as Placement's API can, which knows no zones
+    await world.answer(joined, AggregateMembersSet)
+    await world.until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    assert (await end(world, availability_zone="west")) == ("", "c1-0")
+    why = await refused_change(world, ObjectChange(kind=A, name="west", body={**second, "hosts": []}))
+    assert why.code == "object.in_use" and "c1-0 (east and west to east)" in why.reason
+
+
+async def test_a_change_puts_no_host_into_a_second_zone(world: World) -> None:
+    await world.scheduler("s1")
+    (host, _) = await world.add_hosts("c1", 2)
+    book = world.replicas["s1"]
+    await change(world, zone(hosts=["c1-0"]))
+    west = {"uuid": WEST, "name": "west", "metadata": {"availability_zone": "west"}}
+    both = "'east' by aggregate 'east' and in 'west' by aggregate 'west': a host is in one availability zone"
+    for named in ("c1-0", host):
+        with pytest.raises(RequestRefused) as why:
+            body = {**west, "hosts": ["c1-1", named]}
+            await change(world, ObjectChange(kind=A, name="west", body=body), force=True)
+        assert (why.value.code, why.value.reason) == ("aggregate.zone_conflict", f"host c1-0 would be in zone {both}")
+    plain = {"uuid": WEST, "name": "west"}
+    await change(world, ObjectChange(kind=A, name="west", body={**plain, "hosts": ["c1-0"]}))
+    await world.until(lambda: WEST in book.aggregates_of(book.row_of(host) or 0))
+    for zoned in (west, {**west, "hosts": ["c1-0"]}):
+        assert (
+            await refused_change(world, ObjectChange(kind=A, name="west", body=zoned))
+        ).code == "aggregate.zone_conflict"
+    east = {**west, "metadata": {"availability_zone": "east"}}
+    await change(world, ObjectChange(kind=A, name="west", body=east))
+
+
+async def test_members_that_are_set_otherwise_are_set_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_worker.keepers.LOOK_S", 0.05)
+    await world.scheduler("s1")
+    (host,) = await world.add_hosts("c1", 1)
+    await change(world, zone(hosts=["c1-0"]))
+    book = world.replicas["s1"]
+
+    def is_member() -> bool:
+        return ZONE in book.aggregates_of(book.row_of(host) or 0)
+
+    await world.until(is_member)
+    was = book.shape_of(book.row_of(host) or 0)
+    await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, aggregates=())
+    await world.until(lambda: is_member() and book.shape_of(book.row_of(host) or 0) > was)
+    assert set(book.aggregates_of(book.row_of(host) or 0)) == {ZONE}, "and in no other"
+
+
+# --- Flavors with numbered groups and shared pools, from the request to what is used in the book.
+
 
 FLAVOR = Flavor(
     disk_gb=10,
@@ -74,7 +329,7 @@ async def add_pool(world: World, rack: str, disk_gb: int) -> str:
 
 async def report(world: World, root: str, providers: tuple[ProviderReport, ...]) -> None:
     update = InventoryUpdate(source="world", version=1, root_uuid=root, providers=providers)
-    answer = await world.buses[API].request(update, InventoryResult, timeout_s=PATIENCE_S)
+    answer = await world.answer(update, InventoryResult)
     assert answer.outcome == "applied", answer
 
 
@@ -111,3 +366,59 @@ async def test_numa_affinity_and_a_shared_pool_hold_while_two_schedulers_race(wo
     assert used == dict(totals)
     failed = next(event for event in ended if event.state is BuildState.FAILED)
     assert "group CPU" in failed.reason or "DISK_GB" in failed.reason
+
+
+# --- A project's quota, from the request to the book, while two schedulers race.
+
+
+CONFIG = SchedulerConfig(default_quota={"VCPU": 5}, quotas={"small": {"INSTANCES": 1}, "unbound": {}})
+
+
+async def test_two_schedulers_together_never_give_a_project_more_than_its_quota(world: World) -> None:
+    await world.scheduler("s1", CONFIG)
+    await world.scheduler("s2", CONFIG)
+    await world.add_hosts("c1", 4)
+    await world.add_hosts("c2", 4)
+    requests = [world.request() for _ in range(12)]
+    requests += [world.request(project_id="small") for _ in range(2)]
+    requests += [world.request(project_id="unbound") for _ in range(7)]
+    await world.ask(*requests)
+    ended = [await world.ended(r.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED) for r in requests]
+    counted = Counter((event.project_id, event.code) for event in ended)
+    assert counted == {
+        ("demo", ""): 5,
+        ("demo", "quota.exceeded"): 7,
+        ("small", ""): 1,
+        ("small", "quota.exceeded"): 1,
+        ("unbound", ""): 7,
+    }
+    refused = next(event for event in ended if event.code == "quota.exceeded" and event.project_id == "demo")
+    assert refused.reason == "project demo, VCPU: 5 of 5 held, 1 more requested"
+    assert sum(amounts["VCPU"] for amounts in (await world.used()).values()) == 13, "what was refused holds nothing"
+    assert {tuple(build.limits.items()) for _, build in world.builds} == {(("VCPU", 5),), (("INSTANCES", 1),), ()}
+
+
+# --- A revert names the room that its project's quota has: the cell knows how much larger the instance was.
+
+
+@pytest.mark.parametrize(
+    ("quota", "room"),
+    [
+        ({"VCPU": 4, "INSTANCES": 1, "CUSTOM_GOLD": 2}, {"VCPU": 3, "INSTANCES": 0, "CUSTOM_GOLD": 2}),
+        ({"VCPU": 1}, {"VCPU": 0}),
+        ({}, {}),
+    ],
+)
+async def test_a_revert_names_the_room_in_the_quota_and_a_confirm_does_not(
+    world: World, quota: dict[str, int], room: dict[str, int]
+) -> None:
+    built = await one_active(world, config=replace(WARM, quotas={"demo": quota} if quota else {}))
+    assert built.project_id == "demo"
+    for number, kind, expected in ((20, MoveKind.REVERT, room), (30, MoveKind.CONFIRM, {})):
+        move = world.move(built, kind)
+        await world.ask(move)
+        command = await world.dispatched(move)
+        assert command.room == expected
+        assert not command.limits
+        await world.move_announced("c1", move, MoveState.DONE, number, **DONE)
+        await world.moved(move)

@@ -40,33 +40,12 @@ from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
-from tests.integration.scheduler.test_given_up import BEGUN_S
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.integration.scheduler.steps import BEGUN_S, DONE, WARM, one_active, refused
+from tests.integration.scheduler.world import World
+from tests.kit.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.postgres
-
-WARM = SchedulerConfig(hosts_warmup_s=0.001)
 OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
-DONE = {"terminal": True, "condition": Condition.ACTIVE}
-
-
-async def one_active(world: World, hosts: int = 3, config: SchedulerConfig = WARM, **more: object) -> BuildRequest:
-    await world.scheduler(config=config)
-    await world.add_hosts("c1", hosts)
-    await world.add_hosts("c2", 1)
-    request = world.request(**more)
-    await world.active(request)
-    return request
-
-
-async def refused(world: World, move: MoveRequest) -> str:
-    """The code of the refusal: to the requester, and on the event stream."""
-    with pytest.raises(RequestRefused) as fault:
-        await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
-    answer = await world.moved(move)
-    assert (answer.state, answer.code, answer.terminal) == (MoveState.REFUSED, fault.value.code, True)
-    assert not [one for _, one in world.moves if one.request_id == move.request_id]
-    return fault.value.code
 
 
 async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
@@ -95,7 +74,7 @@ async def test_a_move_whose_requester_has_stopped_waiting_is_not_begun(
     is_unavailable = False
     async with asyncio.timeout(PATIENCE_S):
         assert await ends.get() == {0: Done()}
-    await world.buses[API].request(late, MoveAccepted, timeout_s=PATIENCE_S)  # a repeat is another matter
+    await world.answer(late, MoveAccepted)  # a repeat is another matter
     await world.dispatched(late)
 
 
@@ -114,7 +93,7 @@ async def test_a_copy_of_a_move_is_late_by_the_clocks_as_well(world: World) -> N
     )
     await world.buses[API].transport.publish(copy)
     other = world.move(request, MoveKind.REBUILD, image="b")
-    await world.buses[API].request(other, MoveAccepted, timeout_s=PATIENCE_S)  # else one is under way
+    await world.answer(other, MoveAccepted)  # else one is under way
     await world.dispatched(other)
 
 
@@ -123,7 +102,7 @@ async def test_a_move_that_expired_at_the_broker_is_carried_out_when_its_client_
     move = world.move(request, MoveKind.REBUILD, image="a")
     await world.expires(move, patience_s=10.0)
     await world.until_expired_are_handled()
-    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.answer(move, MoveAccepted)
     await world.dispatched(move)
     assert not [event for event in world.move_events if event.request_id == move.request_id and event.terminal]
 
@@ -132,7 +111,7 @@ async def test_a_migration_goes_to_other_hosts_of_the_cell_and_has_one_end(world
     built = await one_active(world)
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
     move = world.move(built, MoveKind.MIGRATE)
-    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.answer(move, MoveAccepted)
     command = await world.dispatched(move)
     assert {one.host for one in command.selections} == {"c1-0", "c1-1", "c1-2"} - {source}
     assert command.spec is not None and command.spec.flavor == built.flavor and command.step_timeout_s == 300.0
@@ -174,17 +153,17 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     await world.scheduler("s2", WARM)
     await world.ask(*[move] * 10)
     await world.dispatched(move)
-    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.answer(move, MoveAccepted)
     other = world.move(built, MoveKind.START, request_id=move.request_id)
     with pytest.raises(RequestRefused) as fault:
-        await world.buses[API].request(other, MoveAccepted, timeout_s=PATIENCE_S)
+        await world.answer(other, MoveAccepted)
     assert fault.value.code == "request.duplicate"
     answer = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
     assert [(event.sequence, event.kind) for event in answer] == [(0, MoveKind.START)]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
     mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
     with pytest.raises(RequestRefused) as fault:
-        await world.buses[API].request(mine, MoveAccepted, timeout_s=PATIENCE_S)
+        await world.answer(mine, MoveAccepted)
     assert fault.value.code == "request.duplicate"
 
 
@@ -299,7 +278,7 @@ async def announce_modes(world: World, modes: dict[str, str]) -> None:
         triples = ",".join(f"x86_64/kvm/{mode}" for mode in modes[host.name].split())
         world.hosts["c1"][uuid] = replace(host, attributes={"supported_instances": triples})
     await world.announce("c1")
-    await world.eventually(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
+    await world.until(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
 
 
 async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no_other(world: World) -> None:
@@ -307,7 +286,7 @@ async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no
     built = await one_active(world, 1, OF_IMAGES)
     await announce_modes(world, {"c1-0": "hvm"})
     command = SetAdminState(host="c1-0", state=AdminState.DISABLED, reason="full", by="ann")
-    await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
+    await world.answer(command, AdminStateSet)
     other = world.move(built, MoveKind.REBUILD, image="xen", image_properties={"hw_vm_mode": "xen"})
     assert await refused(world, other) == "image.unsuitable"
     answer = await world.moved(other)
@@ -338,7 +317,7 @@ async def test_a_rebuild_is_held_to_the_traits_of_its_image(
     ((host, _),) = world.hosts["c1"].items()
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, traits)
     book = world.replicas["s1"]
-    await world.eventually(lambda: book.traits_of(book.row_of(host)) == traits)
+    await world.until(lambda: book.traits_of(book.row_of(host)) == traits)
     rebuild = world.move(built, MoveKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": word})
     if is_refused:
         assert await refused(world, rebuild) == "image.unsuitable"
@@ -418,7 +397,7 @@ async def test_an_evacuation_needs_a_host_that_an_operator_has_fenced(world: Wor
     source = (await world.show(built.instance_uuid)).host  # type: ignore[union-attr]
     assert source is not None
     command = SetAdminState(host=source, state=AdminState.FENCED, reason="dead", by="ann", force=True)
-    await world.buses[API].request(command, AdminStateSet, timeout_s=PATIENCE_S)
+    await world.answer(command, AdminStateSet)
     move = world.move(built, MoveKind.EVACUATE, fenced=True)
     await world.ask(move)
     answer = await world.dispatched(move)
@@ -481,9 +460,9 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     """Only the next move released it: at rest a host of this scheduler seemed fuller than it was, for ever."""
     built = await one_active(world, config=SchedulerConfig(hosts_warmup_s=0.001, choice_held_s=0.05))
     move = world.move(built, MoveKind.MIGRATE)
-    await world.buses[API].request(move, MoveAccepted, timeout_s=PATIENCE_S)
+    await world.answer(move, MoveAccepted)
     await world.dispatched(move)
-    await world.eventually(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    await world.until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
@@ -497,7 +476,7 @@ async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> No
     await world.ask(move)
     await world.claim_destination(await world.dispatched(move))
     book = world.replicas["s1"]
-    await world.eventually(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
+    await world.until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
     builds = [world.request(), world.request()]
     await world.ask(*builds)
     for build in builds:

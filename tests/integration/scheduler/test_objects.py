@@ -1,14 +1,18 @@
-"""Operators' objects on real PostgreSQL: in force on every scheduler, kept over restarts, refused where they harm."""
+"""Operators' objects on real PostgreSQL: in force on every scheduler, edited at once, refused where they harm."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
-import asyncpg
 import msgspec
 import pytest
 
+from berth.client.object_edits import MAX_TRIES, ObjectEdit, change_object, find_object, merged
+from bus.bus import API
+from bus.consuming.dead_letters import list_dead, replay
+from bus.consuming.outcome import Outcome, Received
 from bus.contracts.build import BuildRequest
 from bus.contracts.objects import (
     ChangedObject,
@@ -21,28 +25,25 @@ from bus.contracts.objects import (
     ObjectsChanged,
     ObjectsPage,
     ObjectsQuery,
+    StoredObject,
 )
-from bus.faults import RequestRefused
+from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.persistence.database import Database
+from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.objects import ChangeAuthor
 from scheduler_worker.store.postgres import PostgresBuilds
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.integration.scheduler.steps import A, C, F, Q, S, change, flavor, refused_change
+from tests.integration.scheduler.world import World
 from tests.kit.sent import Sent
+from tests.kit.waiting import PATIENCE_S, until
+
+# --- Operators' objects on real PostgreSQL: in force on every scheduler, kept over restarts, refused where they
+# harm.
+
 
 pytestmark = pytest.mark.postgres
-
-F, A, Q, S, C = ObjectKind.FLAVOR, ObjectKind.AGGREGATE, ObjectKind.QUOTA, ObjectKind.SCHEDULING, ObjectKind.CELL
 ZONE = "e0000000-0000-4000-8000-000000000000"
-
-
-async def change(world: World, *changes: ObjectChange, **more: Any) -> ObjectsChanged:
-    requested = ObjectsChange(who="operator", why="a test", changes=changes, **more)
-    return await world.buses["api"].request(requested, ObjectsChanged, timeout_s=60.0)
-
-
-def flavor(name: str, **body: Any) -> ObjectChange:
-    return ObjectChange(kind=F, name=name, body=body)
 
 
 async def taken(world: World, request: BuildRequest) -> str:
@@ -132,7 +133,7 @@ async def test_a_quota_of_a_class_that_no_provider_can_have_is_refused_unless_fo
     """It would limit nothing: CORES is Nova's name."""
     await world.scheduler()
     cores = ObjectChange(kind=Q, name="demo", body={"limits": {"CORES": 1}})
-    why = await refused(world, cores)
+    why = await refused_change(world, cores)
     assert (why.code, "did you mean VCPU?" in why.reason) == ("object.unknown", True)
     assert (await change(world, cores, force=True)).changed
 
@@ -147,12 +148,6 @@ async def test_a_quota_holds_from_the_next_claim_on(world: World) -> None:
     assert await taken(world, world.request()) == ""
 
 
-async def refused(world: World, *changes: ObjectChange) -> RequestRefused:
-    with pytest.raises(RequestRefused) as found:
-        await change(world, *changes)
-    return found.value
-
-
 async def test_a_change_that_strands_instances_is_refused_unless_forced(world: World) -> None:
     await world.scheduler("s1")
     (host,) = await world.add_hosts("c1", 1)
@@ -160,20 +155,20 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
     zone = ObjectChange(
         kind=A, name="east", body={"uuid": ZONE, "name": "east", "metadata": {"availability_zone": "east"}}
     )
-    await world.eventually(lambda: world.replicas["s1"].aggregates_of(world.replicas["s1"].row_of(host) or 0))
+    await world.until(lambda: world.replicas["s1"].aggregates_of(world.replicas["s1"].row_of(host) or 0))
     assert await taken(world, world.request()) == ""
-    why = await refused(world, zone)
+    why = await refused_change(world, zone)
     assert (why.code, why.reason) == (
         "object.in_use",
         "1 host with instances would be in another availability zone: c1-0 (nova to east); drain them first, or force "
         "the change",
     )
-    why = await refused(world, ObjectChange(kind=F, name="m1.small"))
+    why = await refused_change(world, ObjectChange(kind=F, name="m1.small"))
     what_to_do = "delete or resize them first, or force the change"
     assert (why.code, why.reason) == ("object.in_use", f"flavor 'm1.small' has 1 instance: {what_to_do}")
     small = msgspec.to_builtins(SchedulerConfig().flavors["m1.small"])
     for other in ({"vcpus": 9}, {"extra_specs": {"trait:HW_CPU_X86_AVX2": "required"}}):
-        why = await refused(world, flavor("m1.small", **{**small, **other}))
+        why = await refused_change(world, flavor("m1.small", **{**small, **other}))
         assert why.code == "object.in_use" and "whose next moves would claim another size" in why.reason
     assert (await change(world, flavor("m1.small", **{**small, "projects": ["demo"]}), dry_run=True)).changed
     assert (await change(world, zone, ObjectChange(kind=F, name="m1.small"), force=True)).revision == 2
@@ -183,7 +178,7 @@ async def test_a_change_that_strands_instances_is_refused_unless_forced(world: W
 
 
 async def log(world: World, **more: Any) -> ObjectLogPage:
-    return await world.buses["api"].request(ObjectLogQuery(**more), ObjectLogPage, timeout_s=60.0)
+    return await world.answer(ObjectLogQuery(**more), ObjectLogPage)
 
 
 async def test_what_no_scheduler_could_use_is_refused_and_changes_nothing(world: World) -> None:
@@ -195,8 +190,8 @@ async def test_what_no_scheduler_could_use_is_refused_and_changes_nothing(world:
         (ObjectChange(kind=F, name="gone"), "object.unknown"),
     ]
     for one, code in wrong:
-        assert (await refused(world, flavor("fine", vcpus=1), one)).code == code
-    page = await world.buses["api"].request(ObjectsQuery(kind=F, name="fine"), ObjectsPage, timeout_s=60.0)
+        assert (await refused_change(world, flavor("fine", vcpus=1), one)).code == code
+    page = await world.answer(ObjectsQuery(kind=F, name="fine"), ObjectsPage)
     assert (page.revision, page.objects) == (1, ())
 
 
@@ -240,9 +235,7 @@ def cell(name: str, state: str) -> ObjectChange:
 
 async def in_force(world: World, disabled: set[str]) -> None:
     """Wait until every scheduler goes by it."""
-    async with asyncio.timeout(60.0):
-        while any(table.disabled_cells != disabled for table in world.tables.values()):  # noqa: ASYNC110  (no event)
-            await asyncio.sleep(0.01)
+    await until(lambda: not (any(table.disabled_cells != disabled for table in world.tables.values())))
 
 
 async def test_a_disabled_cell_takes_no_build_on_any_scheduler(world: World) -> None:
@@ -275,14 +268,14 @@ async def test_a_cell_stays_disabled_over_a_restart(world: World) -> None:
 
 async def test_a_decision_about_a_cell_that_there_is_not_is_refused(world: World) -> None:
     await world.scheduler("s1")
-    fault = await refused(world, cell("c3", "disabled"))
+    fault = await refused_change(world, cell("c3", "disabled"))
     assert (fault.code, "c1, c2" in fault.reason) == ("object.unknown", True)
 
 
 async def test_the_last_cell_that_takes_builds_is_disabled_by_force_only(world: World) -> None:
     await world.scheduler("s1")
     await change(world, cell("c1", "disabled"))
-    fault = await refused(world, cell("c2", "disabled"))
+    fault = await refused_change(world, cell("c2", "disabled"))
     assert (fault.code, fault.reason.partition(":")[0]) == ("object.in_use", "no cell would be left that takes builds")
     await change(world, cell("c2", "disabled"), force=True)
     assert world.tables["s1"].disabled_cells == {"c1", "c2"}
@@ -291,15 +284,152 @@ async def test_the_last_cell_that_takes_builds_is_disabled_by_force_only(world: 
 async def test_a_scheduler_passes_over_objects_of_kinds_that_it_does_not_know(world: World) -> None:
     """One of the next version, side by side with it, has written them."""
     await world.scheduler("s1")
-    connection = await asyncpg.connect(world.url)
-    await connection.execute("INSERT INTO scheduler.objects VALUES ('of_tomorrow', 'x', '{}', 1, 1.0, 'me')")
-    await connection.execute(
+    await world.sql("INSERT INTO scheduler.objects VALUES ('of_tomorrow', 'x', '{}', 1, 1.0, 'me')")
+    await world.sql(
         "INSERT INTO scheduler.object_log (revision, kind, name, at, who, why, forced)"
         " VALUES (2, 'of_tomorrow', 'x', 1.0, 'me', '', false)"
     )
-    await connection.close()
     await change(world, flavor("new", vcpus=1))
-    page = await world.buses["api"].request(ObjectsQuery(), ObjectsPage, timeout_s=60.0)
+    page = await world.answer(ObjectsQuery(), ObjectsPage)
     assert {"new", "m1.tiny"} <= {one.name for one in page.objects} and "x" not in {one.name for one in page.objects}
-    log = await world.buses["api"].request(ObjectLogQuery(), ObjectLogPage, timeout_s=60.0)
+    log = await world.answer(ObjectLogQuery(), ObjectLogPage)
     assert log.entries[0].name == "new"
+
+
+# --- Two operators change one object at once: each names its own fields, and nothing else is changed.
+
+
+def naming(name: str, **fields: Any) -> ObjectEdit:
+    def edit(known: StoredObject | None) -> dict[str, Any]:
+        assert known is not None
+        return merged(known.body, fields)
+
+    return ObjectEdit(F, name, edit)
+
+
+async def edited(world: World, edit: ObjectEdit, *, meanwhile: list[ObjectChange], **more: Any) -> ObjectsChanged:
+    """An edit; one change of `meanwhile` gets in between its reading and each of its writings."""
+
+    async def send(requested: ObjectChange) -> ObjectsChanged:
+        if meanwhile:
+            await change(world, meanwhile.pop(0))
+        return await change(world, requested)
+
+    return await change_object(world.buses["api"], edit, send, timeout_s=PATIENCE_S, **more)
+
+
+async def body_of(world: World, name: str) -> dict[str, Any]:
+    found = await find_object(world.buses["api"], F, name, timeout_s=PATIENCE_S)
+    assert found is not None
+    return found.body
+
+
+async def test_both_of_two_operators_win(world: World) -> None:
+    await world.scheduler()
+    await change(world, flavor("raced", vcpus=1, memory_mb=64))
+    await asyncio.gather(
+        *(edited(world, naming("raced", **{field: 7}), meanwhile=[]) for field in ("vcpus", "memory_mb", "disk_gb"))
+    )
+    assert await body_of(world, "raced") == {"vcpus": 7, "memory_mb": 7, "disk_gb": 7}
+
+
+async def test_a_change_in_between_is_kept(world: World) -> None:
+    await world.scheduler()
+    await change(world, flavor("raced", vcpus=1, memory_mb=64))
+    between = [flavor("raced", vcpus=1, memory_mb=128), flavor("raced", vcpus=1, memory_mb=256, disk_gb=4)]
+    await edited(world, naming("raced", vcpus=2), meanwhile=between)
+    assert (between, await body_of(world, "raced")) == ([], {"vcpus": 2, "memory_mb": 256, "disk_gb": 4})
+
+
+async def test_one_that_is_always_overtaken_ends_with_a_code(world: World) -> None:
+    await world.scheduler()
+    await change(world, flavor("raced", vcpus=1))
+    between = [flavor("raced", vcpus=1, memory_mb=number + 1) for number in range(MAX_TRIES + 3)]
+    with pytest.raises(RequestRefused) as refused:
+        await edited(world, naming("raced", vcpus=2), meanwhile=between)
+    assert (refused.value.code, len(between)) == ("object.conflict", 3)
+
+
+async def test_a_version_that_is_named_is_not_read_again(world: World) -> None:
+    await world.scheduler()
+    made = await change(world, flavor("raced", vcpus=1))
+    with pytest.raises(RequestRefused) as refused:
+        await edited(world, naming("raced", vcpus=2), meanwhile=[flavor("raced", vcpus=3)], if_version=made.revision)
+    assert refused.value.code == "object.conflict"
+
+
+async def test_two_that_make_one_object_do_not_replace_each_other(world: World) -> None:
+    await world.scheduler()
+
+    def edit(known: StoredObject | None) -> dict[str, Any]:
+        return merged({} if known is None else known.body, {"vcpus": 2})
+
+    await edited(world, ObjectEdit(F, "new", edit), meanwhile=[flavor("new", memory_mb=64)])
+    assert await body_of(world, "new") == {"vcpus": 2, "memory_mb": 64}
+
+
+@pytest.mark.parametrize(
+    ("before", "patch", "after"),
+    [
+        ({"a": 1, "b": 2}, {"a": 3}, {"a": 3, "b": 2}),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"y": None, "z": 3}}, {"a": {"x": 1, "z": 3}}),
+        ({"a": 1}, {"a": None, "b": None}, {}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"a": 1}, {"a": {"x": None, "y": 1}}, {"a": {"y": 1}}),
+        ({"a": 1}, {}, {"a": 1}),
+    ],
+)
+def test_a_merge_patch(before: dict[str, Any], patch: dict[str, Any], after: dict[str, Any]) -> None:
+    kept = dict(before)
+    assert (merged(before, patch), before) == (after, kept)
+
+
+# --- Operators' commands that were refused: what is repeated, replayed, or handled once more.
+
+
+UNKNOWN = ObjectsChange(who="ann", why="", changes=(ObjectChange(kind=ObjectKind.FLAVOR, name="small"),))
+
+
+async def test_a_refused_command_without_a_requester_is_carried_out_when_it_is_replayed(world: World) -> None:
+    """Its operator mends the cause and replays it; no requester has its refusal."""
+    await world.scheduler()
+    await world.ask(UNKNOWN)
+    transport = world.buses[API].transport
+    await until(lambda: list_dead(transport))
+    assert [letter.code for letter in await list_dead(transport)] == ["object.unknown"]
+    await change(world, flavor("small", vcpus=1))
+    await replay(transport, "scheduler.changes")
+    made = flavor("small", vcpus=2)
+    await until(lambda: _is_gone(world, made))
+    assert await list_dead(transport) == []
+
+
+async def _is_gone(world: World, made: ObjectChange) -> bool:
+    """Whether this object is made anew: there is none of its name."""
+    anew = ObjectChange(kind=made.kind, name=made.name, body=made.body, if_version=0)
+    try:
+        await change(world, anew)
+    except RequestRefused:
+        return False
+    return True
+
+
+async def test_a_refusal_keeps_its_reason_when_its_batch_is_handled_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another command of the batch met a transient fault."""
+    await world.scheduler()
+    call, has_failed = ChangeHandler.__call__, False
+
+    async def fails_once(handler: ChangeHandler, batch: Sequence[Received]) -> Sequence[Outcome]:
+        nonlocal has_failed
+        outcomes = await call(handler, batch)
+        if not has_failed:
+            has_failed = True
+            raise DatabaseUnavailable("planted")
+        return outcomes
+
+    monkeypatch.setattr(ChangeHandler, "__call__", fails_once)
+    with pytest.raises(RequestRefused) as refused:
+        await world.answer(UNKNOWN, ObjectsChanged)
+    assert refused.value.code == "object.unknown"

@@ -29,7 +29,8 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.placement import PlacementRequest, PlacementState
 from scheduler_worker.placing import Placer
 from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
-from tests.integration.scheduler.world import PATIENCE_S, World
+from tests.integration.scheduler.world import World
+from tests.kit.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.postgres
 
@@ -184,7 +185,7 @@ async def test_bad_requests_are_refused_with_a_code_and_the_worker_goes_on(world
     await world.add_hosts("c1", 1)
     unknown = world.request("m1.nonsense")
     with pytest.raises(RequestRefused) as refused:
-        await world.buses[API].request(unknown, BuildAccepted, timeout_s=PATIENCE_S)
+        await world.answer(unknown, BuildAccepted)
     assert refused.value.code == "flavor.unknown"
     answer = await world.ended(unknown.instance_uuid)
     assert (answer.state, answer.code) == (BuildState.REFUSED, "flavor.unknown") and "m1.small" in answer.reason
@@ -285,10 +286,8 @@ async def test_delete_before_after_and_of_nothing(world: World) -> None:
     refused = await world.ended(nothing.instance_uuid)
     assert (refused.state, refused.code) == (BuildState.REFUSED, "instance.unknown")
     with pytest.raises(RequestRefused) as other:
-        await world.buses[API].request(
-            type(world_delete(built))(instance_uuid=built.instance_uuid, project_id="other"),
-            BuildAccepted,
-            timeout_s=PATIENCE_S,
+        await world.answer(
+            type(world_delete(built))(instance_uuid=built.instance_uuid, project_id="other"), BuildAccepted
         )
     assert other.value.code == "instance.unknown"
     terminals = [e.state.value for e in world.events if e.instance_uuid == built.instance_uuid and e.terminal]
@@ -304,9 +303,9 @@ async def test_a_build_whose_delete_was_answered_with_no_such_instance_is_never_
     request, another = world.request(), world.request()
     await world.delete(request)
     assert (await world.ended(request.instance_uuid)).code == "instance.unknown"
-    await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    await world.answer(request, BuildAccepted)
     with pytest.raises(RequestRefused, match="no such instance"):
-        await world.buses[API].request(world_delete(request), BuildAccepted, timeout_s=PATIENCE_S)
+        await world.answer(world_delete(request), BuildAccepted)
     await world.ask(another)
     await world.until(lambda: world.builds)
     assert [build.spec.instance_uuid for _, build in world.builds] == [another.instance_uuid]
@@ -367,7 +366,7 @@ async def test_a_request_that_no_scheduler_comes_to_an_end_with_still_gets_its_t
         await world.scheduler("s0")
         await world.ask(request)
         for number in range(1, BY_QUEUE["scheduler.requests"].delivery_limit):
-            await world.eventually(lambda: died.is_set() or any(one.terminal for one in world.events))
+            await world.until(lambda: died.is_set() or any(one.terminal for one in world.events))
             if not died.is_set():
                 break
             died.clear()
@@ -394,7 +393,7 @@ async def test_an_unavailable_placement_is_waited_for_and_never_no_host(world: W
     await world.ended(request.instance_uuid, BuildState.ACCEPTED)
     unavailable = metrics.CLAIMS.labels("request.timeout")
     before = unavailable._value.get()
-    await world.eventually(lambda: unavailable._value.get() > before + 1)
+    await world.until(lambda: unavailable._value.get() > before + 1)
     assert world.states(request.instance_uuid) == ["accepted"]
     await world.placement("p2")
     assert (await world.ended(request.instance_uuid, BuildState.SCHEDULED, BuildState.FAILED)).state == "scheduled"
@@ -406,7 +405,7 @@ async def test_hosts_query_and_a_foreign_cell_is_ignored(world: World) -> None:
     request = world.request()
     await world.ask(request)
     await world.ended(request.instance_uuid, BuildState.SCHEDULED)
-    page = await world.buses[API].request(HostsQuery(), HostsPage, timeout_s=PATIENCE_S)
+    page = await world.answer(HostsQuery(), HostsPage)
     (host,) = page.hosts
     assert (host.uuid, host.cell, host.service, host.up) == (uuid, "c1", "compute-c1", True)
     assert host.resources["VCPU"] == (1.0, 16.0)
@@ -435,7 +434,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     async with asyncio.timeout(PATIENCE_S):
         await claimed.wait()
     assert len(await world.used()) == 1
-    await world.buses[API].request(world_delete(request), BuildAccepted, timeout_s=PATIENCE_S)
+    await world.answer(world_delete(request), BuildAccepted)
     deleted.set()
     ((cell, delete),) = await world.until(lambda: world.deletes)
     assert (cell, delete.instance_uuid, delete.begun) == ("c1", request.instance_uuid, True)
@@ -444,7 +443,7 @@ async def test_a_delete_seen_while_scheduling_frees_the_claim(world: World, monk
     assert (await world.ended(request.instance_uuid)).state is BuildState.DELETED
     assert await world.used() == {} and world.builds == []
     # The same request again changes nothing.
-    await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
+    await world.answer(request, BuildAccepted)
     assert await world.used() == {} and world.builds == []
 
 
@@ -524,11 +523,11 @@ async def test_a_page_of_builds_newest_first(world: World) -> None:
     await world.add_hosts("c1", 4)
     requests = [world.request("m1.tiny", project_id=project) for project in ("a", "b", "a", "a")]
     for request in requests:
-        await world.buses[API].request(request, BuildAccepted, timeout_s=PATIENCE_S)
-    page = await world.buses[API].request(BuildQuery(project_id="a", limit=2), BuildPage, timeout_s=PATIENCE_S)
+        await world.answer(request, BuildAccepted)
+    page = await world.answer(BuildQuery(project_id="a", limit=2), BuildPage)
     assert [build.instance_uuid for build in page.builds] == [requests[3].instance_uuid, requests[2].instance_uuid]
     older = BuildQuery(project_id="a", limit=2, before=page.builds[-1].created_at)
-    page = await world.buses[API].request(older, BuildPage, timeout_s=PATIENCE_S)
+    page = await world.answer(older, BuildPage)
     assert [build.instance_uuid for build in page.builds] == [requests[0].instance_uuid]
     nothing = BuildQuery(instance_uuid=world.request().instance_uuid)
-    assert (await world.buses[API].request(nothing, BuildPage, timeout_s=PATIENCE_S)).builds == ()
+    assert (await world.answer(nothing, BuildPage)).builds == ()

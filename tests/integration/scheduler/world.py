@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
 
+import asyncpg
 from msgspec.structs import replace
 
 from bus.bus import API, Bus
@@ -54,10 +55,11 @@ from placement_worker.replica.book import Book
 from scheduler_worker.app import build as build_scheduler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.hosts import HostTable
+from tests.kit.waiting import PATIENCE_S, until
 
-PATIENCE_S = 60.0
 CELLS = ("c1", "c2")
 T = TypeVar("T")
+R = TypeVar("R", bound=Message)
 
 
 class World:
@@ -86,7 +88,6 @@ class World:
         self._sequence = 0
         self._version = 0
         self._attempt = 1
-        self._changed = asyncio.Condition()
         self._consumers: list[Consumer] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -188,8 +189,8 @@ class World:
 
     async def _receive(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         moves = [received for received in batch if isinstance(received.message, MoveEvent)]
-        await self._keep(moves, self.move_events)
-        await self._keep([received for received in batch if received not in moves], self.events)
+        self.move_events += [received.message for received in moves]
+        self.events += [received.message for received in batch if received not in moves]
         return [Done()] * len(batch)
 
     async def _command(self, batch: Sequence[Received]) -> Sequence[Outcome]:
@@ -206,31 +207,25 @@ class World:
                 self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):
                 self.fences.append((received.bus, received.message))
-        return await self._keep(batch, [])
-
-    async def _keep(self, batch: Sequence[Received], kept: list[Any]) -> Sequence[Outcome]:
-        async with self._changed:
-            kept.extend(received.message for received in batch)
-            self._changed.notify_all()
         return [Done()] * len(batch)
 
     async def _answer(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
             if isinstance(received.message, ReportHosts):  # and not one of this world's own heartbeats
                 await self.announce(received.bus)
-        await self._keep([one for one in batch if isinstance(one.message, ServiceOutdated)], self.outdated)
+        self.outdated += [one.message for one in batch if isinstance(one.message, ServiceOutdated)]
         return [Done()] * len(batch)
 
-    async def until(self, there: Callable[[], T]) -> T:
-        async with asyncio.timeout(PATIENCE_S), self._changed:
-            await self._changed.wait_for(there)
-        return there()
+    async def until(self, there: Callable[[], Awaitable[T]] | Callable[[], T]) -> T:
+        return cast("T", await until(there))
 
-    async def eventually(self, there: Callable[[], object]) -> None:
-        """Wait for a condition that no message announces."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not there():  # noqa: ASYNC110  (a counter has no event)
-                await asyncio.sleep(0.005)
+    async def sql(self, query: str, *arguments: Any) -> list[asyncpg.Record]:
+        """The rows of a statement, on a connection of its own."""
+        connection = await asyncpg.connect(self.url)
+        try:
+            return await connection.fetch(query, *arguments)
+        finally:
+            await connection.close()
 
     # --- hosts
 
@@ -248,8 +243,8 @@ class World:
             await self.report(uuid, name, amounts, on=on)
             uuids.append(uuid)
         await self.announce(cell)
-        await self.eventually(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
-        await self.eventually(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
+        await self.until(lambda: all(b.row_of(u) is not None for u in uuids for b in self.replicas.values()))
+        await self.until(lambda: all(t.index_of(u) is not None for u in uuids for t in self.tables.values()))
         return uuids
 
     async def report(
@@ -266,7 +261,7 @@ class World:
         inventories = {key: Inventory(total=total, max_unit=total) for key, total in amounts.items()}
         provider = ProviderReport(uuid=uuid, name=name, inventories=inventories, traits=traits, aggregates=aggregates)
         update = InventoryUpdate(source="world", version=self._version, root_uuid=uuid, providers=(provider,))
-        answer = await self.buses[on].request(update, InventoryResult, timeout_s=PATIENCE_S)
+        answer = await self.answer(update, InventoryResult, on=on)
         assert answer.outcome == "applied", answer
 
     def host_named(self, cell: str, name: str | None) -> str | None:
@@ -289,6 +284,9 @@ class World:
         more.setdefault("instance_uuid", new_uuid(self.rng))
         more.setdefault("project_id", "demo")
         return BuildRequest(flavor=flavor, **more)
+
+    async def answer(self, message: Message, reply: type[R], *, on: str = API) -> R:
+        return await self.buses[on].request(message, reply, timeout_s=PATIENCE_S)
 
     async def ask(self, *messages: Message) -> None:
         await self.buses[API].publish_all([(message, "") for message in messages])
@@ -411,10 +409,10 @@ class World:
             project_id=move.project_id,
             migration=Migration(uuid=move.request_id, source=move.selections[0].allocations),
         )
-        answer = await self.buses[API].request(claim, ClaimResult, timeout_s=PATIENCE_S)
+        answer = await self.answer(claim, ClaimResult)
         if answer.outcome is ClaimOutcome.CONSUMER_CHANGED:
             again = replace(claim, consumer_generation=answer.consumer_generation)
-            answer = await self.buses[API].request(again, ClaimResult, timeout_s=PATIENCE_S)
+            answer = await self.answer(again, ClaimResult)
         assert answer.outcome is ClaimOutcome.CLAIMED, answer
 
     async def revert_claim(self, move: CellMove, host: str) -> None:
@@ -423,15 +421,15 @@ class World:
         (amounts,) = move.selections[0].allocations.values()
         migration = Migration(uuid=move.request_id, source={host: amounts})
         revert = Revert(consumer=move.instance_uuid, migration=migration, source_attempt=1, attempt=self._attempt)
-        answer = await self.buses[API].request(revert, RevertResult, timeout_s=PATIENCE_S)
+        answer = await self.answer(revert, RevertResult)
         assert answer.outcome == "reverted", answer
 
     async def release(self, consumer: str) -> None:
         """The consumer, an instance or a migration, holds nothing any more."""
-        await self.buses[API].request(Release(consumer=consumer), ReleaseResult, timeout_s=PATIENCE_S)
+        await self.answer(Release(consumer=consumer), ReleaseResult)
 
     async def show(self, uuid: str) -> BuildRecord | None:
-        page = await self.buses[API].request(BuildQuery(instance_uuid=uuid), BuildPage, timeout_s=PATIENCE_S)
+        page = await self.answer(BuildQuery(instance_uuid=uuid), BuildPage)
         return page.builds[0] if page.builds else None
 
     async def delete(self, request: BuildRequest) -> None:
@@ -439,12 +437,14 @@ class World:
 
     async def used(self) -> dict[str, dict[str, int]]:
         """Usage in the book, where there is any: {provider: {class: amount}}."""
-        page = await self.buses[API].request(SnapshotRequest(limit=5000), SnapshotPage, timeout_s=PATIENCE_S)
+        page = await self.answer(SnapshotRequest(limit=5000), SnapshotPage)
         used = {p.uuid: {name: amount for name, amount in p.used.items() if amount} for p in page.providers}
         return {uuid: amounts for uuid, amounts in used.items() if amounts}
 
     async def holds_nothing(self) -> None:
         """Until nothing is held in the book."""
-        async with asyncio.timeout(PATIENCE_S):
-            while await self.used():  # noqa: ASYNC110  (nothing announces it)
-                await asyncio.sleep(0.005)
+
+        async def is_empty() -> bool:
+            return not await self.used()
+
+        await until(is_empty)

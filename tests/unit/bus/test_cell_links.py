@@ -10,8 +10,7 @@ from uuid import UUID
 import pytest
 
 from bus.bus import API, Bus
-from bus.cell_link import CellLink
-from bus.cell_links import REOPEN_S, CellLinks
+from bus.cell_links import REOPEN_S, CellLink, CellLinks
 from bus.clock import SystemClock
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.build import BuildRequest

@@ -12,9 +12,8 @@ from bus.bus import Bus
 from bus.clock import SystemClock
 from bus.contracts.cell import CellDelete
 from bus.faults import DatabaseUnavailable
-from bus.persistence.confirmed_rows import DELETE_BATCH
 from bus.persistence.outbox import OutboxMessage
-from bus.persistence.relay import DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
+from bus.persistence.relay import DELETE_BATCH, DELETE_PAUSE_S, SWEEP_EVERY_S, Relay
 from bus.retrying import RELAY
 from tests.kit.posting import PostedBus
 
@@ -71,13 +70,13 @@ class Rows:
         confirmed: Sequence[int] = (),
         back: Sequence[int] = (),
     ) -> list[tuple[int, bytes]]:
-        if self.failures and confirmed:
-            self.failures -= 1
-            raise DatabaseUnavailable("unavailable")
-        self.swept.append(list(confirmed))
         if confirmed:
             self.sweeping.set()
             await self.swept_on.wait()
+            if self.failures:
+                self.failures -= 1
+                raise DatabaseUnavailable("unavailable")
+        self.swept.append(list(confirmed))
         return []
 
     async def purge_handled(self, keep_s: float, limit: int) -> None: ...
@@ -196,3 +195,22 @@ async def test_draining_while_a_sweep_takes_the_rows_along_leaves_the_loop_to_ot
         rows.swept_on.set()
         await draining
         assert (relay.held, rows.statements) == (0, [])
+
+
+async def test_rows_of_a_sweep_that_failed_do_not_wait_for_the_next_sweep() -> None:
+    """Found by reading: the pause before deleting had ended meanwhile, and nobody was woken for them."""
+    clock, rows = Gate(), Rows()
+    async with relaying(clock, rows) as relay:
+        relay.send([1], OUTGOING)
+        await clock.waiting.wait()
+        rows.swept_on.clear()
+        clock.sweeping.release()
+        await rows.sweeping.wait()
+        clock.over.set()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert rows.statements == [], "the sweep has them"
+        rows.failures = 1
+        rows.swept_on.set()
+        await rows.deleted.wait()
+        assert rows.statements == [[1]]

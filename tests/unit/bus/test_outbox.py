@@ -21,17 +21,24 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import CellDelete
 from bus.memory import MemoryBroker, MemoryTransport
-from bus.persistence.confirmed_rows import DELETE_BATCH, ConfirmedRows
 from bus.persistence.outbox import OutboxMessage, encode_row
-from bus.persistence.relay import MAX_BEHIND, MAX_ROWS, SWEEP_BATCH, UNAVAILABLE_LOG_INTERVAL_S, Relay
+from bus.persistence.relay import (
+    DELETE_BATCH,
+    MAX_BEHIND,
+    MAX_ROWS,
+    SWEEP_BATCH,
+    UNAVAILABLE_LOG_INTERVAL_S,
+    ConfirmedRows,
+    Relay,
+)
 from bus.persistence.unit_of_work import published
 from bus.port import BusUnavailable, Outgoing
 from bus.publishing import Waiter
 from scheduler_worker.app import project_of_event
-from tests.contract.house import boot
-from tests.contract.rig import until
+from tests.contract.rig import boot
 from tests.kit.posting import PostedBus
 from tests.kit.virtual_time import on_virtual_time
+from tests.kit.waiting import until
 
 # --- when an outbox row is deleted
 

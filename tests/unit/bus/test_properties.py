@@ -41,9 +41,8 @@ from bus.contracts.placement import (
 )
 from bus.port import CC, UNREAD, Outgoing
 from bus.publishing import BusLimits
-from bus.rabbitmq import confirms
-from bus.rabbitmq.confirms import properties_of
-from bus.rabbitmq.delivery import RabbitDelivery
+from bus.rabbitmq import channels
+from bus.rabbitmq.channels import RabbitDelivery, properties_of
 from bus.rabbitmq.patches import MAX_DEPTH, MAX_VALUES, install
 from bus.topology import QueueNames, matches
 from tests.kit.raw_amqp import FLAGS, long, publish_frames, short, table
@@ -164,15 +163,15 @@ def test_bytes_of_a_property_are_written_back_as_they_came(name: str) -> None:
     read = getattr(decoded_properties(**{name: raw}), attribute)
     fields: dict[str, str] = {name: read}
     message = Outgoing(exchange="", routing_key="q", body=b"", **fields)  # type: ignore[arg-type]
-    assert short(raw) in confirms.properties_of(message, message.reply_to).marshal()
+    assert short(raw) in channels.properties_of(message, message.reply_to).marshal()
 
 
 def test_a_property_that_is_too_long_is_cut_and_known_by_what_is_left() -> None:
     text = "ü" * 200
-    assert confirms.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
-    assert confirms.cut("short") == "short"
+    assert channels.cut(text).encode("utf-8", "surrogateescape") == text.encode()[:255]
+    assert channels.cut("short") == "short"
     message = Outgoing(exchange="", routing_key="q", body=b"", message_id=text)
-    assert short(text.encode()[:255]) in confirms.properties_of(message, None).marshal()
+    assert short(text.encode()[:255]) in channels.properties_of(message, None).marshal()
     with pytest.raises(ValueError, match="longer"):
         Basic.Publish(exchange="", routing_key="ü" * 200).marshal()
 

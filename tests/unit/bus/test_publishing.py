@@ -20,8 +20,8 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.group_flush import GroupFlush
 from bus.port import BusUnavailable, Outgoing
 from bus.publishing import Waiter
-from bus.rabbitmq.delivery import GATHERED_SHARE, LINGER_S, Acks
-from tests.contract.house import boot
+from bus.rabbitmq.channels import GATHERED_SHARE, LINGER_S, Acks
+from tests.contract.rig import boot
 from tests.kit.virtual_time import on_virtual_time
 
 # --- one flush for many commits; what it cannot vouch for fails

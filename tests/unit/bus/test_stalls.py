@@ -23,8 +23,8 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.memory.transport import MemorySubscription
 from bus.port import Delivery, Outgoing
 from bus.wire import headers_of, pack
-from tests.contract.house import REQUESTS, Answering, accepted, boot
-from tests.contract.rig import until
+from tests.contract.rig import REQUESTS, Answering, accepted, boot
+from tests.kit.waiting import until
 
 TIMEOUT_S = 10.0
 STALLED_S = 18.0

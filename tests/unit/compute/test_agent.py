@@ -15,10 +15,25 @@ from bus.clock import SystemClock
 from bus.contracts.cell import ComputeOutcome, ComputeResult, Destroy, InstanceSpec, Spawn
 from compute_sim.agent import Agent, Limits
 from compute_sim.domain.attempts import Entry, Phase
-from compute_sim.driver import Build, DriverHost, DriverUnavailable, Machine, MachineProtected, Reschedule, Tree
+from compute_sim.driver import (
+    Build,
+    BuildAbort,
+    ChangeFault,
+    DriverFault,
+    DriverHost,
+    DriverUnavailable,
+    HandOverRefused,
+    Machine,
+    MachineProtected,
+    NotOurs,
+    Reschedule,
+    Tree,
+)
+from compute_sim.guarded import guarded
+from compute_sim.jobs import Chain, Jobs
 from compute_sim.records import Key, Records
 from compute_sim.survey import Survey
-from tests.contract.rig import until
+from tests.kit.waiting import until
 
 # --- the agent over a driver that is slow, breaks, and checks that it is used as the port requires
 
@@ -50,6 +65,7 @@ class Scripted:
         self.destroys = 0  # calls of destroy
         self.gate: asyncio.Event | None = None
         self.bug: Exception | None = None
+        self.destroy_bug: Exception | None = None
         self.misused: list[str] = []
         self._rng = rng
 
@@ -109,6 +125,8 @@ class Scripted:
         self.destroys += 1
         try:
             await self._turns()
+            if self.destroy_bug is not None:
+                raise self.destroy_bug
             if self.protected:
                 raise MachineProtected("an operator keeps it")
             if self.failures or (self._rng and self._rng.random() < 0.1):
@@ -127,10 +145,11 @@ class Service:
         self.results: list[ComputeResult] = []
         self.records = records or Records()
         self.driver = driver
-        self.survey = Survey(driver, self.records)
+        called = guarded(driver)
+        self.survey = Survey(called, self.records)
         self.agent = Agent(
             service="s",
-            driver=driver,
+            driver=called,
             records=self.records,
             survey=self.survey,
             send=self.results.append,
@@ -298,6 +317,26 @@ async def test_too_many_accepted_builds_are_sent_elsewhere() -> None:
     service.agent.take([spawn(2, attempt=1)])
     await service.rest()
     assert len(driver.machines) == 3
+
+
+async def test_a_drivers_bug_in_a_destruction_is_tried_again_and_ends_no_service() -> None:
+    """The destruction is on record: it would have ended each later start of the service as well."""
+    driver = Scripted()
+    service = Service(driver)
+    await service.agent.resume()
+    watching = asyncio.create_task(service.agent.watch())
+    service.agent.take([spawn(0)])
+    await service.rest()
+    driver.destroy_bug = ZeroDivisionError("oops")
+    service.agent.take([destroy(0)])
+    await service.rest()
+    assert not watching.done()
+    assert service.results[-1].code == "destroy.failed"
+    driver.destroy_bug = None
+    service.agent.resume_destroys()
+    await service.rest()
+    assert service.results[-1].outcome is ComputeOutcome.DESTROYED
+    watching.cancel()
 
 
 async def test_a_drivers_bug_costs_its_build_and_no_more() -> None:
@@ -501,3 +540,44 @@ async def test_a_host_that_cannot_be_scanned_reports_nothing(monkeypatch: pytest
     service.agent.take([ENDED])
     await service.rest()
     assert not service.results and driver.machines == {KEY: 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ("spawn", (Reschedule("a"), BuildAbort("a"), NotOurs())),
+        ("check", (Reschedule("a"), NotOurs())),
+        ("destroy", (NotOurs(), MachineProtected())),
+        ("change", (ChangeFault("a"), HandOverRefused("a"), NotOurs())),
+        ("check_source", (HandOverRefused("a"), ChangeFault("a"))),
+        ("list", (DriverUnavailable(),)),
+    ],
+)
+async def test_a_call_raises_what_the_port_names_and_anything_else_as_the_drivers_fault(
+    call: str, named: tuple[Exception, ...]
+) -> None:
+    foreign = [TimeoutError(), KeyError("x"), *([BuildAbort("a")] if call == "change" else [ChangeFault("a")])]
+    for fault in [*named, *(one for one in foreign if type(one) not in map(type, named))]:
+
+        class Faulty:
+            async def call(self, fault: Exception = fault) -> None:
+                raise fault
+
+        setattr(Faulty, call, Faulty.call)
+        with pytest.raises(Exception) as found:
+            await getattr(guarded(Faulty()), call)()
+        assert type(found.value) is (type(fault) if fault in named else DriverFault)
+
+
+async def test_a_job_that_fails_before_anyone_watches_ends_the_service_still() -> None:
+    jobs = Jobs()
+
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    jobs.start((HOSTS[0], INSTANCES[0]), Chain(), fail())
+    await asyncio.wait(jobs.tasks)
+    await asyncio.sleep(0)
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(60):
+            await jobs.watch()

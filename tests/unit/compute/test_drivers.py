@@ -25,6 +25,7 @@ from compute_sim.drivers.ironic.node import IronicNode, Page
 from compute_sim.fleet import Fleet, Guest
 from compute_sim.jobs import Jobs
 from compute_sim.ring import Ring, owner_of
+from tests.kit.waiting import until
 
 # --- planned fleets and planned faults
 
@@ -261,9 +262,7 @@ class Rig:
 
 
 async def reached(there: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not there():  # noqa: ASYNC110  (an answer has no event)
-            await asyncio.sleep(0)
+    await until(there)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

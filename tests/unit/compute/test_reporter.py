@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from bus.contracts.cell import (
     WaitingBuild,
 )
 from bus.contracts.placement import InventoryOutdated, InventoryUpdate, ProviderReport
-from bus.port import BusError
+from bus.port import BusError, BusUnavailable
 from compute_sim import reporter as reporting
 from compute_sim.answers import Answers
 from compute_sim.domain.attempts import Entry, Phase
@@ -208,6 +209,9 @@ class QuickWorld(SlowWorld):
             self.updates.put_nowait(message)
 
 
+OTHER_HOST = "10000000-0000-4000-8000-000000000002"
+
+
 class Shrinking(QuickWorld):
     """Its hosts are those of `left`."""
 
@@ -224,9 +228,6 @@ class Shrinking(QuickWorld):
 
     async def inventory(self, hosts: Sequence[str] | None = None) -> Sequence[Any]:
         return [(ProviderReport(uuid=uuid, name=uuid),) for uuid in hosts or ()]
-
-
-OTHER_HOST = "10000000-0000-4000-8000-000000000002"
 
 
 @pytest.mark.parametrize(
@@ -268,6 +269,29 @@ async def test_a_host_that_its_service_no_longer_has_leaves_the_book(
     assert await published(2, *left) == [*gone, *((host, True) for host in left)]
     if leaves:
         assert await published(3, *left) == [(HOST, True)], "once"
+
+
+async def test_a_host_that_is_gone_is_taken_from_no_other_service(tmp_path: Path) -> None:
+    """Found by reading: a host that was released to this service, and that its driver had no more, took the tree of the
+    service that had it before out of the book.
+    """
+    world: Any = Shrinking(HOST)
+    records = Records(tmp_path / "journal")
+    records.open()
+    records.start(1000.0)
+    records.note_in_book([HOST, OTHER_HOST], is_in=True)
+    inventory = InventoryReporter(
+        world, service="s", driver=world, records=records, changes=HostChanges(world),
+        offering=everything_offered(world, records), clock=world, rng=random.Random(1), report_interval_s=60.0,
+        take_over=lambda _: "compute:other",
+    )  # fmt: skip
+    reporting = asyncio.create_task(inventory.report())
+    async with asyncio.timeout(60):
+        await world.sent.wait()
+    reporting.cancel()
+    records.close()
+    updates = [world.updates.get_nowait() for _ in range(world.updates.qsize())]
+    assert {one.root_uuid: one.takes_over for one in updates} == {OTHER_HOST: None, HOST: "compute:other"}
 
 
 async def test_the_inventory_of_a_host_that_changed_is_published_once_more() -> None:
@@ -330,42 +354,104 @@ class Requested(SlowWorld):
         super().__init__()
         self.scans = 0
         self.on_scan: Any = None
+        self.on_later_scan: Any = None
+
+    async def has_published(self, number: int) -> None:
+        while len(self.published) < number:
+            self.sent.clear()
+            await self.sent.wait()
 
     async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Any]]:
         self.scans += 1
         if self.scans == 1:
             self.on_scan()
+        elif self.scans == 2 and self.on_later_scan is not None:
+            self.on_later_scan()
         return {HOST: []}
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(0)
 
 
-async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
-    """A scan that was under way may have passed the host before the machine came to be."""
-    world, records = Requested(), Records()
-    changes = HostChanges(world)  # type: ignore[arg-type]
+@asynccontextmanager
+async def announcing(world: Any, records: Records, changes: HostChanges) -> AsyncIterator[None]:
     reporter = Reporter(
         world, service="s", cell="c1", survey=world, records=records, changes=changes, clock=world,
         offering=everything_offered(world, records), rng=random.Random(1), heartbeat_interval_s=1.0,
         report_interval_s=60.0,
     )  # fmt: skip
+    task = asyncio.create_task(reporter.announce())
+    try:
+        async with asyncio.timeout(60):
+            yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_a_scan_names_the_looks_that_were_requested_before_it_began() -> None:
+    """A scan that was under way may have passed the host before the machine came to be."""
+    world, records = Requested(), Records()
+    changes = HostChanges(world)  # type: ignore[arg-type]
     order = RescanHosts(service="s", cell="c1", hosts=(HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
     world.on_scan = lambda: changes.on_rescan(order)
-    task = asyncio.create_task(reporter.announce())
-    async with asyncio.timeout(60):
-        while len(world.published) < 2:
-            world.sent.clear()
-            await world.sent.wait()
+    async with announcing(world, records, changes):
+        await world.has_published(2)
         changes.on_request()
-        while len(world.published) < 3:
-            world.sent.clear()
-            await world.sent.wait()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+        await world.has_published(3)
     reports = [one for one in world.published if isinstance(one, ComputeHosts)]
     assert [one.rescans for one in reports] == [(), order.rescans, ()], "each rescan is named once"
     assert [one.uuid for one in reports[1].hosts] == [HOST]
+
+
+class Refusing(Requested):
+    """The bus takes no message at first, and a conductor's request comes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals = 0
+
+    async def load_hosts(self) -> Sequence[DriverHost]:
+        return [DriverHost(uuid=uuid, name=uuid) for uuid in (HOST, OTHER_HOST)]
+
+    async def running(self, hosts: Sequence[str] | None = None) -> dict[str, list[Any]]:
+        return {uuid: [] for uuid in hosts or (HOST, OTHER_HOST)}
+
+    async def publish(self, message: Message, *, cause: str = "") -> None:
+        if self.refusals:
+            self.refusals -= 1
+            self.on_scan()
+            raise BusUnavailable("away")
+        await super().publish(message)
+
+
+async def test_a_report_that_names_a_look_has_its_hosts_after_a_failure_too() -> None:
+    """Found by reading: what was published again named it without its host, and nothing named it with it."""
+    world, records = Refusing(), Records()
+    changes = HostChanges(world)  # type: ignore[arg-type]
+    order = RescanHosts(service="s", cell="c1", hosts=(OTHER_HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    world.on_scan = lambda: changes.on_rescan(order)
+    async with announcing(world, records, changes):
+        await world.has_published(1)
+        world.refusals = 1
+        changes.on_failures_changed(HOST)
+        await world.has_published(2)
+    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    assert {OTHER_HOST} == {host.uuid for one in reports if one.rescans for host in one.hosts} - {HOST}
+
+
+async def test_a_look_that_is_requested_again_while_it_is_taken_is_taken_once() -> None:
+    """Found by reading: each such request made a report more, which named no look, and so led to the next request."""
+    world, records = Requested(), Records()
+    changes = HostChanges(world)  # type: ignore[arg-type]
+    order = RescanHosts(service="s", cell="c1", hosts=(HOST,), rescans=("60000000-0000-4000-8000-000000000001",))
+    world.on_scan = world.on_later_scan = lambda: changes.on_rescan(order)
+    async with announcing(world, records, changes):
+        await world.has_published(2)
+        for _ in range(20):
+            await asyncio.sleep(0)
+    reports = [one for one in world.published if isinstance(one, ComputeHosts)]
+    assert [one.rescans for one in reports] == [(), order.rescans]
 
 
 async def test_an_unavailable_driver_is_queried_again_within_a_second() -> None:

@@ -9,14 +9,18 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import SystemClock
-from bus.contracts.cell import ComputeHosts, HostReport, InstanceSpec, Selection
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import MAX_RESCANS, ComputeHosts, HostReport, InstanceSpec, RescanHosts, Selection
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Breaker
 from cell_conductor.domain.events import Event, HostMissing
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import Differences, differences
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard
+from cell_conductor.handlers import HostHandlers
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 
 HOST = "bbbbbbbb-0000-4000-8000-000000000000"
@@ -74,7 +78,7 @@ async def test_machines_that_came_up_after_the_scan_are_not_counted_as_lost(is_l
     briefs = await store.briefs([HOST], [])
     found = differences(report, briefs, now=101.0, grace_s=30.0, deployment=store.deployment)
     assert len(found.harmful) == (MANY if is_later else 0)
-    assert len(found.rescans) == (0 if is_later else MANY), "each is looked for again"
+    assert len(found.harmful_rescans) == (0 if is_later else MANY), "each is looked for again"
 
     assert not await guard.assess(report, found)
 
@@ -113,3 +117,39 @@ async def test_machines_that_vanish_in_one_report_each_open_the_breaker() -> Non
         taken += await guard.assess(report, found)
     assert len(taken) == limit
     assert [breaker.lost for breaker in await store.safety.breakers()] == [limit + 1]
+
+
+class Kept(Silent):
+    """A bus that keeps what is published."""
+
+    def __init__(self) -> None:
+        self.published: list[object] = []
+
+    async def publish(self, message: object, **_: object) -> None:
+        self.published.append(message)
+
+
+async def test_what_an_open_breaker_holds_takes_no_place_in_a_request_for_rescans() -> None:
+    """More losses than a request names were held: no delete of a lost machine on that page ended any more, and a scan
+    was requested in answer to each scan.
+    """
+    clock, config, bus = SystemClock(), ConductorConfig(), Kept()
+    store = MemoryInstances(MemoryInstanceTable(clock).session())
+    await store.open()
+    held = [active(number) for number in range(MAX_RESCANS + 1)]
+    last = active(MAX_RESCANS + 1)
+    deleting = replace(last, state=State.DESTROYING, then=State.DELETED)
+    async with store.transaction() as transaction:
+        await transaction.insert([*held, deleting])
+    await store.safety.trip(Breaker(service=SERVICE, tripped_at=60.0, lost=len(held)))
+    engine = Engine(store=store, bus=cast(Bus, bus), relay=cast(Sender, None), clock=clock, config=config, cell=CELL)
+    hosts = HostHandlers(engine, store, clock, config, cast(Bus, bus), outdated=lambda _service, _epoch: None)
+    page = HostReport(uuid=HOST, name="h", running=())
+    report = ComputeHosts(service=SERVICE, cell=CELL, epoch=EPOCH, sequence=1, hosts=(page,))
+    await hosts.hosts([Received(report, Meta(id="m"), CELL, "conductor.hosts")])
+    requested = [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
+    assert requested == [(rescan_id(deleting),)]
+    await store.safety.reset(SERVICE, "ann", clock.time())
+    await hosts.hosts([Received(replace(report, sequence=2), Meta(id="n"), CELL, "conductor.hosts")])
+    *_, again = [one.rescans for one in bus.published if isinstance(one, RescanHosts)]
+    assert len(again) == MAX_RESCANS and again[0] == rescan_id(deleting)

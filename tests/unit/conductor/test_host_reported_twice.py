@@ -87,7 +87,7 @@ def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it
         )
         for may_have in (True, False)
     }
-    assert not (found[True].events or found[True].harmful or found[True].rescans)
+    assert not (found[True].events or found[True].harmful or found[True].rescans or found[True].harmful_rescans)
     assert found[False].events or found[False].harmful
 
 

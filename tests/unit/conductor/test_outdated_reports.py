@@ -81,7 +81,7 @@ async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(de
         briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
         found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, deployment=store.deployment)
         assert len(found.harmful) == (MANY if is_later else 0)
-        assert len(found.rescans) == (0 if is_later else MANY), "each is looked for again"
+        assert len(found.harmful_rescans) == (0 if is_later else MANY), "each is looked for again"
         assert not await guard.assess(report, found)
         assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_later else [])
 

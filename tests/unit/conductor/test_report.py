@@ -52,6 +52,11 @@ def found(made: ComputeHosts, *briefs: Brief) -> list[Event]:
     return [event for _, event in (*differs.events, *differs.harmful)]
 
 
+def demanded(differs: Differences) -> tuple[tuple[str, str], ...]:
+    """(host, rescan) of all that a later scan has to show."""
+    return (*differs.rescans, *differs.harmful_rescans)
+
+
 def brief(at: State | Phase, host: str = HOST, attempt: int = 1, service: str = "s") -> Brief:
     state, then = phase_of(at)
     return Brief(A, state, host, service, attempt, SINCE, then=then)
@@ -70,10 +75,10 @@ def test_what_another_service_misses_is_looked_at_again_before_it_is_lost() -> N
     for state in (State.ACTIVE, State.RESIZED, DELETING):
         record = brief(state, service="former")
         differs = compared(report(), record)
-        assert (differs.events, differs.harmful, differs.rescans) == ((), (), ((HOST, rescan_id(record)),))
+        assert (differs.events, differs.harmful, demanded(differs)) == ((), (), ((HOST, rescan_id(record)),))
         looked = compared(replace(report(), rescans=(rescan_id(record),)), record)
         (event,) = [event for _, event in (*looked.events, *looked.harmful)]
-        assert isinstance(event, HostMissing) and (event.rescans, looked.rescans) == ((rescan_id(record),), ())
+        assert isinstance(event, HostMissing) and (event.rescans, demanded(looked)) == ((rescan_id(record),), ())
 
 
 def test_a_machine_without_our_mark_is_only_reported_whatever_its_uuid() -> None:
@@ -146,7 +151,7 @@ def test_a_host_that_changed_its_service_is_reported() -> None:
 def test_what_is_missing_counts_by_a_later_scan_only(state: State | Phase, service: str) -> None:
     record = brief(state, service=service)
     older = compared(report(), record)
-    assert (older.events, older.harmful, older.rescans) == ((), (), ((HOST, rescan_id(record)),))
+    assert (older.events, older.harmful, demanded(older)) == ((), (), ((HOST, rescan_id(record)),))
     (event,) = found(report(), record)
     assert isinstance(event, HostMissing) and event.service == "s"
 
@@ -155,7 +160,14 @@ def test_what_is_missing_counts_by_a_later_scan_only(state: State | Phase, servi
 def test_a_young_record_causes_no_scan(made: ComputeHosts) -> None:
     record = brief(State.ACTIVE, attempt=2)
     assert compared(made, record, now=SINCE + 30.0) == Differences()
-    assert compared(made, record, now=SINCE + 30.1).rescans == ((HOST, rescan_id(record)),)
+    assert compared(made, record, now=SINCE + 30.1).harmful_rescans == ((HOST, rescan_id(record)),)
+
+
+@pytest.mark.parametrize("made", [report(), report((A, 1))], ids=["missing", "over"])
+def test_a_record_of_a_clock_that_was_a_day_ahead_is_no_young_one(made: ComputeHosts) -> None:
+    """The machine that its host had lost was not looked for until that day had passed."""
+    record = brief(State.ACTIVE, attempt=2)
+    assert compared(made, record, now=SINCE - 86_400.0).harmful_rescans == ((HOST, rescan_id(record)),)
 
 
 @pytest.mark.parametrize("lists", [False, True])

@@ -39,8 +39,10 @@ def fenced(*numbers: int) -> dict[str, Fence]:
     return {host(n): Fence(host_uuid=host(n), host=f"host-{n}", version=1) for n in numbers}
 
 
-def found_running(attempt: int = 1, version: int = 1) -> RunningAfterFence:
-    return RunningAfterFence(active().here.service, version, {UUID: attempt})
+def found_running(attempt: int = 1, version: int = 1) -> dict[str, dict[str, RunningAfterFence]]:
+    """On host 1, by its service; a second one with a host of this uuid has found nothing there."""
+    found = RunningAfterFence(version, {UUID: attempt})
+    return {host(1): {active().here.service: found, "another": RunningAfterFence(version, {})}}
 
 
 def fence(n: int, at: float = 300.0) -> e.HostFenced:
@@ -125,12 +127,12 @@ def test_an_evacuation_needs_a_fence_on_this_record_and_then_no_silence() -> Non
 
 def test_what_runs_on_a_fenced_host_all_the_same_is_not_evacuated_unless_forced() -> None:
     """It would run twice: the report is proof that the fence did not hold."""
-    there = replace(PATIENCE, fences=fenced(1), still_running={host(1): found_running()})
+    there = replace(PATIENCE, fences=fenced(1), still_running=found_running())
     made = Scenario(active(), there)
     made.apply(request(MoveKind.EVACUATE, 2))
     assert made.terminals == [(MoveKind.EVACUATE, MoveState.REFUSED, "evacuate.still_running")]
     assert made.instance.state is State.ACTIVE
-    older = Scenario(active(), replace(there, still_running={host(1): found_running(active().attempt - 1)}))
+    older = Scenario(active(), replace(there, still_running=found_running(active().attempt - 1)))
     forced = Scenario(active(), there)
     older.apply(request(MoveKind.EVACUATE, 2))
     forced.apply(request(MoveKind.EVACUATE, 2, force=True))
@@ -155,7 +157,7 @@ def test_what_ran_on_a_host_that_was_switched_off_and_fenced_again_is_evacuated(
     """The service that reported was down when the host was fenced again."""
     fences = {host(1): replace(fenced(1)[host(1)], version=2, at=300.0, lifting=lifting)}
     lease = Lease(service="s1", epoch=1, state=state, since=down_since)
-    context = replace(PATIENCE, fences=fences, still_running={host(1): found_running(version=version)})
+    context = replace(PATIENCE, fences=fences, still_running=found_running(version=version))
     context = replace(context, down={} if state is LeaseState.UP else {"s1": lease})
     unproved = why_not_evacuated(active(), context, fenced=True, force=False)
     assert (None if unproved is None else unproved.code) == code

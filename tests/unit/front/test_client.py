@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import random
@@ -36,6 +35,7 @@ from bus.port import BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH
 from bus.tracing.context import Span
 from bus.tracing.tracer import Tracer
+from tests.kit.waiting import until
 from tests.unit.front.world import ClientWorld
 
 # --- the client that `berth` is: follows its builds to their ends, and queries when it receives nothing
@@ -59,12 +59,6 @@ class _Nowhere:
 
     async def close(self) -> None:
         raise NotImplementedError
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  (whatever it is, it needs only turns of the loop)
-            await asyncio.sleep(0)
 
 
 @pytest.fixture(autouse=True)

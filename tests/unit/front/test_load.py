@@ -28,7 +28,7 @@ from bus.contracts.build import BuildEvent, BuildState, FunnelStep
 from bus.contracts.stages import STAGES, Stamps
 from compute_sim.domain.hosts import plan_hosts, tree
 from scheduler_worker.config import DEFAULT_FLAVORS
-from scheduler_worker.domain.flavor_parser import parse
+from scheduler_worker.domain.flavors import parse
 from tests.unit.front.world import ClientWorld
 
 # --- the load generator's arithmetic, and that it never forgives itself for being late

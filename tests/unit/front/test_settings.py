@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from berth.cli import app
 from berth.commands.as_toml import as_toml
-from berth.permissions import Grant, PermissionRole, commands, definitions, of_project, of_role
+from berth.permissions import Grant, PermissionRole, commands, definitions, exchanges, of_project, of_role
 from berth.settings import BusSettings, CellSettings, Settings, TraceSettings, read_settings
 from berth.tracing import make_tracer
 from bus.contracts.catalogue import MESSAGES, QUEUES, projects_key
@@ -326,6 +326,26 @@ def test_one_file_of_definitions_grants_what_the_commands_do(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--definitions"])
     assert json.loads(shown.stdout) == definitions([of_project("p-0", Settings())])
+
+
+def test_the_exchanges_of_the_definitions_are_those_that_workers_declare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ 4 took none of the printed permissions on a broker where no worker had been."""
+    grants = all_of(REAL)
+    made = exchanges(grants, REAL)["exchanges"]
+    named = {(one["vhost"], one["exchange"]) for one in definitions(grants)["topic_permissions"]}
+    assert {(one["vhost"], one["name"]) for one in made} == named and len(made) == len(named)
+    ironic = REAL.ironic_sync.exchange
+    assert {one["durable"] for one in made if one["name"] != ironic} == {True}
+    assert {one["durable"] for one in made if one["name"] == ironic} == {False}
+    returned = [one for one in made if one["name"].endswith("return")]
+    assert returned and all(
+        one["arguments"] == {"alternate-exchange": one["name"].replace("return", "dead")} for one in returned
+    )
+    monkeypatch.chdir(tmp_path)
+    shown = RUNNER.invoke(app, ["permissions", "--project", "p-0", "--exchanges"])
+    assert {one["name"] for one in json.loads(shown.stdout)["exchanges"]} == {"berth", "berth.events"}
 
 
 @pytest.mark.parametrize("settings", [Settings(), REAL], ids=["memory", "real"])

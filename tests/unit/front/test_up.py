@@ -41,8 +41,9 @@ from bus.clock import SystemClock, new_uuid
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.service.health import Health
 from placement_worker.rest.config import RestConfig
-from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.status import StatusHandler
+from tests.kit.waiting import wait_until
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts
 
@@ -87,7 +88,7 @@ def test_settings_come_before_what_suits_and_options_before_both() -> None:
 
 
 class ShortLived(WorkerProcesses):
-    """Worker processes that end at once, in the same kind of process as real ones."""
+    """Worker processes that have ended when they are started, so that no clock runs ahead of them."""
 
     def start(self, name: str, *arguments: str, settings: Mapping[str, str] | None = None) -> Worker:
         log = self.directory / f"{name}.log"
@@ -98,6 +99,7 @@ class ShortLived(WorkerProcesses):
             log=log,
             account=Account(),
         )
+        wait_until(lambda: not process.running)
         self.workers[name] = Worker(
             name=name, arguments=arguments, port=1, log=log, process=process, settings=settings or {}
         )
@@ -114,39 +116,31 @@ def processes(tmp_path: Path) -> Iterator[ShortLived]:
         processes.stop()
 
 
-async def died(processes: WorkerProcesses, name: str = "scheduler1") -> Worker:
-    async with asyncio.timeout(20):
-        while processes.workers[name].process.running:  # noqa: ASYNC110  (a process does not announce its end)
-            await asyncio.sleep(0.01)
-    return processes.workers[name]
-
-
-async def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(processes: ShortLived) -> None:
+def test_a_dead_worker_is_started_again_with_what_it_had_and_not_for_ever(processes: ShortLived) -> None:
     clock, logged = HandClock(), list[str]()
     supervisor = Supervisor(processes, clock=clock, notify=logged.append)
-    before = await died(processes)
+    before = processes.workers["scheduler1"]
     supervisor.check_workers()
     again = processes.workers["scheduler1"]
     assert again.process is not before.process
     assert (again.arguments, again.settings) == (("scheduler",), {"BERTH_X": "1"})
     for _ in range(MAX_DEATHS - 1):
-        fallen = await died(processes)
+        fallen = processes.workers["scheduler1"]
         supervisor.check_workers()
         assert processes.workers["scheduler1"] is fallen, "a pause first"
         clock.now += supervisor_module.LONGEST_PAUSE_S
         supervisor.check_workers()
         assert processes.workers["scheduler1"] is not fallen
-    await died(processes)
     with pytest.raises(ServerFailed, match=r"(?s)status 7, 5 times within 60 s.*I fell"):
         supervisor.check_workers()
     assert len(logged) == MAX_DEATHS and all("scheduler1 died with status 7" in one for one in logged)
 
 
-async def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
+def test_deaths_long_ago_are_forgiven(processes: ShortLived) -> None:
     clock = HandClock()
     supervisor = Supervisor(processes, clock=clock, notify=lambda logged: None)
     for _ in range(MAX_DEATHS + 2):
-        fallen = await died(processes)
+        fallen = processes.workers["scheduler1"]
         supervisor.check_workers()
         assert processes.workers["scheduler1"] is not fallen, "at once: it had lived long enough"
         clock.now += WITHIN_S + 1
@@ -193,7 +187,6 @@ async def test_item_29_a_worker_that_dies_again_and_again_is_reported_and_ends_u
     monkeypatch.setattr(commands, "running", running)
     monkeypatch.setattr(commands, "as_processes", lambda *_: {})
     monkeypatch.setattr(commands, "_warn", logged.append)
-    asyncio.get_running_loop().call_later(PATIENCE_S, stop.set)
     with pytest.raises(ServerFailed, match="scheduler1 died with status 7, 5 times"):
         await commands._up_processes(cast("Any", None), NOTHING, as_json=True)
     assert len(logged) == MAX_DEATHS and "scheduler1 died with status 7; started again" in logged[0]

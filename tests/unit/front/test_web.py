@@ -262,6 +262,23 @@ async def test_one_projects_followers_leave_room_for_others() -> None:
         pass
 
 
+def test_a_lost_instance_is_shown_until_it_is_deleted_or_a_day_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SystemClock()
+    bus = Bus(API, MemoryTransport(MemoryBroker(clock), API), process="p", clock=clock, rng=random.Random(1))
+    stream = Live(bus, clock=clock, process="p")
+    uuids = [f"{n}0000000-0000-4000-8000-000000000001" for n in range(1, 5)]
+    codes = (live.INSTANCE_LOST, "no_valid_host", live.INSTANCE_LOST, "")
+    ends = [BuildState.FAILED, BuildState.FAILED, BuildState.FAILED, BuildState.ACTIVE]
+    for uuid, state, code in zip(uuids, ends, codes, strict=True):
+        event = BuildEvent(instance_uuid=uuid, project_id="p", state=state, sequence=1, code=code, at=clock.time())
+        stream.note(event)
+    assert stream.lost() == [uuids[0], uuids[2]]
+    stream.note(BuildEvent(instance_uuid=uuids[0], project_id="p", state=BuildState.DELETED, sequence=2))
+    assert stream.lost() == [uuids[2]]
+    monkeypatch.setattr(live, "LOST_FOR_S", -1.0)
+    assert stream.lost() == []
+
+
 async def test_followers_read_anew_after_a_lost_connection_and_end_with_the_server() -> None:
     """The end of a build may have been published meanwhile, to no queue."""
     clock = SystemClock()

@@ -191,6 +191,30 @@ def test_a_provider_moves_to_another_root_with_what_is_under_it() -> None:
     }
 
 
+def test_reports_that_give_up_each_others_names_are_applied_together() -> None:
+    """Found by reading: each of two hosts that had swapped their names waited for the other one, for ever."""
+    first, second = [(), (), ()], {ROOT: "two", CHILD: "three", SECOND: "one"}
+    book = book_of(
+        *(update(node(uuid, name=name)) for uuid, name in ((ROOT, "one"), (CHILD, "two"), (SECOND, "three")))
+    )
+    swapped = [update(node(uuid, name=name)) for uuid, name in second.items()]
+    planned = plan(swapped, first, book, shape=2)
+    assert [type(result) for result in planned.results] == [Applied] * 3
+    assert {uuid: provider.name for uuid, provider in planned.after.items()} == second
+    again = plan([update(node(uuid, name=f"{name}'")) for uuid, name in second.items()], first, planned.after, shape=3)
+    assert [type(result) for result in again.results] == [Applied] * 3, "each name is its provider's"
+
+
+def test_reports_of_which_one_keeps_a_name_are_refused_together() -> None:
+    book = book_of(
+        *(update(node(uuid, name=name)) for uuid, name in ((ROOT, "one"), (CHILD, "two"), (SECOND, "three")))
+    )
+    wanted = [update(node(ROOT, name="two")), update(node(CHILD, name="three")), update(node(SECOND, name="three"))]
+    planned = plan(wanted, [(), (), ()], book, shape=2)
+    assert [type(result) for result in planned.results] == [ReportRefusal, ReportRefusal, Applied]
+    assert planned.after[ROOT] == book[ROOT] and planned.after[CHILD] == book[CHILD]
+
+
 def test_a_child_becomes_a_root_and_a_root_becomes_a_child() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
     _, planned = after(book, update(node(CHILD)))

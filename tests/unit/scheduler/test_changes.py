@@ -13,7 +13,7 @@ from bus.contracts.objects import ObjectsChange
 from bus.contracts.operations import AdminState, SetAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.changes import ChangeHandler
-from scheduler_worker.warmup import Warmup
+from scheduler_worker.fleet import Warmup
 from tests.unit.scheduler.hosts import Hosts
 
 REASON = "connection refused"

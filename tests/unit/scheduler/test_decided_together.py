@@ -17,15 +17,15 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.sharing import SHARING_TRAIT
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.gang_room import room_for
 from scheduler_worker.domain.placement import GangIncomplete, HostClaimed, PlacementRequest
+from scheduler_worker.domain.request_spec import room_for
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster
 
 GANG = 100
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
-IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
+IMAGE_FILTER = "scheduler_worker.filters.image.ImagePropertiesFilter"
 
 
 class Calls:

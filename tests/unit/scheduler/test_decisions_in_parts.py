@@ -31,11 +31,11 @@ from scheduler_worker.domain.placement import HostClaimed, PlacementRequest, ini
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE
 from scheduler_worker.store import rows
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_table import MemoryBuildTable
-from scheduler_worker.warmup import Warmup
 from tests.kit.sent import Sent
 from tests.kit.turns import Turns
 from tests.unit.scheduler.hosts import Hosts
@@ -47,7 +47,7 @@ GANG = 100
 MOST_CHOICES = 32
 MOST_RANKINGS = 11
 WIDE = {"VCPU": 1_000, "MEMORY_MB": 4_000_000, "DISK_GB": 100_000}
-IMAGE_FILTER = "scheduler_worker.filters.image_is_supported.ImagePropertiesFilter"
+IMAGE_FILTER = "scheduler_worker.filters.image.ImagePropertiesFilter"
 
 
 @pytest.fixture

@@ -20,9 +20,8 @@ from scheduler_worker.domain.drains import (
     DrainMove,
     HeldInstance,
     LookedAt,
-    arriving,
-    held_as_instance,
-    held_by_migration,
+    held_by_unknown,
+    held_on,
     is_held,
     is_migration,
     reviewed,
@@ -36,9 +35,7 @@ NOW = 1000.0
 HELD = HeldInstance(instance_uuid=A, project_id="p", source=HOST, code="instance.building", reason="its build")
 UNCONFIRMED = replace(HELD, code="instance.unconfirmed")
 UNRELEASED = replace(HELD, code="instance.unreleased")
-ROW = DrainMove(
-    drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=H1, source="h1", kind=MoveKind.LIVE_MIGRATE
-)
+ROW = DrainMove(drain=DRAIN, instance_uuid=A, position=0, source_uuid=H1, kind=MoveKind.LIVE_MIGRATE)
 PARKED = replace(ROW, code="instance.building", due_at=NOW)
 
 
@@ -55,13 +52,25 @@ def context(
 
 
 def request(**more: Any) -> RecordedMove:
-    fields = {"kind": MoveKind.MIGRATE, "state": MoveState.DONE, "cell": "c", "host": "h1", "host_uuid": H1, **more}
+    fields = {
+        "kind": MoveKind.MIGRATE,
+        "state": MoveState.DONE,
+        "terminal": True,
+        "cell": "c",
+        "host": "h1",
+        "host_uuid": H1,
+        **more,
+    }
     return RecordedMove(request_id=R, instance_uuid=A, project_id="p", digest=b"", sequence=9, **fields)
 
 
-def look(*uuids: str, **down: str) -> LookedAt:
-    codes = {H1: "", **({H1: down["h1"]} if "h1" in down else {})}
-    return LookedAt(drain=DRAIN, kind=MoveKind.LIVE_MIGRATE, uuids=uuids or (H1,), down=codes, at=NOW)
+def look(*uuids: str) -> LookedAt:
+    return LookedAt(drain=DRAIN, kind=MoveKind.LIVE_MIGRATE, uuids=uuids or (H1,), at=NOW)
+
+
+def down(held: HeldInstance) -> HeldInstance:
+    """The compute service of its host is down."""
+    return replace(held, source=replace(held.source, code="service.down"))
 
 
 @pytest.mark.parametrize(
@@ -80,12 +89,12 @@ def look(*uuids: str, **down: str) -> LookedAt:
     ],
 )
 def test_why_an_instance_whose_allocation_is_there_cannot_be_moved(known: MoveContext, code: str) -> None:
-    found = held_as_instance(HOST, known)
+    found = held_on(HOST, known)
     assert found is not None and (found.instance_uuid, found.code, found.source) == (A, code, HOST)
 
 
 def test_a_consumer_that_is_no_instance_on_record_is_no_concern_of_a_drain() -> None:
-    assert held_as_instance(HOST, MoveContext()) is None
+    assert held_on(HOST, MoveContext()) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +115,8 @@ def test_an_instance_whose_source_a_migration_keeps_is_named(
 ) -> None:
     holder = TreeHolder(consumer=R, project_id="p", user_id="u", consumer_type="MIGRATION", attempt=2)
     assert is_migration(holder)
-    held = held_by_migration(HOST, holder, move, known)
+    held = None if known is None else held_on(HOST, known, move)
+    held = held or held_by_unknown(HOST, holder, move)
     assert (held.instance_uuid, held.code) == found
 
 
@@ -117,17 +127,18 @@ def test_what_a_client_of_placements_api_wrote_is_no_migration_of_berth(consumer
 
 
 def test_a_request_under_way_brings_an_instance_to_the_host_unless_it_is_there() -> None:
-    going = request(state=MoveState.SCHEDULED)
-    found = arriving(HOST, going, context(host="h2"))
+    going = request(state=MoveState.SCHEDULED, terminal=False)
+    found = held_on(HOST, context(host="h2"), going)
     assert found is not None and (found.code, found.instance_uuid) == ("instance.arriving", A)
-    assert arriving(HOST, going, context()) is None  # it is there, and is being stopped
-    assert arriving(HOST, going, MoveContext()) is None
+    there = held_on(HOST, context(), going)
+    assert there is not None and there.code == ""  # it is being stopped
+    assert held_on(HOST, MoveContext(), going) is None
 
 
 def test_an_instance_that_is_held_waits_until_it_is_active_there_or_not_held_any_more() -> None:
     (row,) = reviewed(look(), [], [HELD])
-    assert (row.state, row.code, row.due_at, row.source, is_held(row)) == (
-        S.WAITING, "instance.building", NOW + LOOK_S, "h1", True,
+    assert (row.state, row.code, row.due_at, row.source_uuid, is_held(row)) == (
+        S.WAITING, "instance.building", NOW + LOOK_S, H1, True,
     )  # fmt: skip
     (again,) = reviewed(look(), [replace(row, due_at=NOW)], [HELD])
     assert again == row  # however often: its build ends by itself
@@ -142,23 +153,23 @@ def test_what_nothing_ends_and_a_host_that_is_down_fail_after_a_number_of_looks(
     cases = (
         (UNCONFIRMED, MAX_FAILURES),
         (UNRELEASED, MAX_LOOKS),
-        (HELD, MAX_FAILURES),
-        (UNRELEASED, MAX_FAILURES),
+        (down(HELD), MAX_FAILURES),
+        (down(UNRELEASED), MAX_FAILURES),
     )
-    for (held, most), looked in zip(cases, (look(), look(), *[look(h1="service.down")] * 2), strict=True):
+    for held, most in cases:
         rows: list[DrainMove] = []
         for number in range(1, most + 1):
-            (row,) = reviewed(looked, [replace(one, due_at=NOW) for one in rows], [held])
+            (row,) = reviewed(look(), [replace(one, due_at=NOW) for one in rows], [held])
             assert (row.failures, row.code, row.due_at > NOW) == (number, held.code, True)
             rows = [row]
-        assert rows[0].state is S.FAILED and reviewed(looked, rows, [held]) == []
+        assert rows[0].state is S.FAILED and reviewed(look(), rows, [held]) == []
 
 
 def test_a_scheduler_that_reaches_the_service_does_not_set_back_what_another_has_counted() -> None:
     """One has just started, and has no announcement of the host yet."""
     rows = [PARKED]
     for _ in range(MAX_FAILURES):
-        (row,) = reviewed(look(h1="service.down"), rows, [HELD])
+        (row,) = reviewed(look(), rows, [down(HELD)])
         assert row.state in (S.WAITING, S.FAILED)
         rows = [replace(one, due_at=NOW) for one in reviewed(look(), [replace(row, due_at=NOW)], [HELD]) or [row]]
     assert rows[0].state is S.FAILED
@@ -177,7 +188,7 @@ def test_an_instance_that_was_done_with_and_is_held_again_is_waited_for() -> Non
     (row,) = reviewed(
         look(H2), [replace(ROW, state=S.LEFT, code="instance.elsewhere")], [replace(HELD, source=other, code="")]
     )
-    assert (row.state, row.source, row.source_uuid, row.due_at) == (S.WAITING, "h2", H2, 0.0)
+    assert (row.state, row.source_uuid, row.due_at) == (S.WAITING, H2, 0.0)
     for state in (S.UNDER_WAY, S.FAILED, S.WAITING):
         assert reviewed(look(), [replace(ROW, state=state)], [replace(HELD, code="")]) == []
     assert len(reviewed(look(), [], [UNCONFIRMED, replace(HELD, code="")])) == 1

@@ -18,6 +18,7 @@ from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import (
     MAX_FAILURES,
     MAX_LOOKS,
+    DrainedHost,
     DrainMove,
     OpenDrain,
     commanded,
@@ -29,9 +30,9 @@ from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, 
 
 A, DRAIN, HOST, H2, H9 = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ad129")
 S = DrainMoveState
-ROW = DrainMove(
-    drain=DRAIN, instance_uuid=A, position=0, project_id="p", source_uuid=HOST, source="h1", kind=MoveKind.LIVE_MIGRATE
-)
+ROW = DrainMove(drain=DRAIN, instance_uuid=A, position=0, source_uuid=HOST, kind=MoveKind.LIVE_MIGRATE)
+UP = {HOST: DrainedHost(HOST, "h1")}
+DOWN = {HOST: DrainedHost(HOST, "h1", "service.down")}
 RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.LIVE_MIGRATE, by="ann")
 NOW = 1000.0
 
@@ -57,11 +58,11 @@ def passed(
     row: DrainMove,
     context: MoveContext,
     record: DrainRecord = RECORD,
-    hosts: dict[str, str] | None = None,
+    hosts: dict[str, DrainedHost] | None = None,
 ) -> tuple[DrainMove, tuple[MoveRequest, ...]]:
     """The row after one pass, and what was requested."""
     found = OpenDrain(record=record, open=(row,), counts=Counter({row.state: 1}), last_begun_at=0.0)
-    done = step(found, {A: context}, {HOST: ""} if hosts is None else hosts, NOW)
+    done = step(found, {A: context}, UP if hosts is None else hosts, NOW)
     return (done.changed or (row,))[0], done.requests
 
 
@@ -72,7 +73,7 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     assert passed(after, known()) == (after, ())  # not on record yet
     again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
     assert repeated == (request,) and again.begun_at == NOW
-    assert ROW.next_request_id != after.next_request_id
+    assert replace(after, state=S.WAITING).request_id != after.request_id == ROW.request_id
 
 
 @pytest.mark.parametrize(
@@ -82,17 +83,17 @@ def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
         (ROW, known(state=BuildState.DELETED), None, S.LEFT),
         (ROW, MoveContext(), None, S.LEFT),
         (ROW, known(), {}, S.LEFT),
-        (ROW, known(), {HOST: "service.down"}, S.WAITING),
+        (ROW, known(), DOWN, S.WAITING),
         (ROW, known(under_way="x"), None, S.WAITING),
         (replace(ROW, code="instance.building"), known(H9), None, S.WAITING),
         (replace(ROW, host_uuid=H9), known(H9), None, S.MOVED),
-        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(H2, MoveState.DONE), None, S.MOVED),
-        (replace(ROW, state=S.UNDER_WAY, request_id="r"), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
+        (replace(ROW, state=S.UNDER_WAY, tries=1), known(H2, MoveState.DONE), None, S.MOVED),
+        (replace(ROW, state=S.UNDER_WAY, tries=1), known(ended=MoveState.FAILED, code="x"), None, S.WAITING),
         (replace(ROW, state=S.UNDER_WAY, failures=MAX_FAILURES - 1), known(ended=MoveState.FAILED), None, S.FAILED),
     ],
 )
 def test_what_becomes_of_an_instance(
-    row: DrainMove, context: MoveContext, hosts: dict[str, str] | None, state: DrainMoveState
+    row: DrainMove, context: MoveContext, hosts: dict[str, DrainedHost] | None, state: DrainMoveState
 ) -> None:
     after, requests = passed(row, context, hosts=hosts)
     assert (after.state, requests) == (state, ())
@@ -103,12 +104,12 @@ def test_what_becomes_of_an_instance(
 @pytest.mark.parametrize(
     ("hosts", "code", "end"),
     [
-        ({HOST: "service.down"}, "service.down", (S.FAILED, MAX_FAILURES)),
+        (DOWN, "service.down", (S.FAILED, MAX_FAILURES)),
         ({}, "host.left_drain", (S.LEFT, 1)),
     ],
 )
 def test_an_instance_is_not_held_for_ever_by_a_host_that_no_service_announces(
-    hosts: dict[str, str], code: str, end: tuple[DrainMoveState, int]
+    hosts: dict[str, DrainedHost], code: str, end: tuple[DrainMoveState, int]
 ) -> None:
     """An operator finds its code in the drain. end: its state then, and the looks until then."""
     after, requests, looked = ROW, list[MoveRequest](), 0
@@ -127,7 +128,7 @@ def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
     rows = tuple(replace(ROW, instance_uuid=f"{at:08d}{A[8:]}", position=at) for at in range(30))
     found = OpenDrain(record=record, open=rows, counts={S.WAITING: 30}, last_begun_at=last_begun_at)
     contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
-    done = step(found, contexts, {HOST: ""}, NOW)
+    done = step(found, contexts, UP, NOW)
     assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
 
 

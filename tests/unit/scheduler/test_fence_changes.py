@@ -18,9 +18,9 @@ from bus.contracts.objects import (
     StoredObject,
 )
 from bus.contracts.operations import AdminState
-from scheduler_worker.domain.fence_changes import fence_changes
 from scheduler_worker.domain.fences import fence_of, fenced_by
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
+from scheduler_worker.domain.object_changes import fence_changes
 from scheduler_worker.domain.objects import ChangePlan, RecordedObjects, plan
 
 HOST = "10000000-0000-4000-8000-000000000001"

@@ -12,15 +12,14 @@ import pytest
 from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServicesDigest
 from scheduler_worker import filters, plugins, weighers
 from scheduler_worker.config import DEFAULT_FILTERS, DEFAULT_WEIGHERS, MORE_FILTERS, Flavor, SchedulerConfig
-from scheduler_worker.domain.extra_specs import matches
+from scheduler_worker.domain.flavors import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostView
-from scheduler_worker.filters.belongs_to_project import ProjectHostFilter
 from scheduler_worker.filters.capabilities_match import ComputeCapabilitiesFilter
+from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
 from scheduler_worker.filters.service_is_up import ComputeFilter
-from scheduler_worker.filters.tenant_is_allowed import AggregateMultiTenancyIsolation
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 

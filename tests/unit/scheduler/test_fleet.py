@@ -11,9 +11,9 @@ from prometheus_client.core import Metric
 from bus.contracts.build import BuildEvent, BuildState
 from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.contracts.placement import ProviderState
-from scheduler_worker import fleet_metrics, metrics
+from scheduler_worker import metrics
 from scheduler_worker.config import Aggregate, SchedulerConfig
-from scheduler_worker.fleet_metrics import HELD_S, ClassTotal, FleetCollector, HostCount, summarize
+from scheduler_worker.metrics import HELD_S, ClassTotal, FleetCollector, HostCount, summarize
 from tests.unit.scheduler.hosts import Hosts
 
 EAST = "00000000-0000-4000-8000-00000000000e"
@@ -92,7 +92,7 @@ def test_the_collector_exports_what_a_scheduler_sees_while_it_is_open() -> None:
 
 def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(fleet_metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
     hosts = Hosts([{"VCPU": 4}])
     collector = FleetCollector()
     collector.add(hosts.selector)

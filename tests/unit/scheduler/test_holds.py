@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from scheduler_worker.domain.holds import Holds
+from scheduler_worker.domain.selector import Holds
 from tests.unit.scheduler.hosts import Hosts
 
 EIGHT = {"VCPU": 8}

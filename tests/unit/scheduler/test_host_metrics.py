@@ -24,8 +24,8 @@ from bus.contracts.host_metrics import (
 )
 from scheduler_worker import plugins
 from scheduler_worker.config import MetricsConfig, SchedulerConfig
-from scheduler_worker.domain.host_metrics import MAX_METRICS, HostMetricsTable
-from scheduler_worker.host_metrics import HostMetricsListener, age, host_metrics_page
+from scheduler_worker.domain.fleet import MAX_METRICS, HostMetricsTable
+from scheduler_worker.fleet import HostMetricsListener, age, host_metrics_page
 from tests.unit.ironic.world import VirtualClock
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 

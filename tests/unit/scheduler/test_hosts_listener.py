@@ -11,10 +11,9 @@ from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
 from bus.contracts.cell import ComputeHosts, HostReport
 from bus.memory import MemoryBroker, MemoryTransport
+from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.waiting import WaitingTable
-from scheduler_worker.domain.workers import WorkerTable
-from scheduler_worker.hosts_listener import HOSTS_AT_ONCE, HostsListener
+from scheduler_worker.fleet import HOSTS_AT_ONCE, HostsListener
 
 SERVICES, HOSTS = 12, 1_000
 

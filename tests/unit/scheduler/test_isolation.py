@@ -10,8 +10,7 @@ from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.filters.aggregate_has_extra_specs import AggregateInstanceExtraSpecsFilter
 from scheduler_worker.filters.flavor_is_listed import AggregateTypeAffinityFilter
-from scheduler_worker.filters.image_is_isolated import AggregateImagePropertiesIsolation
-from scheduler_worker.filters.image_is_supported import ImagePropertiesFilter
+from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 

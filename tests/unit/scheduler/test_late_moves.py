@@ -21,9 +21,9 @@ from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.moves import accepted
 from scheduler_worker.domain.recorded_moves import PendingMove
+from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.warmup import Warmup
-from tests.contract.house import REQUESTS
+from tests.contract.rig import REQUESTS
 from tests.kit.virtual_time import on_virtual_time
 from tests.unit.scheduler.hosts import Hosts
 

@@ -21,8 +21,8 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.faults import DatabaseUnavailable
 from scheduler_worker import status
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.waiting import WaitingTable
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.queries import QueryHandler
 from scheduler_worker.status import hosts_page
@@ -172,13 +172,13 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
     monkeypatch.setattr(status, "RECORDS_AT_ONCE", 2)
     hosts = Hosts([PLENTY] * 9, cells=["c1"] * 9)
     named = Counter[int]()
-    turn, name_of = 0, hosts.book.name_of
+    turn, name_of = 0, hosts.selector.name_of
 
-    def counted(row: int) -> str:
+    def counted(uuid: str) -> str:
         named[turn] += 1
-        return name_of(row)
+        return name_of(uuid)
 
-    monkeypatch.setattr(hosts.book, "name_of", counted)
+    monkeypatch.setattr(hosts.selector, "name_of", counted)
     listing = asyncio.create_task(hosts_page(HostsQuery(limit=8), hosts.selector, {}))
     while not listing.done():
         await asyncio.sleep(0)

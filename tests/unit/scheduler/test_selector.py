@@ -194,7 +194,7 @@ def test_alternates_are_of_different_compute_services_where_there_are_some() -> 
 
 def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
     """Builds that had gone from a dead service left it emptier: all further ones had all their hosts there."""
-    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
+    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_amounts.RAMWeigher",))
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 90_000 if at < 100 else 30_000} for at in range(120)], config=config)
     hosts.give_up()
     parts = {"dead": range(100), "b": range(100, 110), "c": range(110, 120)}
@@ -208,7 +208,7 @@ def test_a_service_with_the_best_hosts_does_not_have_all_alternates() -> None:
 
 
 def test_the_best_alternates_of_other_services_come_before_better_ones_of_the_same() -> None:
-    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",))
+    config = SchedulerConfig(enabled_weighers=("scheduler_worker.weighers.free_amounts.RAMWeigher",))
     hosts = Hosts([{**PLENTY, "MEMORY_MB": 10_000 * (9 - at)} for at in range(8)], config=config)
     hosts.give_up()
     for sequence, (service, at) in enumerate(
@@ -280,7 +280,7 @@ def test_subset_chooses_among_the_best_only() -> None:
 def test_a_pick_is_the_best_that_fits(memory: list[int], picks: int, excluded: set[int]) -> None:
     """Against the plain way: the most free memory among those that fit and are not excluded (one weigher)."""
     config = SchedulerConfig(
-        enabled_weighers=("scheduler_worker.weighers.free_ram.RAMWeigher",),
+        enabled_weighers=("scheduler_worker.weighers.free_amounts.RAMWeigher",),
         flavors={"f": Flavor(memory_mb=2)},
         enabled_filters=(),
     )

@@ -10,15 +10,11 @@ import pytest
 from bus.clock import new_uuid
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import LocatePage
-from scheduler_worker.domain.peers import has_peers, peers_of
 from scheduler_worker.domain.plugins import Filter, applies_to
-from scheduler_worker.domain.request_spec import Peers, RequestSpec
-from scheduler_worker.filters.group_has_room import ServerGroupAntiAffinityFilter
-from scheduler_worker.filters.group_is_here import ServerGroupAffinityFilter
-from scheduler_worker.filters.is_another_host import DifferentHostFilter
-from scheduler_worker.filters.is_the_same_host import SameHostFilter
-from scheduler_worker.weighers.group_members_elsewhere import ServerGroupSoftAntiAffinityWeigher
-from scheduler_worker.weighers.group_members_here import ServerGroupSoftAffinityWeigher
+from scheduler_worker.domain.request_spec import Peers, RequestSpec, has_peers, peers_of
+from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
+from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
+from scheduler_worker.weighers.group_members import ServerGroupSoftAffinityWeigher, ServerGroupSoftAntiAffinityWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 OURS = (ServerGroupAntiAffinityFilter, ServerGroupAffinityFilter, DifferentHostFilter, SameHostFilter)

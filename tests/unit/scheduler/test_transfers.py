@@ -26,7 +26,7 @@ from bus.contracts.moves import (
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
 from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.drains import DrainedHost, arriving
+from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.transfers import handed_on, may_ask, refused
@@ -122,8 +122,8 @@ def test_a_drain_of_the_host_that_is_tried_first_in_the_next_cell_waits_before_a
     assert batch.moves[REQUEST].host_uuid == HOST.host_uuid
     for known in (before, after):
         assert known.move is not None
-        found = arriving(DrainedHost(HOST.host_uuid, HOST.host), known.move, known)
-        assert found is not None and found.instance_uuid == UUID
+        found = held_on(DrainedHost(HOST.host_uuid, HOST.host), known, known.move)
+        assert found is not None and (found.instance_uuid, found.code) == (UUID, ARRIVING)
 
 
 def test_an_announcement_that_comes_again_or_late_moves_nothing() -> None:

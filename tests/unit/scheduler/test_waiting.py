@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildState
 from bus.contracts.cell import BuildsWaiting, WaitingBuild
-from scheduler_worker.domain import waiting
-from scheduler_worker.domain.waiting import WaitingTable
+from scheduler_worker.domain import fleet
+from scheduler_worker.domain.fleet import WaitingTable
 
 UUID = "10000000-0000-4000-8000-000000000001"
 BUILD = BuildRecord(
@@ -52,7 +52,7 @@ def test_nothing_is_shown_of_a_build_that_does_not_wait(build: BuildRecord) -> N
 
 
 def test_services_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_SERVICES", 1)
+    monkeypatch.setattr(fleet, "MAX_SERVICES", 1)
     table = WaitingTable()
     table.apply(
         replace(MESSAGE, service="other", waiting=(replace(WAITS, instance_uuid=BUILD.instance_uuid[::-1]),)), 10.0

@@ -17,9 +17,7 @@ from scheduler_worker.domain.plugins import Weigher, Weighing
 from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.view import HostsView
 from scheduler_worker.domain.weights import reweigh, score
-from scheduler_worker.weighers.free_cpu import CPUWeigher
-from scheduler_worker.weighers.free_disk import DiskWeigher
-from scheduler_worker.weighers.free_ram import RAMWeigher
+from scheduler_worker.weighers.free_amounts import CPUWeigher, DiskWeigher, RAMWeigher
 from scheduler_worker.weighers.recent_build_failures import BuildFailureWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 

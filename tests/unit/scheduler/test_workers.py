@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
-from scheduler_worker.domain import workers
-from scheduler_worker.domain.workers import WorkerTable
+from scheduler_worker.domain import fleet
+from scheduler_worker.domain.fleet import WorkerTable
 
 
 def heartbeat(worker: str = "s1", role: str = "scheduler", phase: str = "ready") -> WorkerHeartbeat:
@@ -29,20 +29,20 @@ def test_each_worker_is_listed_once_by_its_newest_heartbeat_until_it_is_long_sil
     assert [one.silent for one in table.page(WorkersQuery(), 17.0).workers] == [True, False]
     assert [one.bus for one in table.page(WorkersQuery(role="scheduler"), 17.0).workers] == ["api"]
     assert table.page(WorkersQuery(limit=1), 17.0).since_s == 17.0
-    assert len(table.page(WorkersQuery(), 5.0 + workers.RETENTION_S).workers) == 1
-    assert table.page(WorkersQuery(), 5.1 + workers.RETENTION_S).workers == ()
+    assert len(table.page(WorkersQuery(), 5.0 + fleet.RETENTION_S).workers) == 1
+    assert table.page(WorkersQuery(), 5.1 + fleet.RETENTION_S).workers == ()
 
 
 def test_workers_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "MAX_WORKERS", 3)
+    monkeypatch.setattr(fleet, "MAX_WORKERS", 3)
     table = WorkerTable()
     for number in range(5):
         table.apply(heartbeat(f"w{number}"), "api", 0.0)
     assert len(table) == 3
     table.apply(heartbeat("w1", phase="draining"), "api", 1.0)
     assert "draining" in {one.heartbeat.phase for one in table.page(WorkersQuery(), 1.0).workers}
-    table.apply(heartbeat("w9"), "api", 2.0 + workers.RETENTION_S)  # the silent ones make room
-    assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + workers.RETENTION_S).workers] == ["w9"]
+    table.apply(heartbeat("w9"), "api", 2.0 + fleet.RETENTION_S)  # the silent ones make room
+    assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + fleet.RETENTION_S).workers] == ["w9"]
 
 
 def test_a_worker_that_has_stopped_is_no_longer_listed_and_one_that_restarts_is() -> None:

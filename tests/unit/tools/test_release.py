@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from typer.testing import CliRunner
 from berth.cli import app
 from berth.settings import read_settings
 from berth.trial.worker_processes import STALL_S
-from tests.release import ANCHOR, Finding, findings, git, newest_tag, wheel_findings
+from tests.release import ANCHOR, findings, git
 
 # --- `scripts/nightly release` in a scratch repository: what holds, and what each mistake breaks
 
@@ -81,35 +80,6 @@ def test_a_commit_on_which_all_agree_is_a_release(clone: Path) -> None:
     assert broken(clone) == []
 
 
-def _first_apart(root: Path) -> None:
-    """The first migration made what METADATA has, and has statements of its own from now on."""
-    write(root, f"{MIGRATIONS}/0001_initial.py", "0001_initial.sql")
-    write(root, f"{MIGRATIONS}/0001_initial.sql", "one")
-    commit(root)
-
-
-def test_the_first_migration_may_get_statements_of_its_own(clone: Path) -> None:
-    _first_apart(clone)
-    assert broken(clone) == []
-
-
-def test_before_the_first_release_schemas_change_by_migrations_too(clone: Path) -> None:
-    git(clone, "tag", "--delete", "v0.1.0")
-    _first_apart(clone)
-    assert broken(clone) == []
-    (clone / MIGRATIONS / "0002_more.py").unlink()
-    commit(clone)
-    assert broken(clone) == ["each changed schema has a migration"]
-
-
-def test_before_the_first_release_the_anchor_is_the_named_commit(clone: Path) -> None:
-    git(clone, "tag", "--delete", "v0.1.0")
-    assert broken(clone) == []
-    write(clone, ANCHOR, "0123456789abcdef0123456789abcdef01234567\n")
-    commit(clone)
-    assert broken(clone) == ["upgrades are tested from a commit of this history"]
-
-
 def _uncommitted(root: Path) -> None:
     write(root, SCHEMA, "three")
 
@@ -169,35 +139,6 @@ def test_each_mistake_is_found(clone: Path, spoil: Callable[[Path], None], found
 @pytest.mark.parametrize("version", ["0.1.0", "0.0.9", "v0.2.0", "0.2", "0.2.0rc1"])
 def test_a_version_that_is_not_the_next_is_refused(clone: Path, version: str) -> None:
     assert broken(clone, version)
-
-
-def test_versions_are_compared_as_numbers(clone: Path) -> None:
-    for tag in ("v0.9.0", "v0.10.0"):
-        git(clone, "tag", tag)
-    assert newest_tag(clone) == "v0.10.0"
-    assert "it is above the last release" in broken(clone)
-
-
-def test_a_wheel_lacks_no_file_of_the_packages(clone: Path, tmp_path: Path) -> None:
-    def looked_at(name: str, files: list[str]) -> list[Finding]:
-        with zipfile.ZipFile(tmp_path / name, "w") as made:
-            for file in files:
-                made.writestr(file, "")
-        return list(wheel_findings(clone, VERSION, tmp_path / name))
-
-    files = [SCHEMA, f"{MIGRATIONS}/0001_initial.py", f"{MIGRATIONS}/0002_more.py"]
-    assert all(one.holds for one in looked_at(f"berth-{VERSION}-py3-none-any.whl", files))
-    named, whole = looked_at("berth-0.1.9-py3-none-any.whl", files[1:])
-    assert (named.holds, whole.holds) == (False, False) and SCHEMA in whole.detail
-
-
-def test_nothing_is_tagged_or_committed_by_looking(clone: Path) -> None:
-    def state() -> tuple[str, str]:
-        return git(clone, "for-each-ref"), git(clone, "status", "--porcelain")
-
-    before = state()
-    broken(clone)
-    assert state() == before
 
 
 ROOT = Path(__file__).parents[3]

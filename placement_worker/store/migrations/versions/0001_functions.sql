@@ -29,10 +29,46 @@ END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;
 
+-- Whole providers, by number: [[number, parent's number, root's number, provider, times], ...], as `store.rows` reads
+-- them. times: [when its row, when one of its traits, {class: when its inventory} was written last].
+CREATE FUNCTION read_providers(ids bigint[]) RETURNS json AS $$
+BEGIN
+    RETURN (
+        SELECT coalesce(json_agg(json_build_array(p.id, p.parent_id, p.root_id, json_build_object(
+            'uuid', p.uuid, 'name', p.name, 'parent', parent.uuid, 'root', root.uuid, 'generation', p.generation,
+            'shape', p.shape, 'cell', p.cell, 'inventories', stock.inventories, 'used', stock.used,
+            'traits', own.traits, 'lasting', own.lasting, 'aggregates', member.aggregates
+        ), json_build_array(extract(epoch FROM p.updated_at), own.written, stock.written)) ORDER BY p.id), '[]')
+        FROM providers p JOIN providers root ON root.id = p.root_id
+        LEFT JOIN providers parent ON parent.id = p.parent_id
+        CROSS JOIN LATERAL (
+            SELECT coalesce(json_object_agg(c.name, json_build_object('total', i.total, 'reserved', i.reserved,
+                    'min_unit', i.min_unit, 'max_unit', i.max_unit, 'step_size', i.step_size,
+                    'allocation_ratio', i.allocation_ratio, 'capacity', i.capacity, 'stranded', i.stranded)
+                    ORDER BY c.name), '{}') AS inventories,
+                coalesce(json_object_agg(c.name, i.used ORDER BY c.name) FILTER (WHERE i.used <> 0), '{}') AS used,
+                coalesce(json_object_agg(c.name, extract(epoch FROM i.updated_at)), '{}') AS written
+            FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = p.id
+        ) AS stock
+        CROSS JOIN LATERAL (
+            SELECT coalesce(json_agg(t.name ORDER BY t.name), '[]') AS traits,
+                coalesce(json_agg(t.name ORDER BY t.name) FILTER (WHERE pt.lasting), '[]') AS lasting,
+                extract(epoch FROM max(t.updated_at)) AS written
+            FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id
+        ) AS own
+        CROSS JOIN LATERAL (
+            SELECT coalesce(json_agg(a.aggregate ORDER BY a.aggregate), '[]') AS aggregates
+            FROM provider_aggregates a WHERE a.provider_id = p.id
+        ) AS member
+        WHERE p.id = ANY(ids)
+    );
+END
+$$ LANGUAGE plpgsql STABLE;
+
 -- Lock and read providers named by uuid, and (whole) those with all of their tree that are named by uuid or by name;
 -- draw a shape, and a number for each provider of `creating` that does not exist. The shape is drawn under the lock of
 -- the writers of trees: a later shape is written later.
--- Returns [shape, [new number, ...], [provider with all that is its own, ...]].
+-- Returns [shape, [new number, ...], the providers as `read_providers`].
 CREATE FUNCTION lock_trees(uuids uuid[], names text[], whole uuid[], creating uuid[]) RETURNS text AS $$
 DECLARE
     locked bigint[];
@@ -50,21 +86,7 @@ BEGIN
     ) AS found;
     SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
     FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
-    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), (
-        SELECT coalesce(json_agg(json_build_array(
-            p.id, p.uuid, p.name, p.parent_id, parent.uuid, p.root_id, root.uuid, p.generation, p.shape, p.cell,
-            (SELECT json_agg(json_build_array(c.name, i.total, i.reserved, i.min_unit, i.max_unit, i.step_size,
-                i.allocation_ratio, i.capacity, i.stranded, i.used) ORDER BY c.name)
-                FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = p.id),
-            (SELECT json_build_array(json_agg(t.name ORDER BY t.name),
-                    json_agg(t.name ORDER BY t.name) FILTER (WHERE pt.lasting))
-                FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id),
-            (SELECT json_agg(a.aggregate ORDER BY a.aggregate) FROM provider_aggregates a WHERE a.provider_id = p.id)
-        ) ORDER BY p.id), '[]')
-        FROM providers p JOIN providers root ON root.id = p.root_id
-        LEFT JOIN providers parent ON parent.id = p.parent_id
-        WHERE p.id = ANY(locked)
-    ));
+    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked));
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;

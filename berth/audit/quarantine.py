@@ -1,0 +1,205 @@
+"""The cells' records of machines in quarantine and of breakers, and operators' decisions on them.
+
+They are in the cells' schemas; every conductor follows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
+
+import asyncpg
+from msgspec import Struct
+
+from berth.audit.repairing import enter
+from berth.site import cells_in_use
+from bus.contracts.objects import AuditRepair
+from bus.faults import DatabaseUnavailable, DatabaseUnprepared, Fault, RequestRefused
+from bus.persistence.database import Database
+from bus.service.environment import Environment
+from bus.service.settings import SettingsError
+from cell_conductor.domain.adopt_rules import why_not_adoptable
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.report import UnexplainedKind
+from cell_conductor.store.rows import decode
+from cell_conductor.store.safety import (
+    ADOPT,
+    DecidedMachine,
+    MachineKey,
+    PostgresSafety,
+    UnexplainedRecord,
+)
+
+TIMEOUT_S = 10.0
+# In another cell: it has no instance of this uuid, or has one no more.
+OVER = frozenset({State.ABSENT, State.TOMBSTONE, State.DELETED, State.DEPARTED, State.FAILED})
+_INSTANCES = "SELECT uuid::text, record::text FROM instances WHERE uuid = ANY($1::uuid[])"
+
+T = TypeVar("T")
+
+
+class CellNeverStarted(Fault):
+    """A cell has no tables on this database, by this release: it was never started here."""
+
+    code = "cell.never_started"
+
+
+class InCells(Struct, frozen=True):
+    """What was read of each cell's record. never_started: cells that have none."""
+
+    found: dict[str, list[UnexplainedRecord]]
+    breakers: dict[str, list[Breaker]]
+    never_started: tuple[str, ...] = ()
+
+    def machines(self, *kinds: UnexplainedKind) -> list[tuple[str, UnexplainedRecord]]:
+        """(cell, machine) of these kinds, by cell, host and instance."""
+        return [(cell, one) for cell, records in self.found.items() for one in records if one.machine.kind in kinds]
+
+
+async def read(env: Environment, cell: str | None = None) -> InCells:
+    """The records of every cell, or of one. Raises SettingsError (no such cell), DatabaseUnavailable, Forbidden,
+    NotConfigured, and DatabaseUnprepared where no cell was ever started here.
+    """
+    found: dict[str, list[UnexplainedRecord]] = {}
+    breakers: dict[str, list[Breaker]] = {}
+    never: list[str] = []
+    for name in await _named(env, cell):
+        try:
+            found[name] = await _in_cell(env, name, lambda safety: safety.records())
+            breakers[name] = await _in_cell(env, name, lambda safety: safety.breakers())
+        except CellNeverStarted:
+            never.append(name)
+    if not found:  # rather the wrong database than a deployment without machines
+        raise DatabaseUnprepared(f"no conductor of {', '.join(never)} has ever been started here with this release")
+    return InCells(found, breakers, tuple(never))
+
+
+async def decide(
+    env: Environment, machines: Mapping[str, Sequence[DecidedMachine]], verdict: str, by: str
+) -> dict[str, list[MachineKey]]:
+    """Have machines of cells destroyed, or left for good; returns those that are in quarantine. Raises as `read`."""
+    now = env.clock.time()
+    decided: dict[str, list[MachineKey]] = {}
+    for cell, of in machines.items():
+        with contextlib.suppress(CellNeverStarted):
+            decided[cell] = await _in_cell(env, cell, lambda safety, of=of: safety.decide(of, verdict, by, now))  # type: ignore[misc]
+    return decided
+
+
+async def reset(env: Environment, cell: str, service: str, by: str, *, tripped_at: float | None = None) -> bool:
+    """Allow what tripped a breaker; False: it is not open, or tripped at another time. Raises as `read`."""
+    now = env.clock.time()
+    with contextlib.suppress(CellNeverStarted):
+        return await _in_cell(env, cell, lambda safety: safety.reset(service, by, now, tripped_at=tripped_at))
+    return False
+
+
+async def adopt(
+    env: Environment, places: Sequence[MachineKey], *, who: str, why: str
+) -> tuple[dict[MachineKey, str], dict[MachineKey, RequestRefused]]:
+    """Decide that machines in quarantine are their instances: checked against the cells' records, and put on record for
+    the conductors, which check the hosts' own answers before they carry it out.
+
+    Each is in the log of changes before. Returns the cells of those that were decided, and the refusals of the others
+    (`quarantine.` unknown, several, not_adoptable, recorded_elsewhere). Raises as `read`.
+    """
+    records = await read(env)
+    kept: dict[str, list[tuple[str, UnexplainedRecord]]] = defaultdict(list)
+    for cell, one in records.machines(UnexplainedKind.QUARANTINED):
+        kept[one.machine.uuid].append((cell, one))
+    uuids = sorted({uuid for _, uuid in places})
+    known = {cell: await _instances(env, cell, uuids) for cell in records.found}
+    refused: dict[MachineKey, RequestRefused] = {}
+    chosen: dict[str, list[DecidedMachine]] = defaultdict(list)
+    repairs: dict[str, AuditRepair] = {}
+    for host, uuid in places:
+        of_instance = {cell: found[uuid] for cell, found in known.items() if uuid in found}
+        try:
+            cell, machine = _checked(kept[uuid], of_instance, uuid, host)
+        except RequestRefused as refusal:
+            refused[host, uuid] = refusal
+            continue
+        has = of_instance[cell]
+        where = f"{has.state} on {has.here.host}"
+        found = f"runs on {host}, in quarantine: {machine.machine.why}; {cell} has it as {where}"
+        repairs[uuid] = AuditRepair(finding="quarantined", found=found, proof="by an operator's word")
+        chosen[cell].append(DecidedMachine(uuid, host, machine.machine.attempt))
+    if repairs:
+        await enter(env, repairs, who, why)
+    decided = {place: cell for cell, of in (await decide(env, chosen, ADOPT, who)).items() for place in of}
+    for host, uuid in places:
+        if (host, uuid) not in decided:
+            refused.setdefault((host, uuid), unknown(uuid, host))
+    return decided, refused
+
+
+def unknown(uuid: str, host: str) -> RequestRefused:
+    """The refusal of a decision about a machine that is not in quarantine, or not as it was seen."""
+    return RequestRefused(f"no such machine of {uuid} is in quarantine on {host}", code="quarantine.unknown")
+
+
+def _checked(
+    kept: Sequence[tuple[str, UnexplainedRecord]], records: Mapping[str, Instance], uuid: str, host: str
+) -> tuple[str, UnexplainedRecord]:
+    here = [(cell, one) for cell, one in kept if one.machine.host_uuid == host]
+    if not here:
+        raise unknown(uuid, host)
+    if len(kept) > 1:
+        others = ", ".join(one.machine.host_uuid for _, one in kept if one.machine.host_uuid != host)
+        reason = f"there are others of it, on {others}: decide about these first (`berth quarantine release`)"
+        raise RequestRefused(reason, code="quarantine.several")
+    cell, machine = here[0]
+    if why := why_not_adoptable(records.get(cell)):
+        raise RequestRefused(f"{uuid} in {cell}: {why}", code="quarantine.not_adoptable")
+    if elsewhere := [name for name, one in records.items() if name != cell and one.state not in OVER]:
+        reason = f"{uuid} is on record in {', '.join(elsewhere)} as well"
+        raise RequestRefused(reason, code="quarantine.recorded_elsewhere")
+    return cell, machine
+
+
+async def _instances(env: Environment, cell: str, uuids: Sequence[str]) -> dict[str, Instance]:
+    async def of(database: Database) -> dict[str, Instance]:
+        async with database.raw() as connection:
+            return {uuid: decode(record) for uuid, record in await connection.fetch(_INSTANCES, uuids)}
+
+    return await _on_database(env, cell, of)
+
+
+async def _named(env: Environment, cell: str | None) -> tuple[str, ...]:
+    """All cells, or the one that is named."""
+    async with _in_time():
+        names = await cells_in_use(env)
+    if cell is None:
+        return names
+    if cell not in names:
+        raise SettingsError("cell.unknown", f"there is no cell {cell!r}; there are {', '.join(names)}")
+    return (cell,)
+
+
+async def _in_cell(env: Environment, cell: str, work: Callable[[PostgresSafety], Awaitable[T]]) -> T:
+    return await _on_database(env, cell, lambda database: work(PostgresSafety(database)))
+
+
+async def _on_database(env: Environment, cell: str, work: Callable[[Database], Awaitable[T]]) -> T:
+    database = env.database(f"cell_{cell}", pool_size=1)
+    try:
+        async with _in_time():
+            return await work(database)
+    except (asyncpg.UndefinedTableError, DatabaseUnprepared) as error:
+        raise CellNeverStarted(f"cell {cell} has never been started here with this release") from error
+    finally:
+        await database.close()
+
+
+@contextlib.asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    """A worker waits for a database without end; an operator does not. Raises DatabaseUnavailable."""
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise DatabaseUnavailable(f"no answer from the database within {TIMEOUT_S:g} s") from error

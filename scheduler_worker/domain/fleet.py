@@ -1,0 +1,268 @@
+"""What is announced besides hosts, and kept in memory: numbers about hosts as columns, with until when each counts; the
+builds that wait for the managers of their hosts; and the workers of the system. Pure: times come in.
+
+Times of the publishers of numbers are wall-clock times. They are turned into ages when they arrive, so that a clock
+that is set here later makes nothing fresh or stale.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from bus.contracts.build import BuildRecord, BuildState, TimelineEntry
+from bus.contracts.cell import BuildsWaiting, WaitingBuild
+from bus.contracts.host_metrics import HostMetric, HostMetrics
+from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkerRecord, WorkersPage, WorkersQuery
+from scheduler_worker.domain.hosts import Floats, HostTable, Rows
+
+MAX_METRICS = 64  # names kept in all; the settings' own always have a place
+MAX_SOURCES = 1000
+MAX_AHEAD_S = 30.0  # a publisher's clock may be ahead by this much; a number that is later is dropped
+
+TAKEN, STALE, AHEAD, OLDER = "taken", "stale", "ahead", "older"
+UNKNOWN_HOST, FOREIGN, TOO_MANY = "unknown_host", "foreign", "too_many"
+
+
+class _Column:
+    """One metric of all hosts, by index of the host table. expires_s: monotonic; -inf: there is no number."""
+
+    __slots__ = ("at", "expires_s", "source", "value")
+
+    def __init__(self) -> None:
+        self.value: Floats = np.empty(0)
+        self.at: Floats = np.empty(0)
+        self.expires_s: Floats = np.empty(0)
+        self.source: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
+
+    def grow(self, size: int) -> None:
+        more = size - len(self.value)
+        if more > 0:
+            self.value = _longer(self.value, more, np.nan)
+            self.at = _longer(self.at, more, -np.inf)
+            self.expires_s = _longer(self.expires_s, more, -np.inf)
+            self.source = _longer(self.source, more, -1)
+
+
+class _Number(NamedTuple):
+    value: float
+    at: float
+    source: int
+    expires_s: float
+
+
+class HostMetricsTable:
+    """The newest numbers of the hosts of a host table. max_age_s: an older one is unknown.
+
+    reserved: metrics that are kept however many others are published.
+    """
+
+    def __init__(self, table: HostTable, *, max_age_s: float, reserved: Sequence[str] = ()) -> None:
+        self._table = table
+        self._max_age_s = max_age_s
+        self._reserved = frozenset(reserved)
+        self._columns: dict[str, _Column] = {}
+        self._sources: list[str] = []
+        self._source_index: dict[str, int] = {}
+        self._now_s = -np.inf
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def apply(self, message: HostMetrics, cell: str | None, *, now: float, now_s: float) -> Counter[str]:
+        """Take the numbers over; returns how many had which outcome. cell: on whose bus the message came; None: on the
+        API bus.
+
+        now: wall-clock time. now_s: monotonic time.
+        """
+        outcomes: Counter[str] = Counter()
+        self._now_s = max(self._now_s, now_s)
+        source = self._index_of_source(message.source)
+        for reading in message.readings:
+            index = self._table.index_of(reading.host_uuid)
+            age_s = now - reading.at
+            if index is None:
+                why = UNKNOWN_HOST
+            elif cell is not None and self._table.last_cell_of(reading.host_uuid) != cell:
+                why = FOREIGN
+            elif age_s < -MAX_AHEAD_S:
+                why = AHEAD
+            elif age_s >= self._max_age_s:
+                why = STALE
+            else:
+                for name, value in reading.values.items():
+                    expires_s = now_s + self._max_age_s - max(age_s, 0.0)
+                    outcomes[self._put(name, index, _Number(value, reading.at, source, expires_s))] += 1
+                continue
+            outcomes[why] += len(reading.values)
+        return outcomes
+
+    def advance(self, now_s: float) -> None:
+        """Numbers count by their age at this time from now on (monotonic, seconds)."""
+        self._now_s = now_s
+
+    def known_of(self, index: Rows) -> dict[str, Floats]:
+        """{metric: the numbers of these hosts, as `values` has them}, of all metrics that are kept."""
+        return {name: self.values(name, index) for name in sorted(self._columns)}
+
+    def values(self, name: str, index: Rows) -> Floats:
+        """One metric of these hosts, by index of the host table (negative: not announced); NaN: not known."""
+        found = np.full(len(index), np.nan)
+        column = self._columns.get(name)
+        if column is None:
+            return found
+        there = (index >= 0) & (index < len(column.value))
+        at = index[there]
+        found[there] = np.where(column.expires_s[at] > self._now_s, column.value[at], np.nan)
+        return found
+
+    def of(self, index: int) -> tuple[HostMetric, ...]:
+        """All numbers of one host, stale ones too, by name."""
+        return tuple(
+            HostMetric(
+                name=name,
+                value=float(column.value[index]),
+                at=float(column.at[index]),
+                source=self._sources[int(column.source[index])],
+                fresh=bool(column.expires_s[index] > self._now_s),
+            )
+            for name, column in sorted(self._columns.items())
+            if index < len(column.value) and column.source[index] >= 0
+        )
+
+    def _put(self, name: str, index: int, number: _Number) -> str:
+        column = self._columns.get(name)
+        if column is None:
+            others = len(self._columns.keys() - self._reserved)
+            if name not in self._reserved and others >= MAX_METRICS - len(self._reserved):
+                return TOO_MANY
+            column = self._columns[name] = _Column()
+        column.grow(len(self._table))
+        # A number from a clock that was ahead stays until it is stale by our own clock, and no longer.
+        if number.at < column.at[index] and column.expires_s[index] > self._now_s:
+            return OLDER
+        column.value[index], column.at[index] = number.value, number.at
+        column.source[index], column.expires_s[index] = number.source, number.expires_s
+        return TAKEN
+
+    def _index_of_source(self, source: str) -> int:
+        known = self._source_index.get(source)
+        if known is not None:
+            return known
+        if len(self._sources) >= MAX_SOURCES:  # the last place is shared by all further ones
+            return MAX_SOURCES - 1
+        self._source_index[source] = len(self._sources)
+        self._sources.append(source if len(self._sources) < MAX_SOURCES - 1 else "other")
+        return len(self._sources) - 1
+
+
+def _longer(column: npt.NDArray[Any], more: int, fill: float) -> npt.NDArray[Any]:
+    # In steps, so that a fleet that is announced host by host is not copied for each host.
+    room = max(more, len(column) // 2)
+    return np.concatenate([column, np.full(room, fill, dtype=column.dtype)])
+
+
+MAX_SERVICES = 10_000  # services with waiting builds; a bus that invents more is ignored
+WAITING = "waiting"  # in a timeline
+
+
+class AnnouncedWaits(Struct, frozen=True):
+    """The announcement of one service, by instance, and until when it holds (monotonic, seconds)."""
+
+    waiting: dict[str, WaitingBuild]
+    until_s: float
+
+
+class WaitingTable:
+    """The waiting builds by cell and service."""
+
+    def __init__(self) -> None:
+        self._announced: dict[tuple[str, str], AnnouncedWaits] = {}
+
+    def apply(self, message: BuildsWaiting, now_s: float) -> None:
+        """Take one announcement in: it replaces the service's last one."""
+        key = message.cell, message.service
+        self._announced.pop(key, None)
+        for old in [one for one, kept in self._announced.items() if kept.until_s <= now_s]:
+            del self._announced[old]
+        if message.waiting and len(self._announced) < MAX_SERVICES:
+            waiting = {one.instance_uuid: one for one in message.waiting}
+            self._announced[key] = AnnouncedWaits(waiting, now_s + message.lasts_s)
+
+    def line_of(self, build: BuildRecord, now_s: float) -> TimelineEntry | None:
+        """The last line of the timeline of a build under way: what it waits for; None: nothing is known.
+
+        A cell announces its own builds only, and an attempt that has ended waits no more.
+        """
+        if build.state != BuildState.BUILDING:
+            return None
+        for (cell, service), announced in self._announced.items():
+            found = announced.waiting.get(build.instance_uuid)
+            if cell != build.cell or found is None or announced.until_s <= now_s:
+                continue
+            if any(one.attempt >= found.attempt and one.outcome for one in build.history):
+                continue
+            return TimelineEntry(at=found.since, who=f"compute {service}", what=WAITING, detail=found.reason)
+        return None
+
+
+MAX_WORKERS = 100_000  # workers kept; a bus that invents more is ignored
+SILENT_AFTER = 3  # heartbeats missed
+RETENTION_S = 3600.0  # a worker that was silent for so long is dropped
+
+
+class KnownWorker(Struct, frozen=True):
+    """The newest heartbeat of one worker, and when it was received (monotonic, seconds)."""
+
+    heartbeat: WorkerHeartbeat
+    last_seen_s: float
+
+
+class WorkerTable:
+    """The workers by bus, role and name. began_s: when listening began."""
+
+    def __init__(self) -> None:
+        self.began_s: float | None = None
+        self._known: dict[tuple[str, str, str], KnownWorker] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def apply(self, heartbeat: WorkerHeartbeat, bus: str, now_s: float) -> None:
+        """Take one heartbeat in."""
+        if self.began_s is None:
+            self.began_s = now_s
+        key = heartbeat.role, bus, heartbeat.worker
+        if heartbeat.phase == STOPPED:
+            self._known.pop(key, None)
+            return
+        if key not in self._known and len(self._known) >= MAX_WORKERS:
+            self._purge(now_s)
+            if len(self._known) >= MAX_WORKERS:
+                return
+        self._known[key] = KnownWorker(heartbeat, now_s)
+
+    def page(self, query: WorkersQuery, now_s: float) -> WorkersPage:
+        """The workers that a query selects, by role, bus and name."""
+        self._purge(now_s)
+        found = [key for key in sorted(self._known) if query.role in (None, key[0])][: query.limit]
+        return WorkersPage(
+            workers=tuple(_record(self._known[key], key[1], now_s) for key in found),
+            since_s=0.0 if self.began_s is None else now_s - self.began_s,
+        )
+
+    def _purge(self, now_s: float) -> None:
+        gone = [key for key, one in self._known.items() if now_s - one.last_seen_s > RETENTION_S]
+        for key in gone:
+            del self._known[key]
+
+
+def _record(one: KnownWorker, bus: str, now_s: float) -> WorkerRecord:
+    last_seen_s = now_s - one.last_seen_s
+    silent = last_seen_s > SILENT_AFTER * one.heartbeat.every_s
+    return WorkerRecord(heartbeat=one.heartbeat, bus=bus, last_seen_s=last_seen_s, silent=silent)

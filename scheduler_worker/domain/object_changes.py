@@ -1,0 +1,229 @@
+"""What a change of objects leads to besides the objects: the cells that workers connect to, the availability zones that
+hosts are in, and the fences, each with the cell that has to acknowledge it. Pure.
+
+A cell acknowledges the fence of a host that it does not have, too. If that counted, the host's own cell would build on
+it once it is switched on. So a host whose cell is not known gets no fence, also where a change is forced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.cells import CellRecord, LinkState
+from bus.contracts.objects import Aggregate, CellBus, CellState, ChangedObject, ObjectKind, StoredObject
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.fences import fence_of, followed
+from scheduler_worker.domain.flavors import ZONE_KEY
+from scheduler_worker.domain.hosts import CELL_UNKNOWN
+from scheduler_worker.domain.objects import (
+    UNKNOWN,
+    ChangePlan,
+    RecordedObjects,
+    cell_decision,
+    cells_of,
+    zones_that_move,
+)
+from scheduler_worker.domain.selector import Selector
+from scheduler_worker.domain.view import HostsView, Membership
+
+IN_USE = "cell.in_use"
+
+Decisions = Mapping[str, StoredObject]  # the objects of kind `cell`, by name
+
+
+def known_cells(settings: Sequence[str], decisions: Decisions) -> tuple[str, ...]:
+    """The cells that exist: those of the settings, then those that operators have added, by name."""
+    added = (name for name, one in sorted(decisions.items()) if cell_decision(one).bus is not None)
+    return tuple(dict.fromkeys((*settings, *added)))
+
+
+def only_cell(settings: Sequence[str], decisions: Decisions) -> str | None:
+    """The cell that every host is in; None: there is more than one, or there was."""
+    known = known_cells(settings, decisions)
+    return known[0] if len({*known, *decisions}) == 1 else None
+
+
+def cells_in_use(
+    settings: Sequence[str], decisions: Decisions, occupied: Collection[str] = ()
+) -> dict[str, CellBus | None]:
+    """The cells that a worker connects to, and where the bus of each is; None: as in its settings.
+
+    occupied: removed cells that still have instances on record. A scheduler had chosen such a cell before it received
+    the removal; the build is carried to its end.
+    """
+    found: dict[str, CellBus | None] = {}
+    for name in known_cells(settings, decisions):
+        stored = decisions.get(name)
+        decision = None if stored is None else cell_decision(stored)
+        if decision is None or decision.state is not CellState.REMOVED or (name in occupied and not decision.abandoned):
+            found[name] = None if decision is None or name in settings else decision.bus
+    return found
+
+
+def removed_cells(decisions: Decisions) -> dict[str, StoredObject]:
+    """The cells that are removed, unless what they held was abandoned."""
+    removed = {}
+    for name, stored in decisions.items():
+        decision = cell_decision(stored)
+        if decision.state is CellState.REMOVED and not decision.abandoned:
+            removed[name] = stored
+    return removed
+
+
+def unknown_cell(settings: Sequence[str], changed: Sequence[ChangedObject]) -> Refusal | None:
+    """Why a decision about a cell that does not exist is refused: with a mistyped name the operator's cell would stay
+    in use.
+    """
+    for one in changed:
+        if one.after is not None and one.name not in settings and one.after.get("bus") is None:
+            known = ", ".join(settings)
+            reason = f"there is no cell {one.name!r} in the settings, which have: {known}; another one needs its bus"
+            return Refusal(code=UNKNOWN, reason=reason[:MAX_REASON])
+    return None
+
+
+def cells_left(settings: Sequence[str], changed: Sequence[ChangedObject]) -> tuple[str, ...]:
+    """The cells that a change takes out of use, if they have instances that prevent it."""
+    return tuple(
+        one.name
+        for one in changed
+        if (_is_removed(one.after) and not _is_removed(one.before))
+        or (one.after is None and one.name not in settings and not _is_removed(one.before))
+    )
+
+
+def _is_removed(body: Mapping[str, object] | None) -> bool:
+    return body is not None and body["state"] == CellState.REMOVED
+
+
+def cell_record(
+    name: str, settings: Sequence[str], decisions: Decisions, *, in_use: bool, link: tuple[LinkState, str]
+) -> CellRecord:
+    """One cell as it is shown. link: state of the connection of the scheduler that answers."""
+    stored = decisions.get(name)
+    if stored is None:
+        return CellRecord(name=name, configured=name in settings, in_use=in_use, link=link[0], problem=link[1])
+    decision = cell_decision(stored)
+    return CellRecord(
+        name=name,
+        state=decision.state,
+        reason=decision.reason,
+        bus=decision.bus,
+        configured=name in settings,
+        in_use=in_use,
+        by=stored.changed_by,
+        at=stored.changed_at,
+        version=stored.version,
+        link=link[0],
+        problem=link[1][:MAX_REASON],
+    )
+
+
+HostZones = Mapping[str, Mapping[str, str]]  # {host: {zone: the first aggregate that puts it there}}
+
+
+def zones_after(selector: Selector, after: SchedulerConfig) -> HostsView:
+    """All hosts in the aggregates of a configuration that is not in force yet."""
+    view = selector.all_hosts()
+    return HostsView(
+        view.book,
+        view.table,
+        Membership(after.aggregates, selector.members_named(after.aggregates)),
+        rows=view.rows,
+        index=view.index,
+        down=view.down,
+        metrics=view.metrics,
+    )
+
+
+def zones_in(view: HostsView) -> HostZones:
+    """The zones of each host by uuid; a host in none is left out."""
+    zones: dict[str, dict[str, str]] = {}
+    uuids = [view.book.uuid_of(row) for row in view.rows.tolist()]
+    for aggregate in view.membership.with_key(ZONE_KEY):
+        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
+            zones.setdefault(uuids[at], {}).setdefault(aggregate.metadata[ZONE_KEY], aggregate.name)
+    return zones
+
+
+def zones_named(aggregates: Iterable[Aggregate]) -> HostZones:
+    """The zones of each host that aggregates name, as they name it."""
+    zones: dict[str, dict[str, str]] = {}
+    for aggregate in aggregates:
+        if ZONE_KEY in aggregate.metadata:
+            for host in aggregate.hosts or ():
+                zones.setdefault(host, {}).setdefault(aggregate.metadata[ZONE_KEY], aggregate.name)
+    return zones
+
+
+def zone_conflict(before: HostZones, after: HostZones, name_of: Callable[[str], str] = str) -> str | None:
+    """Why a change is refused: it puts a host into a second zone, which Nova refuses, too. None: it does not.
+
+    A host that is in two already, by Placement's API, hinders no other change.
+    """
+    for host, zones in sorted(after.items()):
+        if len(zones) > 1 and zones.keys() - before.get(host, {}).keys():
+            (zone, name), (other, second), *_ = sorted(zones.items())
+            both = f"{zone!r} by aggregate {name!r} and in {other!r} by aggregate {second!r}"
+            return f"host {name_of(host)} would be in zone {both}: a host is in one availability zone"
+    return None
+
+
+def zones_of_each(view: HostsView, names: Sequence[str], default_zone: str) -> dict[str, list[str]]:
+    """All zones of each host by name: a request for any of them is built there."""
+    zones: dict[str, list[str]] = {name: [] for name in names}
+    for aggregate in view.membership.with_key(ZONE_KEY):
+        for at in np.flatnonzero(view.member_of(aggregate.uuid)).tolist():
+            if (zone := aggregate.metadata[ZONE_KEY]) not in zones[names[at]]:
+                zones[names[at]].append(zone)
+    return {name: found or [default_zone] for name, found in zones.items()}
+
+
+def zones_left(selector: Selector, after: SchedulerConfig) -> str | None:
+    """Why a configuration is refused: it takes hosts with instances out of a zone. None: it does not."""
+    view = selector.all_hosts()
+    book = view.book
+    used = np.zeros(len(view), dtype=np.bool_)
+    for name in book.resource_classes():
+        used |= book.usage(name, view.rows) > 0
+    names = [book.name_of(row) for row in view.rows.tolist()]
+    before = zones_of_each(view, names, selector.config.default_availability_zone)
+    then = zones_of_each(zones_after(selector, after), names, after.default_availability_zone)
+    return zones_that_move(before, then, [name for name, has in zip(names, used.tolist(), strict=True) if has])
+
+
+def fence_changes(
+    present: RecordedObjects,
+    planned: ChangePlan,
+    last_cell_of: Callable[[str], str | None],
+    *,
+    named: str | None,
+    settings: Sequence[str],
+    force: bool,
+) -> Sequence[ChangedObject] | Refusal:
+    """The changes of fences, or why there are none. last_cell_of: of a host, where it is known.
+
+    named: the cell that the operator names for a host whose cell nothing shows. settings: the cells of the settings.
+    force: fences end at once. Where there was only ever one cell, every host is in it.
+    """
+    decided = cells_of(present.objects)
+    known = known_cells(settings, decided)
+    only = only_cell(settings, decided)
+    cells: dict[str, str] = {}
+    for uuid in planned.hosts_fenced:
+        stored = present.objects.get((ObjectKind.FENCE, uuid))
+        shown = last_cell_of(uuid) or (None if stored is None else fence_of(stored).cell)
+        cell = shown or named or only
+        if shown is None and cell not in known:
+            what = f"nothing shows the cell of host {uuid}" if cell is None else f"there is no cell {cell!r}"
+            reason = f"{what}, which has to acknowledge the fence: name the cell with the host's UUID (`--cell`)"
+            return Refusal(code=CELL_UNKNOWN, reason=reason[:MAX_REASON])
+        assert cell is not None
+        cells[uuid] = cell
+    revision = present.revision + 1
+    return followed(
+        planned.changed, present.objects, revision, lambda uuid: last_cell_of(uuid) or cells.get(uuid), force=force
+    )

@@ -1,0 +1,55 @@
+"""Does the host take builds of the request's project: by its own word, or by its aggregates?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.view import HostsView
+
+
+class ProjectHostFilter:
+    """A host whose service names a project for it takes builds of that project only; as an Ironic node its lessee's."""
+
+    name: ClassVar[str] = "ProjectHostFilter"
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """One comparison of columns; nothing at all while no host belongs to a project."""
+        if not view.table.projects:
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        return verdict_of(view.open_to(spec.project_id), "host.of_another_project")
+
+
+KEY = "filter_tenant_id"
+
+
+class AggregateMultiTenancyIsolation:
+    """A host in an aggregate with `filter_tenant_id*` metadata is for those projects only; others are open to all.
+
+    As in Nova: the values of all such keys of all the host's aggregates make one list of allowed projects.
+    """
+
+    name: ClassVar[str] = "AggregateMultiTenancyIsolation"
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """Restricted hosts pass when any of their aggregates names the project."""
+        restricting = view.membership.with_prefix(KEY)
+        if not restricting:
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        restricted = np.zeros(len(view), dtype=np.bool_)
+        allowed = np.zeros(len(view), dtype=np.bool_)
+        for aggregate in restricting:
+            members = view.member_of(aggregate.uuid)
+            restricted |= members
+            if spec.project_id in tenants(aggregate.metadata):
+                allowed |= members
+        return verdict_of(~restricted | allowed, "tenant.not_allowed")
+
+
+def tenants(metadata: dict[str, str]) -> set[str]:
+    """The projects that an aggregate's `filter_tenant_id*` keys name (comma lists)."""
+    named = (value.split(",") for key, value in metadata.items() if key.startswith(KEY))
+    return {word.strip() for words in named for word in words if word.strip()}

@@ -1,0 +1,192 @@
+"""What a scheduler is told about hosts: their announcements and numbers, taken into its tables."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from bus.bus import API, Bus
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.cell import BuildsWaiting, ComputeHosts, ReportHosts, ServiceGone, ServiceOutdated, ServicesDigest
+from bus.contracts.host_metrics import HostMetrics, HostMetricsPage, HostMetricsQuery, HostMetricsRecord
+from bus.contracts.workers import WorkerHeartbeat
+from bus.port import BusError
+from bus.turns import next_turn
+from scheduler_worker import metrics
+from scheduler_worker.domain.fleet import HostMetricsTable, WaitingTable, WorkerTable
+from scheduler_worker.domain.hosts import NO_SERVICE, HostTable
+from scheduler_worker.domain.selector import Selector
+
+RECONNECT_CHECK_S = 0.5  # how soon after a reconnect announcements are requested
+# Announced hosts that are taken in one turn of the event loop: 1.5 to 2.5 ms for a thousand. A cell's services may
+# answer a request for announcements all at once.
+HOSTS_AT_ONCE = 2_000
+DOUBT_S = 15.0  # between two requests while more services count as up here than in the cell's digest
+
+
+class HostsListener:
+    """Keeps the host table: applies announcements and digests, and requests announcements when some may be missing."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        table: HostTable,
+        workers: WorkerTable,
+        waiting: WaitingTable,
+        *,
+        clock: Clock,
+        rng: random.Random,
+        again_s: float,
+    ) -> None:
+        self._bus = bus
+        self._table = table
+        self._workers = workers
+        self._waiting = waiting
+        self._clock = clock
+        self._rng = rng
+        self._again_s = again_s
+        self._requested = True
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """Queue `scheduler.hosts.{process}` of one cell. A service announces hosts of its own cell only."""
+        now_s = self._clock.monotonic()
+        outdated: dict[str, int] = {}
+        # The whole batch has been decoded in this turn.
+        hosts = sum(len(one.message.hosts) for one in batch if isinstance(one.message, ComputeHosts))
+        for received in batch:
+            message = received.message
+            announced = len(message.hosts) if isinstance(message, ComputeHosts) else 0
+            hosts += announced
+            if hosts > HOSTS_AT_ONCE:
+                hosts = announced
+                await next_turn()
+            if isinstance(message, ComputeHosts | ServicesDigest) and message.cell == self._bus.name:
+                is_applied = self._table.apply(message, now_s)
+                if isinstance(message, ComputeHosts) and not is_applied:
+                    outdated[message.service] = message.epoch
+            elif isinstance(message, ServiceGone) and message.cell == self._bus.name:
+                self._table.forget_service(message, now_s)
+            elif isinstance(message, BuildsWaiting) and message.cell == self._bus.name:
+                self._waiting.apply(message, now_s)
+            elif isinstance(message, WorkerHeartbeat):
+                self._workers.apply(message, self._bus.name, now_s)
+        metrics.KNOWN_HOSTS.set(len(self._table))
+        await self._announce_outdated(outdated)
+        if hosts > HOSTS_AT_ONCE // 2:
+            await asyncio.sleep(0)  # the next batch may be decoded and taken without another wait
+        return [Done()] * len(batch)
+
+    async def _announce_outdated(self, received: Mapping[str, int]) -> None:
+        """A service whose announcements count for nothing here receives the epoch that it has to exceed.
+
+        The cell's conductor announces it, too, if it has received the higher one; it may have been away.
+        """
+        for service, epoch in received.items():
+            newest = self._table.epoch_of(self._bus.name, service)
+            if epoch < newest:
+                with suppress(BusError):  # the next announcement repeats it
+                    await self._bus.publish(ServiceOutdated(service=service, cell=self._bus.name, epoch=newest))
+
+    def on_reconnected(self) -> None:
+        """The private queue was deleted with the connection, and so were the announcements in it."""
+        self._requested = False
+
+    async def run(self) -> None:
+        """Request announcements at start, soon after each reconnect, and periodically, with a jitter of its own in each
+        scheduler.
+
+        Sooner when the cell's digest counts fewer services than count as up here.
+        """
+        while True:
+            self._requested = await self.request_reports()
+            requested_at = self._clock.monotonic()
+            due = requested_at + self._pause()
+            while True:
+                await self._clock.sleep(RECONNECT_CHECK_S)
+                now_s = self._clock.monotonic()
+                doubts = now_s - requested_at >= DOUBT_S and self._table.knows_more(self._bus.name)
+                if not self._requested or now_s >= due or doubts:
+                    break
+
+    async def request_reports(self) -> bool:
+        """Request every compute service of the cell to announce its hosts now. False: the bus is unavailable."""
+        try:
+            await self._bus.publish(ReportHosts(why="a scheduler listens"))
+        except BusError:
+            return False
+        self._table.count_request(self._bus.name, self._clock.monotonic())
+        return True
+
+    def _pause(self) -> float:
+        return self._again_s * self._rng.uniform(0.75, 1.25)
+
+
+QUEUE = "scheduler.metrics.{process}"
+AGE_STEP_S = 1.0  # numbers age in steps of this
+
+
+class HostMetricsListener:
+    """Takes numbers about hosts from one bus. Dropped numbers are counted, by reason."""
+
+    def __init__(self, table: HostMetricsTable, bus: str, *, clock: Clock, first: asyncio.Event) -> None:
+        self._table = table
+        self._cell = None if bus == API else bus
+        self._clock = clock
+        self._first = first
+
+    async def __call__(self, batch: Sequence[Received]) -> Sequence[Outcome]:
+        """In any order: the newest number counts."""
+        now, now_s = self._clock.time(), self._clock.monotonic()
+        for received in batch:
+            if isinstance(received.message, HostMetrics):
+                for outcome, count in self._table.apply(received.message, self._cell, now=now, now_s=now_s).items():
+                    metrics.HOST_METRICS.labels(outcome).inc(count)
+        self._first.set()
+        return [Done()] * len(batch)
+
+
+async def age(table: HostMetricsTable, first: asyncio.Event, clock: Clock) -> None:
+    """Age the numbers, until cancelled; nothing happens before there are any."""
+    await first.wait()
+    while True:
+        table.advance(clock.monotonic())
+        await clock.sleep(AGE_STEP_S)
+
+
+def host_metrics_page(query: HostMetricsQuery, selector: Selector) -> HostMetricsPage:
+    """The metrics of the hosts of this name, or of the host with this uuid."""
+    table = selector.table
+    found = [(uuid, index) for uuid in table.find(query.host) if (index := table.index_of(uuid)) is not None]
+    return HostMetricsPage(
+        hosts=tuple(
+            HostMetricsRecord(
+                host_uuid=uuid,
+                host=table.names[index],
+                cell=table.cells[int(table.cell[index])],
+                metrics=selector.metrics.of(index),
+            )
+            for uuid, index in found
+            if table.cell[index] != NO_SERVICE
+        )
+    )
+
+
+class Warmup:
+    """Of one process. It has no end before it begins: before, nothing was received."""
+
+    def __init__(self, selector: Selector, *, clock: Clock) -> None:
+        self._selector = selector
+        self._clock = clock
+        self._since_s: float | None = None
+
+    async def begin(self) -> None:
+        """Count from now on: the objects on record are in force, and the cells in reach have been connected to."""
+        self._since_s = self._clock.monotonic()
+
+    def is_on(self) -> bool:
+        """Whether services that are up may not have announced all of their hosts to this process yet."""
+        since_s = self._since_s
+        return since_s is None or self._clock.monotonic() - since_s < self._selector.config.hosts_warmup_s

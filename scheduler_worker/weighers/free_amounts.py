@@ -1,0 +1,54 @@
+"""How much memory, how many virtual CPUs and how much disk are free on the host?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.view import HostsView
+
+
+class RAMWeigher:
+    """Prefers free memory; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
+
+    name: ClassVar[str] = "ram"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = 0.0
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Capacity less used, assumed claims included."""
+        del spec
+        return view.free("MEMORY_MB")
+
+
+class CPUWeigher:
+    """Prefers free virtual CPUs; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
+
+    name: ClassVar[str] = "cpu"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = 0.0
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Capacity less used, assumed claims included."""
+        del spec
+        return view.free("VCPU")
+
+
+class DiskWeigher:
+    """Prefers free disk; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
+
+    name: ClassVar[str] = "disk"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = 0.0
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Capacity less used, assumed claims included."""
+        del spec
+        return view.free("DISK_GB")

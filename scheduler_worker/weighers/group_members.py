@@ -1,0 +1,48 @@
+"""How many members of the request's server group are on the host?"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from bus.contracts.groups import GroupPolicy
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.view import HostsView
+
+
+class ServerGroupSoftAffinityWeigher:
+    """Prefers hosts with many members."""
+
+    name: ClassVar[str] = "soft_affinity"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to groups with this policy."""
+        return spec.has_policy(GroupPolicy.SOFT_AFFINITY)
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """The number of other members on each host."""
+        assert spec.peers is not None
+        return view.counted(spec.peers.members)
+
+
+class ServerGroupSoftAntiAffinityWeigher:
+    """Prefers hosts with few members."""
+
+    name: ClassVar[str] = "soft_anti_affinity"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to groups with this policy."""
+        return spec.has_policy(GroupPolicy.SOFT_ANTI_AFFINITY)
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """The number of other members on each host."""
+        assert spec.peers is not None
+        return view.counted(spec.peers.members)

@@ -1,0 +1,639 @@
+"""A consumer's handling of outcomes, faults and unreadable messages, over both transports alike."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus import gather, metrics, topology
+from bus.clock import SystemClock
+from bus.consuming import consumer as consuming
+from bus.consuming import dead_letters
+from bus.consuming.consumer import Malformed
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.contracts.base import Message
+from bus.contracts.build import BuildAccepted, BuildEvent, BuildState
+from bus.contracts.catalogue import BY_QUEUE, COMMANDS
+from bus.contracts.cell import CellDelete, Destroy
+from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
+from bus.port import BusForbidden, Outgoing
+from bus.wire import BATCH, MAX_LETTER_BYTES
+from scheduler_worker.domain.decision_messages import refused_event
+from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, depth_is, settled
+from tests.kit.waiting import PATIENCE_S, until
+
+pytestmark = KINDS
+
+
+async def test_a_retry_comes_back_after_its_delay_and_ends_as_a_dead_letter(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(topology, "DELAYS_S", (0.02, 0.03))
+    monkeypatch.setitem(BY_QUEUE, REQUESTS, replace(BY_QUEUE[REQUESTS], retry_s=(0.02, 0.03)))
+    bus = await house.bus()
+    handler = Answering(lambda _: Retry("not.yet", "come back"))
+    await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1), cause="why")
+    await settled(bus, dead=1)
+    assert [one.meta.attempt for one in handler.got] == [0, 1, 2]
+    assert len({one.meta.id for one in handler.got}) == 1
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason, letter.cause, letter.type) == (
+        "not.yet",
+        "come back",
+        "why",
+        "build.request.v1",
+    )
+
+
+async def test_a_refused_command_without_a_reply_queue_is_a_dead_letter(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("request.invalid", "because")))
+    before = bus.clock.time()
+    await bus.publish(boot(1), cause="why")
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason, letter.cause) == ("request.invalid", "because", "why")
+    assert (letter.exchange, letter.routing_key) == (COMMANDS, "build.request.17.p")
+    assert letter.died_at is not None and abs(letter.died_at - before) < 60
+    assert json.loads(letter.body)["flavor"] == "m1.small"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "message.malformed"),
+        (b"\xff\xfe", "message.malformed"),
+        (b'{"deep":' * 60_000, "message.malformed"),
+        (b'{"deep":' * 100_000, "message.too_large"),
+        (b"[]", "message.invalid"),
+        (b'{"type":"no.such.v1"}', "message.unknown_type"),
+        (b'{"type":"placement.claim.v1"}', "message.unknown_type"),
+        (b'{"type":7}', "message.invalid"),
+        (b'{"flavor":"x","project_id":"p","instance_uuid":"short"}', "message.invalid"),
+        (b'{"project_id":"p"}', "message.invalid"),
+    ],
+)
+async def test_what_cannot_be_read_is_a_dead_letter_with_its_code(house: House, body: bytes, code: str) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=body))
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.body) == (code, body[:MAX_LETTER_BYTES])
+    assert letter.cut_from == (len(body) if len(body) > MAX_LETTER_BYTES else 0)
+    assert handler.uuids == [boot(1).instance_uuid]
+
+
+async def test_an_invalid_request_is_answered_with_a_refusal(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering())
+    await bus.transport.declare_reply_queue("client.reply.somebodys")
+    answers = Collector()
+    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
+    await bus.transport.publish(
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key="build.request.17.p",
+            body=b"{}",
+            reply_to="client.reply.somebodys",
+            correlation_id="1",
+        )
+    )
+    (answer,) = await answers.wait(1)
+    assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
+    assert json.loads(answer.body)["code"] == "message.invalid"
+    await settled(bus)
+
+
+async def test_the_owner_of_a_queue_may_answer_what_cannot_be_read(house: House) -> None:
+    bus = await house.bus()
+    queue = await bus.declare("client.builds.{process}")
+    events = Collector()
+    await bus.transport.consume(queue, events, prefetch=10)
+
+    def answer(bad: Malformed) -> list[Message]:
+        if b"crash" in bad.body:
+            raise ValueError("hostile")
+        event = BuildEvent(
+            instance_uuid=boot().instance_uuid, project_id="p", state=BuildState.REFUSED, sequence=0, code=bad.code
+        )
+        return [event]
+
+    await house.consume(bus, REQUESTS, Answering(), on_malformed=answer)
+    for body in (b'{"crash":1}', b"{}"):
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=body))
+    (event,) = await events.wait(1)
+    assert json.loads(event.body)["code"] == "message.invalid"
+    await settled(bus, dead=1)
+
+
+@pytest.mark.parametrize("content_type", ["application/json", BATCH])
+async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batch(
+    house: House, content_type: str
+) -> None:
+    bus = await house.bus()
+    queue = await bus.declare("client.builds.{process}")
+    events, answers = Collector(), Collector()
+    await bus.transport.consume(queue, events, prefetch=10)
+    await bus.transport.declare_reply_queue("client.reply.somebodys")
+    await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
+    await house.consume(bus, REQUESTS, Answering(), on_malformed=refused_event)
+    await bus.transport.publish(
+        Outgoing(
+            exchange=COMMANDS,
+            routing_key="build.request.17.p",
+            body=json.dumps({"instance_uuid": boot().instance_uuid, "flavour": "m1.small", "project_id": "p"}).encode(),
+            content_type=content_type,
+            reply_to="client.reply.somebodys",
+            correlation_id="1",
+        )
+    )
+    (answer,) = await answers.wait(1)
+    (event,) = await events.wait(1)
+    assert (answer.type, answer.correlation_id) == ("refusal.v1", "1")
+    parsed = json.loads(event.body)
+    assert (parsed["state"], parsed["instance_uuid"], parsed["terminal"]) == ("refused", boot().instance_uuid, True)
+    assert parsed["code"] == json.loads(answer.body)["code"]
+    await settled(bus)
+
+
+async def test_a_bad_item_does_not_fail_its_neighbours(house: House) -> None:
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    good = [
+        json.dumps(
+            {
+                "meta": {"id": str(number)},
+                "body": {"type": "build.delete.v1", "instance_uuid": boot(number).instance_uuid, "project_id": "p"},
+            }
+        )
+        for number in (1, 2)
+    ]
+    bad = ['{"meta":{"id":7},"body":{}}', '{"meta":{"id":"8"},"body":{"type":"x"}}', '{"meta":{"id":"9"}}', "{}"]
+    body = f"[{','.join([good[0], *bad, good[1]])}]".encode()
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.17.p", body=body, content_type=BATCH)
+    )
+    await settled(bus, dead=len(bad))
+    await handler.wait(len(good))  # they are handled after the bad ones are parked
+    assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
+
+
+async def test_item_7_a_forged_delete_is_parked_and_replaying_it_does_not_carry_it_out(house: House) -> None:
+    """Its body names project p; it came under the key of another, and so a dead letter of it remembers."""
+    bus = await house.bus()
+    handler = Answering()
+    await house.consume(bus, REQUESTS, handler)
+    body = json.dumps({"instance_uuid": boot(1).instance_uuid, "project_id": "p"}).encode()
+    headers = {"berth-key": "build.delete.17.p"}
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.delete.18.evil", body=body, headers=headers, message_id="m")
+    )
+    for _ in range(2):
+        await settled(bus, dead=1)
+        (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+        assert (letter.code, letter.routing_key) == ("message.wrong_key", "build.delete.18.evil")
+        await settled(bus, dead=1)  # what was looked at is given back
+        assert await dead_letters.replay(bus.transport, REQUESTS) == ["m"]
+    assert handler.got == []
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"id": "i" * 300},
+        {"id": "ü" * 200},
+        {"id": "1", "reply_to": "r" * 256},
+        {"id": "1", "correlation_id": "c" * 300},
+        {"id": "1", "sent_at": 1e308},
+        {"id": "1", "patience_s": 1e308},
+        {"id": "1", "waited_s": 1e308},
+        {"id": "1", "attempt": 10**24},
+        {"id": "1", "attempt": -1},
+    ],
+    ids="-".join,
+)
+async def test_metadata_that_cannot_travel_ends_its_message_and_not_the_worker(
+    house: House, meta: dict[str, object]
+) -> None:
+    bus = await house.bus()
+    handler = Answering(lambda _: Done(BuildAccepted(instance_uuid=boot(1).instance_uuid)))
+    await house.consume(bus, REQUESTS, handler)
+    body = {"type": "build.request.v1", "instance_uuid": boot(1).instance_uuid, "flavor": "f", "project_id": "p"}
+    packed = json.dumps([{"meta": meta, "body": body}]).encode()
+    await bus.transport.publish(
+        Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=packed, content_type=BATCH)
+    )
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert letter.code == "message.invalid"
+    await bus.publish(boot(2))
+    assert [one.message for one in await handler.wait(1)] == [boot(2)]
+
+
+async def test_only_the_item_that_crashes_the_handler_is_given_up(house: House) -> None:
+    bus = await house.bus()
+
+    def answer(received: Received) -> Outcome:
+        if received.message == boot(7):
+            raise KeyError("seven")
+        return Done()
+
+    handler = Answering(answer)
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(20)])
+    await house.consume(bus, REQUESTS, handler)
+    await handler.wait(19)  # an empty queue shows only that all are fetched
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert letter.code == "handler.crashed"
+    assert letter.reason == "KeyError: 'seven'"
+    assert sorted(handler.uuids) == sorted(boot(number).instance_uuid for number in range(20) if number != 7)
+
+
+async def test_a_passing_fault_uses_up_no_retry(house: House) -> None:
+    bus = await house.bus()
+    calls: list[Sequence[Received]] = []
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        calls.append(received)
+        if len(calls) < 4:
+            raise DatabaseUnavailable("unavailable")
+        return [Done()] * len(received)
+
+    consumer = await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await bus.publish(boot(1))
+    await until(lambda: len(calls) == 4)
+    await settled(bus)
+    assert all(call == calls[0] for call in calls)
+    assert calls[3][0].meta.attempt == 0
+    assert consumer.ready
+
+
+async def test_a_broken_invariant_ends_the_consumer(house: House) -> None:
+    bus = await house.bus()
+
+    def answer(_: Received) -> Outcome:
+        raise BrokenInvariant("two owners")
+
+    consumer = await house.consume(bus, REQUESTS, Answering(answer))
+    running = asyncio.create_task(consumer.run())
+    await bus.publish(boot(1))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="two owners"):
+            await running
+    await consumer.drain(0.1)
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.code, letter.reason) == ("invariant.broken", "two owners")
+
+
+async def test_a_message_that_breaks_an_invariant_takes_no_neighbour_along(house: House) -> None:
+    """Of one batch, of the batches that had been fetched with it, and in the other worker's hand."""
+    bus = await house.bus()
+    done: Counter[str] = Counter()
+    held = asyncio.Event()
+
+    async def all_fetched() -> bool:
+        return await depth_is(bus, REQUESTS, 0)
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        uuids = [one.message.instance_uuid for one in batch]  # type: ignore[attr-defined]
+        if boot(13).instance_uuid in uuids:
+            await until(all_fetched)
+            held.set()
+            raise BrokenInvariant("thirteen")
+        await held.wait()  # everything is fetched before anything is settled
+        done.update(uuids)
+        return [Done()] * len(batch)
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(60)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=2, max_batch=8, prefetch=64)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="thirteen"):
+            await consumer.run()
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert boot(13).instance_uuid in letter.body.decode()
+    assert done == Counter(boot(number).instance_uuid for number in range(60) if number != 13)
+
+
+async def test_when_only_a_whole_batch_breaks_an_invariant_nothing_is_given_up(house: House) -> None:
+    bus = await house.bus()
+    alone: list[str] = []
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        if len(batch) > 1:
+            raise BrokenInvariant("together")
+        alone.append(batch[0].message.instance_uuid)  # type: ignore[attr-defined]
+        return [Done()]
+
+    await bus.declare(REQUESTS)
+    await bus.publish_all([(boot(number), "") for number in range(5)])
+    consumer = await house.consume(bus, REQUESTS, handle, concurrency=1)
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BrokenInvariant, match="together"):
+            await consumer.run()
+    assert alone == [boot(number).instance_uuid for number in range(5)]
+    await settled(bus)
+
+
+async def test_a_full_queue_of_dead_letters_stops_no_consumer_and_keeps_what_it_has(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that is dropped is reported. No worker that parks may take others' letters out to make room."""
+    monkeypatch.setattr(topology, "MAX_PARKED", 3)
+    bus = await house.bus()
+
+    def dropped() -> float:
+        return metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value.get()
+
+    before = dropped()
+    bad = Answering(lambda one: Refuse("bad", one.message.name) if one.message.name else Done())  # type: ignore[attr-defined]
+    await house.consume(bus, REQUESTS, bad, concurrency=1, max_batch=1)
+    for number in range(9):
+        await bus.publish(boot(number, name=f"bad {number}"))
+    await bus.publish(boot(99))
+    await bad.wait(10)
+    await until(lambda: depth_is(bus, REQUESTS, 0))
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert 3 <= len(letters) <= 5  # RabbitMQ counts a full queue a moment late
+    assert [letter.reason for letter in letters][:3] == ["bad 0", "bad 1", "bad 2"]
+    assert dropped() - before == 9 - len(letters)
+
+
+@pytest.mark.parametrize("fault", [BusForbidden("no"), DatabaseForbidden("no")], ids=["bus", "database"])
+async def test_credentials_that_are_turned_down_end_the_consumer_and_not_its_messages(
+    house: House, fault: Exception
+) -> None:
+    bus = await house.bus()
+
+    def answer(_: Received) -> Outcome:
+        raise fault
+
+    consumer = await house.consume(bus, REQUESTS, Answering(answer))
+    running = asyncio.create_task(consumer.run())
+    await bus.publish(boot(1))
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(type(fault)):
+            await running
+    await consumer.drain(0.1)
+    await until(lambda: depth_is(bus, REQUESTS, 1))
+    assert await dead_letters.list_dead(bus.transport, REQUESTS) == []
+
+
+async def test_drain_finishes_what_is_in_hand_and_gives_back_the_rest(house: House) -> None:
+    bus = await house.bus("c1")
+    go, entered = asyncio.Event(), asyncio.Event()
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        entered.set()
+        await go.wait()
+        return [Done()] * len(received)
+
+    consumer = await house.consume(bus, "conductor.requests", handler, max_batch=1, concurrency=1)
+    for number in range(5):
+        await bus.publish(CellDelete(instance_uuid=boot(number).instance_uuid, project_id="p"))
+    await entered.wait()
+    running = asyncio.create_task(consumer.run())
+    draining = asyncio.create_task(consumer.drain(PATIENCE_S))
+    await asyncio.sleep(0)
+    go.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await draining
+        await running
+    await until(lambda: depth_is(bus, "conductor.requests", 4))
+
+
+async def test_what_is_not_finished_within_the_grace_time_goes_back(house: House) -> None:
+    bus = await house.bus()
+    entered = asyncio.Event()
+
+    async def handler(received: Sequence[Received]) -> Sequence[Outcome]:
+        entered.set()
+        await asyncio.Event().wait()
+        return []
+
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await entered.wait()
+    await consumer.drain(0.01)
+    await until(lambda: depth_is(bus, REQUESTS, 1))
+
+
+async def test_dead_letters_can_be_listed_replayed_and_purged(house: House) -> None:
+    bus = await house.bus()
+    willing = False
+    handler = Answering(lambda _: Done() if willing else Refuse("not.now"))
+    await house.consume(bus, REQUESTS, handler, concurrency=1)
+    await bus.publish_all([(boot(number), str(number)) for number in range(5)])
+    await settled(bus, dead=5)
+    letters = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert sorted(letter.cause for letter in letters) == ["0", "1", "2", "3", "4"]
+    assert len(await dead_letters.list_dead(bus.transport, REQUESTS, limit=2)) == 2
+    await settled(bus, dead=5)
+    willing = True
+    handler.got.clear()
+    one = letters[3]
+    assert await dead_letters.replay(bus.transport, REQUESTS, [one.id]) == [one.id]
+    assert [(received.meta.cause, received.meta.attempt) for received in await handler.wait(1)] == [(one.cause, 0)]
+    await settled(bus, dead=4)
+    assert len(await dead_letters.replay(bus.transport, REQUESTS)) == 4
+    assert len({received.meta.cause for received in await handler.wait(5)}) == 5
+    await settled(bus, dead=0)
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key="build.request.17.p", body=b"{"))
+    await settled(bus, dead=1)
+    assert await dead_letters.purge(bus.transport, REQUESTS) == 1
+
+
+class StandingStill(SystemClock):
+    """A clock whose long sleeps end when the test ends them."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        await (self.go_on.wait() if seconds > 100 else super().sleep(seconds))
+
+
+async def test_a_paced_consumer_gathers_what_comes_before_its_turn(house: House) -> None:
+    bus = await house.bus()
+    bus.clock = clock = StandingStill()
+    handler = Answering()
+    consumer = await house.consume(bus, REQUESTS, handler, paced=True)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    assert consumer._batch_interval is not None
+    consumer._batch_interval.gap_s = 1000.0
+    for number in (2, 3):
+        await bus.publish(boot(number))
+    await settled(bus)  # both are in its hands
+    assert handler.batches == [1]
+    clock.go_on.set()
+    await handler.wait(3)
+    assert handler.batches == [1, 2]
+
+
+class HeldUp(Answering):
+    """A handler whose calls end when the test ends them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, received: Sequence[Received]) -> Sequence[Outcome]:
+        outcomes = await super().__call__(received)
+        await self.go_on.wait()
+        return outcomes
+
+
+async def test_what_comes_while_a_batch_is_in_hand_is_the_next_batch(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    for number in (2, 3, 4):
+        await bus.publish(boot(number))
+    await settled(bus)  # all are in its hands
+    assert handler.batches == [1]
+    handler.go_on.set()
+    await handler.wait(4)
+    assert handler.batches == [1, 3]
+
+
+async def test_a_full_batch_goes_beside_the_one_in_hand(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2, max_batch=2)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    for number in (2, 3):
+        await bus.publish(boot(number))
+    await handler.wait(3)
+    assert handler.batches == [1, 2]
+    handler.go_on.set()
+
+
+async def test_a_batch_that_takes_long_holds_up_nothing(house: House) -> None:
+    bus = await house.bus()
+    handler = HeldUp()
+    await house.consume(bus, REQUESTS, handler, concurrency=2)
+    for number in (1, 2):
+        await bus.publish(boot(number))
+        await handler.wait(number)
+    assert handler.batches == [1, 1]
+    handler.go_on.set()
+
+
+async def test_a_message_is_acknowledged_after_what_its_handler_names(house: House) -> None:
+    bus = await house.bus()
+    flushed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda _: Done(after=flushed))
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await bus.publish(boot(2))
+    await handler.wait(2)  # it goes on meanwhile
+    assert len(consumer._in_hand) == 2
+    flushed.set_result(None)
+    await until(lambda: not consumer._in_hand)
+    assert handler.uuids == [boot(1).instance_uuid, boot(2).instance_uuid]
+
+
+async def test_what_could_not_be_flushed_is_delivered_again(house: House) -> None:
+    bus = await house.bus()
+    lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda received: Done() if received.redelivered else Done(after=lost))
+    await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    lost.set_exception(DatabaseUnavailable("away"))
+    await handler.wait(2)
+    assert [one.redelivered for one in handler.got] == [False, True]
+    await settled(bus)
+
+
+async def test_a_drain_gives_back_what_is_not_flushed(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consuming, "FLUSHED_TIMEOUT_S", 0.01)
+    bus = await house.bus()
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    handler = Answering(lambda _: Done(after=never))
+    consumer = await house.consume(bus, REQUESTS, handler)
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await consumer.drain(0.1)
+    never.set_result(None)  # too late: it has been given back
+    again = Answering()
+    await house.consume(bus, REQUESTS, again)
+    await again.wait(1)
+    assert again.uuids == [boot(1).instance_uuid]
+
+
+async def test_a_command_that_a_compute_service_gave_up_is_counted_under_its_queue(house: House) -> None:
+    """`berth dead-letters list` left the queues of compute services out."""
+    bus = await house.bus("c1")
+    await house.consume(bus, "compute.{service}", Answering(lambda _: Refuse("compute.misrouted", "why")), service="s1")
+    command = Destroy(instance_uuid=boot(1).instance_uuid, attempt=1, host_uuid=boot(2).instance_uuid, service="s1")
+    await bus.publish(command, cause="why")
+    await settled(bus, queue="compute.s1", dead=1)
+    assert (await dead_letters.count(bus.transport)).by_queue == {"compute.s1": 1}
+    (letter,) = await dead_letters.list_dead(bus.transport, "compute.s1")
+    assert (letter.code, letter.routing_key) == ("compute.misrouted", "compute.destroy.s1")
+
+
+async def test_deliveries_of_many_bytes_are_opened_in_several_batches(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """512 of a megabyte would be decoded in one turn of the event loop."""
+    bus = await house.bus()
+    sizes: list[int] = []
+
+    async def all_fetched() -> bool:
+        return await depth_is(bus, REQUESTS, 0)
+
+    async def handle(batch: Sequence[Received]) -> Sequence[Outcome]:
+        if not sizes:
+            await until(all_fetched)
+        sizes.append(len(batch))
+        return [Done()] * len(batch)
+
+    await bus.declare(REQUESTS)
+    for number in range(6):
+        await bus.publish(boot(number))
+    monkeypatch.setattr(consuming, "MAX_OPENED_BYTES", 1)
+    monkeypatch.setattr(gather, "SLOW_S", PATIENCE_S)
+    await house.consume(bus, REQUESTS, handle, concurrency=1, max_batch=64, prefetch=64)
+    await until(lambda: sum(sizes) >= 6)  # the queue is empty before the last is handled
+    assert sizes == [1] * 6
+
+
+async def test_an_error_between_batches_ends_the_consumer(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost with the task that takes the next batch, and the consumer stood still."""
+
+    def broken(_: object) -> str:
+        raise ZeroDivisionError
+
+    bus = await house.bus()
+    consumer = await house.consume(bus, REQUESTS, Answering())
+    await bus.publish(boot(1))
+    await settled(bus)
+    monkeypatch.setattr(consuming, "new_uuid", broken)
+    await bus.publish(boot(2))
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(consumer.run(), PATIENCE_S)

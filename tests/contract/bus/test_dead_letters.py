@@ -1,0 +1,406 @@
+"""Dead letters: looked at, given back, sent back, and those of other programs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+
+import aiormq
+import pytest
+
+from bus import metrics, topology
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.consuming import dead_letters, outcome_handling
+from bus.consuming.dead_letters import DIED_AT, DeadLetter
+from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
+from bus.contracts.base import Message, encode
+from bus.contracts.catalogue import COMMANDS, DEAD, DEAD_LETTERS, QueueKind, QueueRow, Where
+from bus.key_trust import UNTRUSTED
+from bus.port import Delivery, Outgoing, PublishRefused, Transport
+from bus.rabbitmq import RabbitTransport
+from bus.topology import delay_exchange
+from bus.wire import MAX_LETTER_BYTES, SENT_AT, Malformed
+from tests.contract.rig import EVERY_ADAPTER, KINDS, REQUESTS, Answering, House, Rig, boot, depth_is, rig_for, settled
+from tests.kit.raw_amqp import RawPublisher, long, raw_publisher, short, table
+from tests.kit.waiting import until
+
+# --- However often dead letters are looked at, none is lost; nor is what another system's queue gives back.
+
+
+LOOKS = 30
+OTHER = "conductor.requests"
+
+
+async def _count(bus: Bus) -> int:
+    return sum((await dead_letters.count(bus.transport)).by_queue.values())
+
+
+async def _list(bus: Bus) -> int:
+    return len(await dead_letters.list_dead(bus.transport))
+
+
+async def _show(bus: Bus) -> int:
+    """As the command and the page show one letter."""
+    found = await dead_letters.list_dead(bus.transport, REQUESTS)
+    return len(found) if all(letter.body for letter in found) else 0
+
+
+async def _list_another(bus: Bus) -> int:
+    return 3 + len(await dead_letters.list_dead(bus.transport, dead_letters.UNKNOWN))
+
+
+async def _purge_another(bus: Bus) -> int:
+    return 3 - await dead_letters.purge(bus.transport, OTHER)
+
+
+async def _replay_another(bus: Bus) -> int:
+    return 3 - len(await dead_letters.replay(bus.transport, OTHER))
+
+
+async def _replay_refused(bus: Bus) -> int:
+    """As the command does with letters that are too old to go back."""
+    return 3 - len(await dead_letters.replay(bus.transport, REQUESTS, may_go=lambda _: False))
+
+
+LOOKS_AT = {
+    "count": _count,
+    "list": _list,
+    "show": _show,
+    "list of another queue": _list_another,
+    "purge of another queue": _purge_another,
+    "replay of another queue": _replay_another,
+    "replay of none": _replay_refused,
+}
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+@pytest.mark.parametrize("how", LOOKS_AT)
+async def test_a_letter_that_is_looked_at_often_stays(house: House, how: str) -> None:
+    """The web page's list of letters is a count, on each view. RabbitMQ 4 dropped all letters at the 21st."""
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering(lambda _: Refuse("no")))
+    for number in range(3):
+        await bus.publish(boot(number))
+    await settled(bus, dead=3)
+    look_at: Callable[[Bus], Awaitable[int]] = LOOKS_AT[how]
+
+    async def there() -> bool:
+        return await bus.transport.depth(DEAD_LETTERS) == 3
+
+    for look in range(1, LOOKS + 1):
+        found = await look_at(bus)
+        if found != 3:
+            pytest.fail(f"look {look} ({how}) found {found} of 3 letters")
+        try:
+            await until(there, 5.0)
+        except TimeoutError:
+            left = await bus.transport.depth(DEAD_LETTERS)
+            pytest.fail(f"after look {look} ({how}) {left} of 3 letters are left")
+
+
+@pytest.mark.parametrize("kind", ["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+async def test_a_notification_of_another_system_that_is_given_back_often_stays(rig: Rig) -> None:
+    """The queue that is bound to Ironic's exchange: its consumer ends, or loses its connection, again and again."""
+    transport = await rig.transport()
+    await rig.foreign_exchange("foreign.notifications")  # type: ignore[attr-defined]
+    await transport.bind_foreign("ironic.notifications", "foreign.notifications", ["#"])
+    await transport.publish(Outgoing(exchange="", routing_key="ironic.notifications", body=b"{}", mandatory=True))
+
+    async def there() -> bool:
+        return await transport.depth("ironic.notifications") == 1
+
+    for look in range(1, LOOKS + 1):
+        await until(there, 5.0)
+        delivery = await transport.get("ironic.notifications")
+        assert delivery is not None
+        delivery.nack(requeue=True)
+        try:
+            await until(there, 5.0)
+        except TimeoutError:
+            pytest.fail(f"it was dropped when it was given back for the {look}th time")
+
+
+# --- Where a dead letter that was looked at and given back is in line afterwards.
+
+
+@KINDS
+async def test_the_oldest_letters_are_listed_first_however_often_they_are_looked_at(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering(lambda one: Refuse("no", one.message.name)), concurrency=1)  # type: ignore[attr-defined]
+    for number in range(6):
+        await bus.publish(boot(number, name=str(number)))
+        await settled(bus, dead=number + 1)
+    seen = []
+    for _ in range(4):
+        seen.append([letter.reason for letter in await dead_letters.list_dead(bus.transport, limit=2)])
+        await settled(bus, dead=6)
+    assert seen == [["0", "1"]] * 4
+
+
+# --- Sending dead letters back, on both buses: they carry their age, and some may not go.
+
+
+QUEUE = "work"
+
+
+@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.rabbitmq)])
+async def transport(request: pytest.FixtureRequest) -> AsyncIterator[Transport]:
+    async with rig_for(request.param, lambda: request.getfixturevalue("amqp")) as rig:
+        made = await rig.transport()
+        row = QueueRow(name=QUEUE, where=Where.BOTH, kind=QueueKind.DURABLE, consumer="tests", bindings=())
+        await made.declare_queue(row, QUEUE, ((COMMANDS, "work.#"),))
+        yield made
+
+
+async def park(transport: Transport, name: str, headers: Mapping[str, str | int | float]) -> None:
+    letter = Outgoing(
+        exchange=DEAD, routing_key=QUEUE, body=b"{}", message_id=name, headers=dict(headers), mandatory=True
+    )
+    await transport.publish(letter)
+
+
+async def taken(transport: Transport) -> Delivery:
+    found: list[Delivery] = []
+
+    async def there() -> bool:
+        delivery = await transport.get(QUEUE)
+        found.extend([delivery] if delivery is not None else [])
+        return bool(found)
+
+    await until(there)
+    found[0].ack()
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent_at_ms"),
+    [
+        pytest.param({SENT_AT: 1_000_000, DIED_AT: 2_000_000}, 1_000_000, id="as it was sent"),
+        pytest.param({DIED_AT: 2_000_000}, 2_000_000, id="no time of publication, but it was no later than its death"),
+        pytest.param({}, None, id="no time at all"),
+        pytest.param({SENT_AT: 2**60, DIED_AT: -5}, None, id="nonsense"),
+    ],
+)
+async def test_a_letter_that_is_replayed_carries_its_age(
+    transport: Transport, headers: dict[str, str | int | float], sent_at_ms: int | None
+) -> None:
+    """Without it a request that was deleted and forgotten since was taken for new, and built."""
+    await park(transport, "m1", headers)
+    assert await dead_letters.replay(transport, QUEUE) == ["m1"]
+    assert (await taken(transport)).headers.get(SENT_AT) == sent_at_ms
+
+
+async def test_what_may_not_go_stays_parked(transport: Transport) -> None:
+    for name, at in (("old", 1_000), ("new", 9_000), ("older", 500)):
+        await park(transport, name, {SENT_AT: at})
+
+    def is_new(letter: DeadLetter) -> bool:
+        return (letter.sent_at or 0.0) > 5.0
+
+    assert await dead_letters.replay(transport, QUEUE, may_go=is_new) == ["new"]
+    assert (await taken(transport)).message_id == "new"
+    left = await dead_letters.list_dead(transport, QUEUE)
+    assert sorted(letter.id for letter in left) == ["old", "older"]
+
+
+# --- Messages that another program's queue dead-letters into the exchange of commands, on a real RabbitMQ.
+
+
+KEY = "build.request.17.p"
+TEXT = b"S"
+
+
+class Attacked:
+    """A consumer of requests, and private queues that dead-letter into the exchange of commands."""
+
+    def __init__(self, bus: Bus, raw: RawPublisher) -> None:
+        self.bus = bus
+        self.answered: list[Malformed] = []
+        self.handler = Answering(self._answer)
+        self.private: dict[str, str] = {}
+        self._raw = raw
+
+    def _answer(self, received: Received) -> Outcome:
+        return Retry("not.yet") if received.message == boot(3) and not received.meta.attempt else Done()
+
+    def on_malformed(self, bad: Malformed) -> Sequence[Message]:
+        self.answered.append(bad)
+        return ()
+
+    async def pass_on(self, body: bytes, how: str, headers: bytes = b"") -> None:
+        """Publish into the private queue, which gives it up at once."""
+        await self._raw.publish("", self.private[how], body, **({"headers": headers} if headers else {}))
+
+    @property
+    def dropped(self) -> float:
+        value: float = metrics.OUTCOMES.labels(self.bus.name, REQUESTS, UNTRUSTED)._value.get()
+        return value
+
+
+@pytest.fixture
+async def attacked(amqp: tuple[str, str]) -> AsyncIterator[Attacked]:
+    url, prefix = amqp
+    bus = Bus(
+        "api",
+        RabbitTransport(url, name="api", prefix=prefix),
+        process="p",
+        clock=SystemClock(),
+        rng=random.Random(1),
+    )
+    await bus.open()
+    connection = await aiormq.connect(url)
+    async with raw_publisher(url) as raw:
+        made = Attacked(bus, raw)
+        channel = await connection.channel()
+        for how, bound in (("expired", "x-message-ttl"), ("maxlen", "x-max-length")):
+            arguments = {bound: 0, "x-dead-letter-exchange": prefix + COMMANDS, "x-dead-letter-routing-key": KEY}
+            answer = await channel.queue_declare("", exclusive=True, arguments=arguments)
+            made.private[how] = answer.queue or ""
+        consumer = bus.consumer(REQUESTS, made.handler, concurrency=1, on_malformed=made.on_malformed)
+        await consumer.start()
+        running = asyncio.create_task(consumer.run())
+        try:
+            yield made
+        finally:
+            await consumer.drain(1.0)
+            await asyncio.gather(running, return_exceptions=True)
+            await connection.close()
+            await bus.close()
+
+
+def forged(queue: bytes) -> bytes:
+    """A death as the broker records it."""
+    return b"F" + table({b"count": b"l" + bytes(8), b"queue": TEXT + long(queue), b"reason": TEXT + long(b"expired")})
+
+
+HIDING: dict[str, bytes] = {
+    "nothing": b"",
+    "text": table({b"x-death": TEXT + long(b"often")}),
+    "an empty record": table({b"x-death": b"A" + long(b"")}),
+    "a death in a queue of berth": table({b"x-death": b"A" + long(forged(b"scheduler.requests"))}),
+    "two records": long((short(b"x-death") + b"A" + long(forged(b"scheduler.requests"))) * 2),
+    "many values before": table({b"a": b"A" + long(b"V" * 5_000)}),
+    "a first death": table({b"x-first-death-queue": TEXT + long(b"scheduler.requests")}),
+}
+
+
+@pytest.mark.rabbitmq
+@pytest.mark.parametrize("how", ["expired", "maxlen"])
+@pytest.mark.parametrize("headers", HIDING.values(), ids=HIDING)
+async def test_it_makes_no_event_reply_or_letter(attacked: Attacked, how: str, headers: bytes) -> None:
+    before = attacked.dropped
+    for body in (b"{", encode(boot(1)), b"[" * 100_000):
+        await attacked.pass_on(body, how, headers)
+    await until(lambda: attacked.dropped - before == 3)
+    await attacked.bus.publish(boot(2))
+    assert [received.message for received in await attacked.handler.wait(1)] == [boot(2)]
+    assert attacked.answered == []
+    await settled(attacked.bus, dead=0)
+
+
+@pytest.mark.rabbitmq
+async def test_a_retry_that_berths_own_queue_has_dead_lettered_is_read(attacked: Attacked) -> None:
+    await attacked.bus.publish(boot(3))
+    got = await attacked.handler.wait(2)
+    assert [(one.message, one.meta.attempt) for one in got] == [(boot(3), 0), (boot(3), 1)]
+    await settled(attacked.bus, dead=0)
+
+
+# --- Letters of what other programs publish: their bytes are bounded, and they take no room of the workers'
+# letters.
+
+
+MEGABYTE = 2**20
+
+
+@EVERY_ADAPTER
+@pytest.mark.parametrize("size", [MAX_LETTER_BYTES + 1, MEGABYTE + 1])
+async def test_the_letter_of_a_clients_message_is_cut_and_is_not_sent_back(house: House, size: int) -> None:
+    """376 of a megabyte each stopped the broker for all, by its disk alarm."""
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering())
+    body = b"{" * size
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=body))
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.body, letter.cut_from) == (body[:MAX_LETTER_BYTES], size)
+    assert letter.bars_replay == dead_letters.CUT
+    assert await dead_letters.replay(bus.transport, REQUESTS) == []
+    await settled(bus, dead=1)
+    assert await dead_letters.purge(bus.transport, REQUESTS) == 1
+
+
+@EVERY_ADAPTER
+async def test_a_letter_that_has_all_of_a_clients_message_is_sent_back(house: House) -> None:
+    bus = await house.bus()
+    await house.consume(bus, REQUESTS, Answering())
+    await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{" * MAX_LETTER_BYTES))
+    await settled(bus, dead=1)
+    (letter,) = await dead_letters.list_dead(bus.transport, REQUESTS)
+    assert (letter.cut_from, letter.bars_replay) == (0, "")
+    assert await dead_letters.replay(bus.transport, REQUESTS) == [letter.id]
+    await settled(bus, dead=1)
+
+
+@EVERY_ADAPTER
+async def test_letters_of_clients_leave_room_for_those_of_workers(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that a worker makes of a sound request goes on: its requester's end is announced by it."""
+    monkeypatch.setattr(outcome_handling, "MAX_CLIENT_LETTERS", 3)
+    bus = await house.bus()
+    dropped = metrics.DEAD_DROPPED.labels(bus.name, REQUESTS)._value
+    before = dropped.get()
+    handler = Answering(lambda one: Refuse("bad") if one.message == boot(2) else Done())
+    await house.consume(bus, REQUESTS, handler, concurrency=1, max_batch=1)
+    for _ in range(9):
+        await bus.transport.publish(Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"{"))
+    await bus.publish(boot(1))
+    await handler.wait(1)
+    await settled(bus, dead=3)
+    assert dropped.get() - before == 6
+    await bus.publish(boot(2))
+    await settled(bus, dead=4)
+    codes = [letter.code for letter in await dead_letters.list_dead(bus.transport, REQUESTS)]
+    assert sorted(codes) == ["bad", *["message.malformed"] * 3]
+
+
+@EVERY_ADAPTER
+async def test_what_the_broker_gives_up_of_clients_requests_becomes_one_letter(house: House) -> None:
+    """By way of the consumer that announces its end. In the queue of dead letters it would be whole, and while that is
+    full it would stay in the queue of requests, which then takes no more.
+    """
+    bus = await house.bus()
+    await bus.declare(REQUESTS)
+    ended = Answering()
+    await house.consume(bus, "scheduler.given_up", ended)
+    request = boot(1, name="n" * 200)
+    sound = Outgoing(exchange=COMMANDS, routing_key=KEY, body=encode(request), message_id="sound", expiration_s=0.0)
+    await bus.transport.publish(sound)
+    (got,) = await ended.wait(1)
+    assert (got.message, got.given_up) == (request, "broker.expired")
+    await settled(bus, dead=1)
+    long = Outgoing(exchange=COMMANDS, routing_key=KEY, body=b"[" * MEGABYTE, message_id="long", expiration_s=0.0)
+    await bus.transport.publish(long)
+    await until(lambda: depth_is(bus, DEAD_LETTERS, 2))
+    await until(lambda: depth_is(bus, "scheduler.given_up", 0))
+    letters = {one.id: one for one in await dead_letters.list_dead(bus.transport, REQUESTS)}
+    assert {one.code for one in letters.values()} == {"broker.expired"}
+    assert {one.routing_key for one in letters.values()} == {KEY}
+    assert (letters["sound"].body, letters["sound"].bars_replay) == (encode(request), "")
+    assert (letters["long"].cut_from, letters["long"].bars_replay) == (MEGABYTE, dead_letters.CUT)
+    assert await dead_letters.replay(bus.transport, REQUESTS, ["sound", "long"]) == ["sound"]
+
+
+@EVERY_ADAPTER
+async def test_dead_letters_and_what_is_delayed_are_bounded_in_bytes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "MAX_PARKED_BYTES", 1000)
+    transport = await rig.transport()
+    for exchange in ("berth.dead", delay_exchange(topology.DELAYS_S[-1])):
+        with pytest.raises(PublishRefused):
+            for _ in range(100):  # a quorum queue notices a little later
+                await transport.publish(
+                    Outgoing(exchange=exchange, routing_key="gone", body=b"x" * 400, mandatory=True)
+                )

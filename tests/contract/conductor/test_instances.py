@@ -1,0 +1,531 @@
+"""One suite for both keepers of a cell's instances, the outbox and handled messages included."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.contracts.build import AttemptRecord
+from bus.contracts.cell import CellDelete, InstanceSpec, Selection
+from bus.contracts.moves import MoveKind
+from bus.faults import DatabaseReplaced, DatabaseUnavailable
+from bus.persistence.database import Database
+from bus.persistence.guarded_statement import Conflict
+from bus.persistence.outbox import OutboxMessage
+from cell_conductor.domain.desires import Work, in_text, states_where
+from cell_conductor.domain.instance import MACHINE_EXISTS, SET_BACK_GAP, Instance, Move, Phase, State
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.postgres import PostgresInstances, PostgresTransaction
+from tests.kit.waiting import until
+
+Make = Callable[[], InstanceStore]
+A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+HOST = "10000000-0000-4000-8000-000000000000"
+SPEC = InstanceSpec(instance_uuid=A, project_id="p")
+MESSAGES = [OutboxMessage("c1", CellDelete(instance_uuid=A, project_id="p"), "why")]
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.postgres)])
+async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    """Another store on the same instances, as another conductor has it."""
+    made: list[InstanceStore] = []
+    table = MemoryInstanceTable(SystemClock())
+    url = request.getfixturevalue("postgres_url") if request.param == "postgres" else ""
+
+    def another() -> InstanceStore:
+        made.append(MemoryInstances(table.session()) if not url else PostgresInstances(Database(url, "cell_c1")))
+        return made[-1]
+
+    yield another
+    for store in made:
+        await store.close()
+
+
+@pytest.fixture
+async def store(make: Make) -> InstanceStore:
+    made = make()
+    assert not made.ready
+    await made.open()
+    assert made.ready
+    return made
+
+
+def instance(
+    uuid: str, state: State = State.BUILDING, deadline: float | None = None, then: State | None = None
+) -> Instance:
+    here = Selection(host_uuid=HOST, host="h", service="s", allocations={HOST: {"VCPU": 1}})
+    return Instance(
+        uuid=uuid, state=state, then=then, spec=SPEC, selections=(here,), attempt=1, deadline=deadline, since=3.0
+    )
+
+
+async def restored(store: InstanceStore) -> None:
+    """As an operator restores a backup into another cluster."""
+    if isinstance(store, MemoryInstances):
+        store._table.place += 1
+        return
+    assert isinstance(store, PostgresInstances)
+    async with store._database.raw() as connection:
+        await connection.execute("UPDATE identity SET origin = 'another cluster'")
+
+
+async def insert(store: InstanceStore, *instances: Instance) -> None:
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+
+
+async def recorded(store: InstanceStore) -> dict[str, Instance]:
+    async with store.transaction() as transaction:
+        return await transaction.lock([A, B, C])
+
+
+async def test_a_nul_in_the_words_of_a_host_leaves_the_records_readable(make: Make) -> None:
+    """PostgreSQL reads no record with U+0000 as JSON, nor those beside it."""
+    store = make()
+    await store.open()
+    failed = AttemptRecord(attempt=1, host="h", outcome="failed", code="x", reason="disk\x00 \\u0000", at=1.0)
+    await insert(store, replace(instance(A), history=(failed,)), instance(B, State.ACTIVE))
+    assert {one.uuid for one in await store.briefs([], [A, B])} == {A, B}
+    await restored(store)
+    async with store.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None
+    assert change.doubted == 1
+    (record,) = (await recorded(store))[A].history
+    assert record.reason.replace("\x00", "") == "disk \\u0000"
+
+
+async def test_a_database_that_was_set_back_is_recognised_once_and_its_builds_are_doubted(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(A), instance(B, State.ACTIVE), instance(C, State.CLAIMING, then=State.BUILDING))
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is None
+        assert store.set_back_at == 0
+        assert store.made_at > 0
+    await restored(one)
+    async with one.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None and (change.doubted, change.deployment) == (2, one.deployment)
+    assert await other.has_due(0.0), "it does not know yet since when"
+    for store in (one, other):
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is None
+    third = make()
+    await third.open()
+    assert one.set_back_at == other.set_back_at == third.set_back_at > 0
+    briefs = await other.briefs([], [A, B, C])
+    assert {brief.uuid: brief.doubted for brief in briefs} == {A: True, B: False, C: True}
+    doubted = await recorded(other)
+    assert {uuid: found.doubted for uuid, found in doubted.items()} == {A: True, B: False, C: True}
+    assert replace(doubted[A], doubted=False, sequence=instance(A).sequence) == instance(A)
+    numbers = {uuid: found.sequence - instance(uuid).sequence for uuid, found in doubted.items()}
+    assert numbers == {A: SET_BACK_GAP, B: 0, C: SET_BACK_GAP}, "schedulers have had the next ones already"
+
+
+@pytest.mark.parametrize("phase", sorted(states_where(lambda row: row.work is Work.MOVE), key=in_text), ids=in_text)
+async def test_a_move_of_a_database_that_was_set_back_is_doubted(store: InstanceStore, phase: Phase) -> None:
+    await insert(store, instance(A, phase[0], then=phase[1]), instance(B, State.ACTIVE))
+    await restored(store)
+    async with store.transaction() as transaction:
+        change = await transaction.recognise()
+    assert change is not None and change.doubted == 1
+    assert {uuid: found.doubted for uuid, found in (await recorded(store)).items()} == {A: True, B: False}
+
+
+async def test_what_the_hosts_of_a_move_in_doubt_have_answered_is_kept(store: InstanceStore) -> None:
+    one = instance(A, State.RESIZED)
+    for answered in ({"here_seen": True}, {"source_seen": True}, {"here_seen": True, "source_gone": True}):
+        move = Move(request_id=C, kind=MoveKind.MIGRATE, source=one.here, source_attempt=1, spec=SPEC, **answered)
+        moving = replace(one, doubted=True, queried=True, move=move)
+        async with store.transaction() as transaction:
+            if A in await transaction.lock([A]):
+                await transaction.update([moving])
+            else:
+                await transaction.insert([moving])
+        assert await recorded(store) == {A: moving}
+
+
+async def test_what_is_recorded_is_found_again_as_it_was(store: InstanceStore) -> None:
+    one = instance(A, deadline=7.0)
+    await insert(store, one)
+    assert await recorded(store) == {A: one}
+    async with store.transaction() as transaction:
+        await transaction.lock([A])
+        await transaction.update([replace(one, state=State.ACTIVE)])
+    assert (await recorded(store))[A].state is State.ACTIVE
+
+
+async def test_an_exception_leaves_nothing_behind(store: InstanceStore) -> None:
+    with pytest.raises(RuntimeError):
+        async with store.transaction() as transaction:
+            await transaction.first_time(["m1"])
+            await transaction.insert([instance(A)])
+            await transaction.send_later(MESSAGES)
+            raise RuntimeError
+    assert await recorded(store) == {}
+    assert await store.outbox.claim_stale(0.0, 10, []) == []
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+
+
+async def test_the_second_of_two_records_gets_the_conflict(store: InstanceStore) -> None:
+    await insert(store, instance(A))
+    with pytest.raises(Conflict):
+        await insert(store, instance(A), instance(B))
+    assert list(await recorded(store)) == [A]
+
+
+async def test_a_locked_instance_is_waited_for_and_seen_as_it_became(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await insert(store, instance(A))
+    async with store.transaction() as transaction:
+        await transaction.lock([A])
+        waiting = asyncio.create_task(recorded(other))
+        await asyncio.wait([waiting], timeout=0.05)
+        assert not waiting.done()
+        await transaction.update([instance(A, State.ACTIVE)])
+    assert (await waiting)[A].state is State.ACTIVE
+
+
+async def test_a_schema_that_was_made_anew_is_reported_and_not_taken_for_its_own(store: InstanceStore) -> None:
+    """A conductor that stayed connected went on there, under the new identity."""
+    await insert(store, instance(A))
+    known = store.deployment
+    if isinstance(store, MemoryInstances):
+        store._table.deployment = C
+    else:
+        assert isinstance(store, PostgresInstances)
+        async with store._database.raw() as connection:
+            await connection.execute("UPDATE identity SET deployment = $1::uuid", C)
+    assert await store.has_due(0.0)
+    with pytest.raises(DatabaseReplaced, match=f"{C} now and was {known}"):
+        async with store.transaction() as transaction:
+            await transaction.recognise()
+    assert store.deployment == known
+    assert not (await recorded(store))[A].doubted
+
+
+async def test_a_sweep_is_due_for_a_passed_deadline_and_for_a_database_that_was_set_back(store: InstanceStore) -> None:
+    assert not await store.has_due(10.0)
+    await insert(store, instance(A, deadline=5.0), instance(B))
+    assert [await store.has_due(now) for now in (4.9, 5.0)] == [False, True]
+    await restored(store)
+    assert await store.has_due(4.9)
+    async with store.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    assert not await store.has_due(4.9)
+
+
+async def test_what_is_due_is_taken_by_one(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await insert(store, instance(A, deadline=5.0), instance(B, deadline=4.0), instance(C, deadline=50.0))
+    async with store.transaction() as mine, other.transaction() as theirs:
+        assert [one.uuid for one in await mine.lock_due(10.0, 1)] == [B]
+        assert [one.uuid for one in await theirs.lock_due(10.0, 9)] == [A]
+
+
+async def test_messages_are_handled_once_by_whichever_consumer_gets_them(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+
+    async def take(one: InstanceStore) -> set[str]:
+        async with one.transaction() as transaction:
+            fresh = await transaction.first_time(["m2", "m1", "m1"])
+            await asyncio.sleep(0)
+            return fresh
+
+    first, second = await asyncio.gather(take(store), take(other))
+    assert sorted(map(sorted, (first, second))) == [[], ["m1", "m2"]]
+
+
+async def test_outbox_rows_are_there_until_they_are_forgotten(store: InstanceStore) -> None:
+    async with store.transaction() as transaction:
+        assert await transaction.send_later([]) == []
+        (row,) = await transaction.send_later(MESSAGES)
+    assert await store.outbox.claim_stale(60.0, 10, []) == []
+    ((found, body),) = await store.outbox.claim_stale(-1.0, 10, [])
+    assert found == row
+    assert b"cell.delete.v1" in body
+    await store.outbox.delete([row])
+    assert await store.outbox.claim_stale(-1.0, 10, []) == []
+
+
+async def test_old_records_of_handled_messages_go(store: InstanceStore) -> None:
+    async with store.transaction() as transaction:
+        await transaction.first_time(["m1"])
+    await store.outbox.purge_handled(3600.0, 10)
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == set()
+    await store.outbox.purge_handled(-1.0, 10)
+    async with store.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+
+
+async def test_briefs_are_of_what_should_be_on_a_host_and_of_what_is_named(store: InstanceStore) -> None:
+    await insert(store, instance(A, State.ACTIVE), instance(B, State.FAILED), instance(C, State.BUILDING))
+    found = {brief.uuid: brief for brief in await store.briefs([HOST], [B])}
+    assert sorted(found) == [A, B]
+    assert found[A].service == "s" and found[B].service == "s"
+    assert (found[A].state, found[A].host_uuid, found[A].attempt, found[A].since) == (State.ACTIVE, HOST, 1, 3.0)
+
+
+async def test_briefs_of_a_host_name_what_moves_off_it(store: InstanceStore) -> None:
+    moved = instance(A, State.DESTROYING, then=State.ACTIVE)
+    source = replace(moved.here, host_uuid=B)
+    move = Move(request_id=C, kind=MoveKind.MIGRATE, source=source, source_attempt=1, spec=SPEC)
+    moved = replace(moved, selections=(source, moved.here), position=1, attempt=2, newest=4, move=move)
+    await insert(store, moved)
+    for hosts, named in (([B], []), ([], [A])):
+        (found,) = await store.briefs(hosts, named)
+        assert (found.host_uuid, found.source_host_uuid, found.source_attempt) == (HOST, B, 1)
+        assert (found.attempt, found.last_attempt) == (2, 4)
+
+
+async def test_a_brief_has_whether_the_first_host_was_passed_over(store: InstanceStore) -> None:
+    first, second = (AttemptRecord(attempt=n, host="h", outcome="not_tried") for n in (1, 2))
+    failed = replace(first, outcome="failed")
+    await insert(
+        store,
+        replace(instance(A, State.ACTIVE), history=(first, second)),
+        replace(instance(B, State.ACTIVE), history=(failed, second)),
+        instance(C, State.ACTIVE),
+    )
+    found = {brief.uuid: brief.first_not_tried for brief in await store.briefs([HOST], [])}
+    assert found == {A: True, B: False, C: False}
+
+
+async def test_a_brief_has_whether_the_build_was_refused_because_of_a_machine(store: InstanceStore) -> None:
+    refused = replace(instance(A, State.DELETED), code=MACHINE_EXISTS)
+    await insert(store, refused, instance(B, State.DELETED), replace(instance(C, State.ACTIVE), code=MACHINE_EXISTS))
+    found = {brief.uuid: brief.machine_exists for brief in await store.briefs([], [A, B, C])}
+    assert found == {A: True, B: False, C: False}
+
+
+async def test_a_brief_has_the_numbers_that_were_given_out_twice(store: InstanceStore) -> None:
+    await insert(store, replace(instance(A, State.ACTIVE), reused_from=3), instance(B, State.ACTIVE))
+    found = {brief.uuid: brief.reused_from for brief in await store.briefs([HOST], [])}
+    assert found == {A: 3, B: 0}
+
+
+async def begin(store: InstanceStore, uuid: str) -> None:
+    async with store.optimistic({uuid}) as transaction:
+        assert await transaction.recognise() is None
+        await transaction.lock([uuid])
+        await transaction.insert([instance(uuid)])
+
+
+async def test_no_record_is_begun_in_a_set_back_database_by_a_process_that_has_not_recognised_it(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await restored(one)
+    for store in (one, other):
+        with pytest.raises(Conflict):
+            await begin(store, A)
+    async with one.transaction() as transaction:
+        assert await transaction.recognise() is not None
+    await begin(one, A)
+    with pytest.raises(Conflict):
+        await begin(other, B)
+    async with other.transaction() as transaction:
+        assert await transaction.recognise() is None
+    await begin(other, B)
+    assert set(await recorded(one)) == {A, B}
+
+
+async def step(store: InstanceStore, message_id: str, uuids: list[str], *, new: set[str], state: State) -> set[str]:
+    """The engine's operations: optimistic first, with locks after a conflict. Returns which ids were new."""
+    for attempt in range(2):
+        begun = store.transaction() if attempt else store.optimistic(new)
+        try:
+            async with begun as transaction:
+                transaction.durable = False
+                fresh = await transaction.first_time([message_id])
+                known = await transaction.lock(uuids)
+                if fresh:
+                    await transaction.insert([instance(uuid, state) for uuid in uuids if uuid not in known])
+                    await transaction.update([replace(one, state=state) for one in known.values()])
+                    await transaction.send_later(MESSAGES)
+        except Conflict:
+            continue
+        await store.flush()
+        assert bool(transaction.rows) is bool(fresh)
+        return fresh
+    raise AssertionError
+
+
+async def test_an_optimistic_transaction_writes_what_is_as_expected(store: InstanceStore) -> None:
+    assert await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING) == {"m1"}
+    assert await step(store, "m2", [A], new=set(), state=State.ACTIVE) == {"m2"}
+    assert await step(store, "m3", [A, B, C], new={C}, state=State.FAILED) == {"m3"}
+    assert {uuid: one.state for uuid, one in (await recorded(store)).items()} == dict.fromkeys((A, B, C), State.FAILED)
+    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 3
+
+
+async def test_an_optimistic_transaction_that_finds_nothing_writes_nothing(store: InstanceStore) -> None:
+    """A host's report of an instance that was purged meanwhile: it sent a statement without parts, which is none."""
+    async with store.optimistic(set()) as transaction:
+        assert await transaction.lock([C]) == {}
+    assert not transaction.rows
+
+
+async def test_a_message_expected_to_be_new_is_handled_once(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await step(store, "m1", [A], new={A}, state=State.BUILDING)
+    assert await step(other, "m1", [A], new={A}, state=State.FAILED) == set()
+    assert (await recorded(store))[A].state is State.BUILDING
+    assert len(await store.outbox.claim_stale(-1.0, 10, [])) == 1
+
+
+async def test_an_instance_that_another_process_moved_is_read_anew(make: Make, store: InstanceStore) -> None:
+    other = make()
+    await other.open()
+    await step(store, "m1", [A, B], new={A, B}, state=State.BUILDING)
+    for number, mine in enumerate((other, store, other, store)):
+        async with store.transaction() as sweep:  # with locks, as deadlines pass
+            swept = await sweep.lock([A])
+            await sweep.update([replace(swept[A], attempt=swept[A].attempt + 1)])
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                transaction = await stack.enter_async_context(mine.optimistic(set()))
+                known = await transaction.lock([A, B])
+                await transaction.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
+                await stack.aclose()
+            except Conflict:
+                async with mine.transaction() as locked:
+                    known = await locked.lock([A, B])
+                    await locked.update([replace(one, attempt=one.attempt + 1) for one in known.values()])
+        assert {uuid: one.attempt for uuid, one in known.items()} == {A: 2 * number + 2, B: number + 1}
+    assert {uuid: one.attempt for uuid, one in (await recorded(store)).items()} == {A: 9, B: 5}
+
+
+async def test_a_conflict_writes_nothing(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    await insert(one, instance(C))
+    async with one.optimistic({A}) as transaction:
+        await transaction.insert([instance(A)])
+    await step(other, "m0", [A], new=set(), state=State.ACTIVE)
+    for new, uuids in ((set(), [A]), ({C}, [C]), ({B, C}, [B, C])):
+        with pytest.raises(Conflict):
+            async with one.optimistic(new) as transaction:
+                await transaction.first_time(["m1"])
+                known = await transaction.lock(uuids)
+                await transaction.insert([instance(uuid, State.FAILED) for uuid in uuids if uuid not in known])
+                await transaction.update([instance(uuid, State.FAILED) for uuid in known])
+                await transaction.send_later(MESSAGES)
+    found = await recorded(one)
+    assert {uuid: each.state for uuid, each in found.items()} == {A: State.ACTIVE, C: State.BUILDING}
+    async with one.transaction() as transaction:
+        assert await transaction.first_time(["m1"]) == {"m1"}
+    assert len(await one.outbox.claim_stale(-1.0, 10, [])) == 1
+
+
+async def test_a_circle_of_waiting_transactions_gets_an_error(make: Make, store: InstanceStore) -> None:
+    """One of them, and the other goes on."""
+    other = make()
+    await other.open()
+    await insert(store, instance(A), instance(B))
+    both = asyncio.Barrier(2)
+
+    async def lock(mine: InstanceStore, first: str, second: str) -> None:
+        async with mine.transaction() as transaction:
+            await transaction.lock([first])
+            await both.wait()
+            found = await transaction.lock([second])
+            await transaction.update([replace(one, attempt=9) for one in found.values()])
+
+    outcomes = await asyncio.gather(lock(store, A, B), lock(other, B, A), return_exceptions=True)
+    assert [getattr(fault, "code", "") for fault in outcomes if fault is not None] == ["database.deadlock"]
+    assert sorted(one.attempt for one in (await recorded(store)).values()) == [1, 9]
+
+
+async def test_what_is_not_committed_is_seen_by_no_other_transaction(make: Make, store: InstanceStore) -> None:
+    """Not even by an optimistic transaction: it reads without locks, and meets the conflict at its end."""
+    other = make()
+    await other.open()
+    await insert(store, instance(A))
+    with pytest.raises(Conflict):
+        async with other.optimistic(set()) as optimistic:
+            async with store.transaction() as transaction:
+                known = await transaction.lock([A])
+                await transaction.update([replace(known[A], attempt=2)])
+                seen = await optimistic.lock([A])
+                assert [brief.attempt for brief in await other.briefs([], [A])] == [1]
+            assert seen[A].attempt == 1
+            await optimistic.update([replace(seen[A], attempt=7)])
+    assert (await recorded(store))[A].attempt == 2
+
+
+async def test_failed_instances_are_forgotten_on_their_own(store: InstanceStore) -> None:
+    await insert(store, instance(A, State.FAILED), instance(B, State.DELETED), instance(C, State.ACTIVE))
+    assert await store.purge_failed(3.0, 10) == 0  # they failed at 3.0
+    assert await store.purge_failed(3.5, 10) == 1
+    assert sorted(await recorded(store)) == [B, C]
+    assert await store.purge_deleted(3.5, 10) == 1
+    assert sorted(await recorded(store)) == [C]
+
+
+@pytest.mark.postgres
+async def test_the_cache_is_dropped_after_a_crash_of_the_database(postgres_url: str) -> None:
+    """It forgets its last commits and gives their numbers again: another's row then had the version of a lost one."""
+    store = PostgresInstances(database := Database(postgres_url, "cell_c1"))
+    await store.open()
+    await step(store, "m1", [A], new={A}, state=State.BUILDING)
+    cached = store._cache.get(A)
+    assert cached is not None
+    store._cache.put(cached[0], {A: replace(cached[1], attempt=99)})  # under the version that the row has now
+    with pytest.raises(DatabaseUnavailable):
+        async with database.single() as connection:
+            await connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+    async with store.optimistic(set()) as transaction:
+        assert (await transaction.lock([A]))[A].attempt == 1
+    await store.close()
+
+
+@pytest.mark.postgres
+async def test_an_optimistic_transaction_takes_its_locks_in_the_order_of_a_locking_one(postgres_url: str) -> None:
+    """Instances first, and a message that came to two conductors made each of them wait for the other."""
+    one, other = (PostgresInstances(Database(postgres_url, "cell_c1")) for _ in range(2))
+    await one.open()
+    await other.open()
+    await step(one, "m0", [A, B], new={A, B}, state=State.BUILDING)
+
+    async def write() -> None:
+        with pytest.raises(Conflict):
+            async with one.optimistic(set()) as transaction:
+                await transaction.first_time(["m1"])
+                known = await transaction.lock([A, B])
+                await transaction.update([replace(known[A], attempt=2)])
+
+    async with other.transaction() as transaction:
+        await transaction.first_time(["m1"])
+        writing = asyncio.create_task(write())
+        await until(lambda: _waits(transaction))
+        known = await transaction.lock([A, B])  # was a deadlock
+        await transaction.update([replace(known[B], attempt=3)])
+    await writing
+    assert {uuid: found.attempt for uuid, found in (await recorded(one)).items()} == {A: 1, B: 3}
+    await one.close()
+    await other.close()
+
+
+async def _waits(transaction: PostgresTransaction) -> bool:
+    waiting: bool = await transaction._connection.fetchval(
+        "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() "
+        "AND pg_backend_pid() = ANY(pg_blocking_pids(pid)))"
+    )
+    return waiting

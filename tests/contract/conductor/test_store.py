@@ -1,0 +1,387 @@
+"""One suite for both keepers of a cell's leases, fences, losses, unexplained machines and breakers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.moves import MoveKind
+from bus.persistence.guarded_statement import Conflict
+from cell_conductor.domain.breaker import Breaker
+from cell_conductor.domain.fences import Fence, Loss
+from cell_conductor.domain.instance import Instance, Move, State
+from cell_conductor.domain.leases import Lease, LeaseState
+from cell_conductor.domain.report import Unexplained, UnexplainedKind
+from cell_conductor.store.port import InstanceStore
+from cell_conductor.store.safety import ADOPT, DESTROY, KEEP, DecidedMachine, Safety
+from tests.unit.conductor.scenario import SPEC, selection
+
+# --- One suite for both stores of leases: one keeper at a time, and what a former one would record is refused.
+
+
+UP = Lease(service="a", epoch=7, interval_s=1.0, since=5.0)
+SILENT = Lease(service="b", epoch=2**62, interval_s=0.5, state=LeaseState.SILENT, since=6.0, reason="no heartbeat")
+LEFT = Lease(service="c", epoch=1, interval_s=1.0, state=LeaseState.STOPPED, since=4.0, reason="it was stopped")
+LONG_S, OVER_S = 60.0, -1.0
+
+
+async def test_one_conductor_keeps_the_leases_until_it_stops_announcing_it(instances: InstanceStore) -> None:
+    leases = instances.leases
+    term = await leases.keep("one", LONG_S, None)
+    assert term is not None and await leases.keep("two", LONG_S, None) is None
+    assert await leases.keep("one", OVER_S, term) == term, "the same keeper, the same term"
+    newer = await leases.keep("two", LONG_S, None)
+    assert newer is not None and newer > term
+    assert await leases.keep("one", LONG_S, term) is None
+
+
+async def test_a_record_of_another_term_of_the_same_name_begins_a_new_one(instances: InstanceStore) -> None:
+    """Schedulers have had digests of that term, or of a later one, and would ignore those that begin at 1 again."""
+    leases = instances.leases
+    first = await leases.keep("one", LONG_S, None)
+    assert first is not None
+    restarted = await leases.keep("one", LONG_S, None)
+    assert restarted is not None and restarted > first, "a former process of this name had the first"
+    ahead = restarted + 3_600_000
+    set_back = await leases.keep("one", LONG_S, ahead)
+    assert set_back is not None and set_back > ahead, "the database was set back to before that term"
+    assert await leases.keep("one", OVER_S, set_back) == set_back
+    late = await leases.keep("one", LONG_S, set_back)
+    assert late is not None and late > set_back, "another may have been the keeper since, and be on record no more"
+
+
+async def test_what_a_former_keeper_records_is_refused(instances: InstanceStore) -> None:
+    leases = instances.leases
+    term = await leases.keep("one", OVER_S, None)
+    assert term is not None and await leases.record(term, [SILENT, UP])
+    assert await leases.leases() == [UP, SILENT]
+    newer = await leases.keep("two", LONG_S, None)
+    assert newer is not None and await leases.leases() == [UP, SILENT], "the next keeper starts from these"
+    assert not await leases.record(term, [LEFT]) and await leases.purge(term, 100.0, 10) == []
+    back = replace(UP, service="b")
+    assert await leases.record(newer, [back, LEFT])
+    assert await leases.leases() == [UP, back, LEFT]
+
+
+async def test_only_services_that_are_down_for_long_are_purged(instances: InstanceStore) -> None:
+    term = await instances.leases.keep("one", LONG_S, None)
+    assert term is not None
+    await instances.leases.record(term, [UP, SILENT, LEFT])
+    assert await instances.leases.purge(term, 4.0, 10) == []
+    assert await instances.leases.purge(term, 100.0, 1) == ["c"]
+    assert await instances.leases.purge(term, 100.0, 10) == ["b"]
+    assert await instances.leases.leases() == [UP]
+
+
+def instance(number: int, service: str, state: State, then: State | None = None, *, position: int = 0) -> Instance:
+    uuid = f"00000000-0000-4000-8000-{number:012d}"
+    selections = tuple(replace(selection(n), service=service if n - 1 == position else "other") for n in (1, 2, 3))
+    deadline = 9.0 if state is State.BUILDING else None
+    return Instance(
+        uuid=uuid,
+        state=state,
+        then=then,
+        spec=SPEC,
+        selections=selections,
+        position=position,
+        attempt=1,
+        deadline=deadline,
+    )
+
+
+async def test_what_a_service_was_commanded_to_build_is_found_by_its_current_host(instances: InstanceStore) -> None:
+    kept = [
+        instance(1, "a", State.BUILDING),
+        instance(2, "a", State.BUILDING, position=2),
+        instance(3, "b", State.BUILDING),
+        instance(4, "a", State.ACTIVE),
+        instance(5, "a", State.DESTROYING, State.DELETED),
+        instance(6, "c", State.BUILDING),
+    ]
+    async with instances.transaction() as transaction:
+        await transaction.insert(kept)
+    assert await instances.building_at(["b", "a", "nobody"]) == [
+        (kept[0].uuid, "a"),
+        (kept[1].uuid, "a"),
+        (kept[2].uuid, "b"),
+    ]
+    assert await instances.building_at([]) == []
+
+
+async def test_a_lease_is_deleted_though_another_is_the_keeper(instances: InstanceStore) -> None:
+    term = await instances.leases.keep("one", LONG_S, None)
+    assert term is not None
+    await instances.leases.record(term, [UP, SILENT])
+    assert await instances.leases.forget("b")
+    assert not await instances.leases.forget("b")
+    assert await instances.leases.leases() == [UP]
+
+
+async def test_what_is_at_a_service_by_the_record_is_found_unless_its_host_is_fenced(instances: InstanceStore) -> None:
+    kept = [
+        instance(1, "a", State.ACTIVE),
+        instance(2, "a", State.ACTIVE, position=1),
+        instance(3, "b", State.ACTIVE),
+        instance(4, "a", State.BUILDING),
+        instance(5, "a", State.DELETED),
+        instance(6, "a", State.RELEASING, State.OFFLOADED),
+        instance(7, "a", State.CLAIMING, State.PREPARING),
+        instance(8, "b", State.RESIZED),
+        instance(9, "b", State.DEPARTED),
+    ]
+    source = replace(selection(9), service="a")
+    move = Move(request_id=kept[7].uuid, kind=MoveKind.MIGRATE, source=source, spec=SPEC)
+    kept[7:] = [replace(one, move=move) for one in kept[7:]]
+    async with instances.transaction() as transaction:
+        await transaction.insert(kept)
+    assert await instances.at_service("a", 10) == [kept[at].uuid for at in (0, 1, 3, 7)]
+    assert await instances.at_service("a", 1) == [kept[0].uuid]
+    assert await instances.at_service("none", 10) == []
+    for fenced in (selection(1), source):
+        await instances.fences.put(Fence(host_uuid=fenced.host_uuid, host="h", version=1))
+    assert await instances.at_service("a", 10) == [kept[1].uuid]
+
+
+# --- One suite for both keepers of a cell's fences and losses.
+
+
+A, B, C = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abc")
+HOST, OTHER = (f"{n}0000000-0000-4000-8000-000000000000" for n in "12")
+FENCE = Fence(host_uuid=HOST, host="h1", version=3, reason="PSU", by="ann", at=5.0)
+
+
+def loss(uuid: str, attempt: int = 1, host: str = HOST) -> Loss:
+    return Loss(host_uuid=host, instance_uuid=uuid, attempt=attempt, service="s", at=7.0)
+
+
+async def lose(instances: InstanceStore, *losses: Loss, hosts: tuple[str, ...] = (HOST,)) -> bool:
+    async with instances.transaction() as transaction:
+        return await transaction.lose(hosts, losses)
+
+
+async def test_of_decisions_about_a_host_the_newest_counts(instances: InstanceStore) -> None:
+    assert await instances.fences.put(FENCE)
+    assert not await instances.fences.put(FENCE)
+    assert not await instances.fences.put(replace(FENCE, version=2, lifting=True))
+    assert await instances.fences.fences() == [FENCE]
+    newer = replace(FENCE, version=4, lifting=True, by="bob")
+    assert await instances.fences.put(newer)
+    assert await instances.fences.fences() == [newer]
+
+
+async def test_losses_are_recorded_under_a_fence_alone(instances: InstanceStore) -> None:
+    assert not await lose(instances, loss(A))
+    assert await instances.fences.losses() == []
+    await instances.fences.put(FENCE)
+    assert await lose(instances, loss(A), loss(B, 2))
+    assert not await lose(instances, loss(C), hosts=(HOST, OTHER))
+    assert await instances.fences.losses() == [loss(A), loss(B, 2)]
+    with pytest.raises(Conflict):
+        async with instances.optimistic(()) as transaction:
+            await transaction.lose([HOST], [loss(C)])
+
+
+async def test_a_loss_is_forgotten_up_to_the_attempt_that_was_destroyed(instances: InstanceStore) -> None:
+    await instances.fences.put(FENCE)
+    await lose(instances, loss(A, 3))
+    await lose(instances, loss(A, 2))
+    await instances.fences.delete_losses([loss(A, 2), loss(B)])
+    assert [one.attempt for one in await instances.fences.losses()] == [3]
+    await instances.fences.delete_losses([loss(A, 3)])
+    assert await instances.fences.losses() == []
+
+
+async def test_a_fence_is_lifted_by_its_newest_decision_once_nothing_is_lost(instances: InstanceStore) -> None:
+    await instances.fences.put(FENCE)
+    assert not await instances.fences.lift(HOST, 3)  # no decision lifts it
+    await lose(instances, loss(A))
+    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    assert not await instances.fences.lift(HOST, 4)
+    await instances.fences.delete_losses([loss(A)])
+    assert not await instances.fences.lift(HOST, 3)
+    assert await instances.fences.lift(HOST, 4)
+    assert await instances.fences.fences() == []
+    assert not await instances.fences.lift(HOST, 4)
+
+
+async def test_a_fence_stays_while_an_evacuation_from_its_host_may_run_elsewhere(instances: InstanceStore) -> None:
+    """It is the proof that the machine does not run twice. Other moves need no such proof."""
+
+    def moved(uuid: str, kind: MoveKind, source: str = HOST) -> Instance:
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        there, here = (
+            Selection(host_uuid=one, host="h", service="s", allocations={one: {"VCPU": 1}}) for one in (source, OTHER)
+        )
+        move = Move(request_id=uuid, kind=kind, source=there, source_attempt=1, spec=spec)
+        selections = (there, here)
+        return Instance(
+            uuid=uuid, state=State.FINISHING, spec=spec, selections=selections, position=1, attempt=2, move=move
+        )
+
+    evacuated = moved(A, MoveKind.EVACUATE)
+    others = [moved(B, MoveKind.EVACUATE, C), moved(C, MoveKind.MIGRATE)]
+    async with instances.transaction() as transaction:
+        await transaction.insert([evacuated, *others])
+    await instances.fences.put(replace(FENCE, lifting=True))
+    assert not await instances.fences.lift(HOST, 3)
+    undone = (State.DESTROYING, State.REVERTING)
+    for (state, then), doubted in ((undone, False), ((State.PREPARING, None), True), ((State.REVERTING, None), False)):
+        async with instances.transaction() as transaction:
+            await transaction.lock([A])
+            await transaction.update([replace(evacuated, state=state, then=then, doubted=doubted)])
+        assert await instances.fences.lift(HOST, 3) is (state is State.REVERTING), state
+
+
+async def test_a_fence_that_is_to_be_lifted_is_no_proof_and_takes_losses(instances: InstanceStore) -> None:
+    await instances.fences.put(FENCE)
+    async with instances.transaction() as transaction:
+        assert await transaction.lose([HOST], [], [HOST])
+    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    async with instances.transaction() as transaction:
+        assert not await transaction.lose([HOST], [], [HOST])
+    assert await lose(instances, loss(A))
+
+
+async def test_what_touches_a_host_is_found_in_pages(instances: InstanceStore) -> None:
+    def instance(uuid: str, state: State, host: str = HOST, then: State | None = None) -> Instance:
+        here = Selection(host_uuid=host, host="h", service="s", allocations={host: {"VCPU": 1}})
+        spec = InstanceSpec(instance_uuid=uuid, project_id="p")
+        return Instance(uuid=uuid, state=state, then=then, spec=spec, selections=(here,), attempt=1)
+
+    async with instances.transaction() as transaction:
+        await transaction.insert(
+            [
+                instance(A, State.ACTIVE),
+                instance(B, State.DESTROYING, then=State.DELETED),
+                instance(C, State.ACTIVE, OTHER),
+                instance(C.replace("c", "d"), State.FAILED),
+            ]
+        )
+    nothing = "00000000-0000-0000-0000-000000000000"
+    assert await instances.fences.touching(HOST, nothing, 10) == [A, B]
+    assert await instances.fences.touching(HOST, nothing, 1) == [A]
+    assert await instances.fences.touching(HOST, A, 1) == [B]
+
+
+async def test_after_a_fence_is_lifted_an_older_decision_fences_nothing(instances: InstanceStore) -> None:
+    """Its message may be delivered again, after a conductor has died."""
+    await instances.fences.put(FENCE)
+    await instances.fences.put(replace(FENCE, version=4, lifting=True))
+    assert await instances.fences.lifted(HOST) == 0
+    assert await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.lift(HOST, 4)
+    assert not await instances.fences.put(FENCE) and not await instances.fences.put(replace(FENCE, version=4))
+    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
+    assert not await lose(instances, loss(A))
+    await instances.fences.lift_unknown(replace(FENCE, version=3))
+    assert await instances.fences.lifted(HOST) == 4
+    assert await instances.fences.put(replace(FENCE, version=5))
+    assert await instances.fences.lifted(HOST) == 0 and await lose(instances, loss(A))
+
+
+async def test_a_lift_that_overtakes_its_fence_is_kept(instances: InstanceStore) -> None:
+    await instances.fences.lift_unknown(replace(FENCE, version=4, lifting=True))
+    assert not await instances.fences.put(FENCE)
+    assert await instances.fences.fences() == [] and await instances.fences.lifted(HOST) == 4
+    await instances.fences.put(replace(FENCE, version=5))
+    await instances.fences.lift_unknown(replace(FENCE, version=6, lifting=True))
+    assert [one.version for one in await instances.fences.fences()] == [5], (
+        "a fence that is on record is lifted by `lift`"
+    )
+
+
+# --- One suite for both keepers of unexplained machines and breakers.
+
+
+A, B, HOST = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab1")
+OURS = Unexplained(A, 3, HOST, UnexplainedKind.QUARANTINED, "no record")
+FOREIGN = Unexplained(B, 0, HOST, UnexplainedKind.FOREIGN, "no mark of this deployment")
+
+
+@pytest.fixture
+def safety(instances: InstanceStore) -> Safety:
+    return instances.safety
+
+
+async def test_the_identity_is_the_schemas_own(instances: InstanceStore) -> None:
+    first = instances.deployment
+    await instances.open()
+    assert instances.deployment == first and len(first) == 36
+
+
+async def test_what_is_recorded_again_keeps_when_it_was_first_seen(safety: Safety) -> None:
+    first = await safety.record("s", [OURS, FOREIGN], 1.0)
+    assert {(one.machine.uuid, one.is_new, one.first_seen) for one in first} == {(A, True, 1.0), (B, True, 1.0)}
+    (again,) = await safety.record("t", [OURS], 2.0)
+    assert (again.is_new, again.service, again.first_seen, again.last_seen) == (False, "t", 1.0, 2.0)
+    assert [(one.machine.uuid, one.is_new) for one in await safety.records()] == [(A, False), (B, False)]
+    await safety.delete([(HOST, A), (HOST, HOST)])
+    assert [one.machine for one in await safety.records()] == [FOREIGN]
+
+
+async def test_an_operators_word_is_for_one_attempt_of_a_quarantined_machine(safety: Safety) -> None:
+    await safety.record("s", [OURS, FOREIGN], 1.0)
+    assert await safety.decide([DecidedMachine(B)], DESTROY, "op", 2.0) == [], (
+        "a foreign machine is not for berth to destroy"
+    )
+    assert await safety.decide([DecidedMachine(A)], KEEP, "op", 2.0) == [(HOST, A)]
+    (kept,) = await safety.record("s", [OURS], 3.0)
+    assert (kept.verdict, kept.decided_by, kept.decided_at) == (KEEP, "op", 2.0)
+    (newer,) = await safety.record("s", [replace(OURS, attempt=4)], 4.0)
+    assert newer.verdict == ""
+
+
+async def test_an_operators_word_is_kept_while_reports_record_the_machine_again(safety: Safety) -> None:
+    await safety.record("s", [OURS], 1.0)
+    for number in range(20):
+        verdict = DESTROY if number % 2 else KEEP
+        async with asyncio.TaskGroup() as group:
+            group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
+            decided = group.create_task(safety.decide([DecidedMachine(A)], verdict, "op", 2.0))
+            group.create_task(safety.record("s", [OURS, replace(OURS, uuid=B)], 3.0))
+        assert decided.result() == [(HOST, A)]
+        assert {one.machine.uuid: one.verdict for one in await safety.records()} == {A: verdict, B: ""}
+
+
+async def test_a_word_about_one_host_is_not_for_the_others(safety: Safety) -> None:
+    other = replace(OURS, host_uuid=B)
+    await safety.record("s", [OURS, other], 1.0)
+    assert await safety.decide([DecidedMachine(A, A)], ADOPT, "op", 2.0) == [], "no machine of it is there"
+    assert await safety.decide([DecidedMachine(A, HOST)], ADOPT, "op", 2.0) == [(HOST, A)]
+    assert {one.machine.host_uuid: one.verdict for one in await safety.records()} == {HOST: ADOPT, B: ""}
+
+
+async def test_a_breaker_is_reset_once(safety: Safety) -> None:
+    assert await safety.breaker("s") is None and not await safety.reset("s", "op", 1.0)
+    tripped = Breaker(service="s", tripped_at=1.0, lost=6, machines=("x@y",))
+    await safety.trip(tripped)
+    assert await safety.breaker("s") == tripped and await safety.breakers() == [tripped]
+    assert await safety.reset("s", "op", 2.0) and not await safety.reset("s", "op", 3.0)
+    assert await safety.breaker("s") == replace(tripped, reset_at=2.0, reset_by="op")
+
+
+async def test_many_machines_are_decided_about_at_once_as_they_were_seen(safety: Safety) -> None:
+    seen = [replace(OURS, uuid=f"{n:08d}-0000-4000-8000-000000000000") for n in range(1_218)]
+    await safety.record("s", [*seen, FOREIGN], 1.0)
+    newer = replace(seen[7], attempt=4)
+    await safety.record("s", [newer], 2.0)
+    named = [DecidedMachine(one.uuid, one.host_uuid, one.attempt) for one in (*reversed(seen), seen[3], FOREIGN)]
+    async with asyncio.TaskGroup() as group:
+        for _ in range(3):
+            group.create_task(safety.record("s", [one for one in seen if one is not seen[7]], 3.0))
+            decided = group.create_task(safety.decide(named, DESTROY, "op", 2.0))
+    places = sorted((one.host_uuid, one.uuid) for one in seen if one is not seen[7])
+    assert decided.result() == places
+    assert {one.place for one in await safety.records() if one.verdict == DESTROY} == set(places)
+
+
+async def test_a_breaker_that_tripped_again_is_not_reset_by_who_saw_the_first(safety: Safety) -> None:
+    await safety.trip(Breaker(service="s", tripped_at=1.0, lost=6))
+    assert await safety.reset("s", "op", 2.0, tripped_at=1.0)
+    again = Breaker(service="s", tripped_at=3.0, lost=7)
+    await safety.trip(again)
+    assert not await safety.reset("s", "op", 4.0, tripped_at=1.0) and await safety.breakers() == [again]
+    assert await safety.reset("s", "op", 4.0, tripped_at=3.0)

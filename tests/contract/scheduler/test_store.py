@@ -1,0 +1,405 @@
+"""One suite for both stores of the scheduler: operators' objects, drains, and builds without an end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Refuse
+from bus.consuming.stall_watch import StallWatch
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.moves import MoveKind
+from bus.contracts.objects import (
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsRevision,
+    StoredObject,
+)
+from bus.persistence.outbox import OutboxMessage
+from scheduler_worker.changes import RefusedCommands
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild
+from scheduler_worker.domain.drains import DrainMove
+from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
+from scheduler_worker.domain.pending import PendingBuild, new_build
+from scheduler_worker.objects import ObjectRegistry
+from scheduler_worker.store import objects as store_module
+from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore
+from tests.kit.sent import Sent
+from tests.unit.scheduler.hosts import Hosts
+
+# --- One suite for both stores of the scheduler: operators' objects.
+
+
+F, Q = ObjectKind.FLAVOR, ObjectKind.QUOTA
+SMALL, LARGE = ChangedObject(kind=F, name="small", after={"vcpus": 1}), ChangedObject(kind=F, name="large", after={})
+GROUP = "b0000000-0000-4000-8000-000000000000"
+BUILD = "a0000000-0000-4000-8000-000000000000"
+
+
+@pytest.fixture
+async def built(store: SchedulerStore) -> SchedulerStore:
+    """A store with one build, whose group has a policy."""
+    group = ServerGroup(uuid=GROUP, policy=GroupPolicy.AFFINITY)
+    build = BuildRequest(instance_uuid=BUILD, flavor="small", project_id="p", server_group=group)
+    pending = PendingBuild(position=0, request=build, digest=b"", requested_at=1.0, taken_at=1.0)
+    async with store.unit() as unit:
+        await unit.insert([new_build(pending, Author("test", 1.0))], 1.0)
+    return store
+
+
+async def write(store: SchedulerStore, *changed: ChangedObject, who: str = "me", at: float = 1.0) -> int:
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        return await unit.write_objects(changed, ChangeAuthor(who, "because", at))
+
+
+async def test_an_empty_system_has_revision_0_and_nothing(store: SchedulerStore) -> None:
+    found = await store.objects()
+    assert found is not None
+    assert (found.revision, found.objects) == (0, {})
+    assert await store.objects(unless=0) is None
+
+
+async def test_what_is_written_is_there_with_its_version(store: SchedulerStore) -> None:
+    assert await write(store, SMALL, LARGE) == 1
+    bigger = ChangedObject(kind=F, name="small", before={"vcpus": 1}, after={"vcpus": 2})
+    assert await write(store, bigger, who="you", at=2.0) == 2
+    gone = ChangedObject(kind=F, name="large", before={}, after=None)
+    assert await write(store, gone, at=3.0) == 3
+    found = await store.objects(unless=2)
+    assert found is not None
+    assert found.revision == 3
+    kept = StoredObject(kind=F, name="small", body={"vcpus": 2}, version=2, changed_at=2.0, changed_by="you")
+    assert found.objects == {(F, "small"): kept}
+
+
+async def test_a_unit_that_ends_with_an_exception_has_written_and_sent_nothing(
+    store: SchedulerStore, sent: Sent
+) -> None:
+    with pytest.raises(RuntimeError, match="on the way"):
+        async with store.operation() as unit:
+            await unit.lock_objects()
+            await unit.write_objects([SMALL], ChangeAuthor("me", "", 1.0))
+            unit.emit(OutboxMessage("api", ObjectsRevision(revision=1)))
+            raise RuntimeError("on the way")
+    found = await store.objects()
+    assert found is not None
+    assert (found.revision, found.objects) == (0, {})
+    assert await store.object_log(ObjectLogQuery()) == []
+    assert sent.rows == []
+
+
+async def test_a_change_is_announced_with_its_commit(store: SchedulerStore, sent: Sent) -> None:
+    announcement = OutboxMessage("api", ObjectsRevision(revision=1))
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        await unit.write_objects([SMALL], ChangeAuthor("me", "", 1.0))
+        unit.emit(announcement)
+        assert sent.rows == []
+    assert [messages for _, messages in sent.rows] == [[announcement]]
+    assert len(sent.rows[0][0]) == 1
+
+
+async def test_changes_wait_for_each_other(store: SchedulerStore) -> None:
+    """Each reads the revision that the one before it has written: none is lost, none is written twice."""
+
+    async def add(number: int) -> int:
+        async with store.operation() as unit:
+            present = await unit.lock_objects()
+            assert len(present.objects) == present.revision
+            await asyncio.sleep(0)
+            changed = ChangedObject(kind=Q, name=f"p{number}", after={})
+            return await unit.write_objects([changed], ChangeAuthor("me", "", 1.0))
+
+    assert sorted(await asyncio.gather(*map(add, range(8)))) == list(range(1, 9))
+    found = await store.objects()
+    assert found is not None and len(found.objects) == 8
+
+
+async def test_the_log_has_author_reason_before_and_after_newest_first(store: SchedulerStore) -> None:
+    await write(store, SMALL, LARGE)
+    await write(store, ChangedObject(kind=F, name="small", before={"vcpus": 1}, after=None), who="yo\x00u", at=2.0)
+    newest, *others = await store.object_log(ObjectLogQuery())
+    assert (newest.revision, newest.name, newest.who, newest.why) == (2, "small", "you", "because")
+    assert (newest.before, newest.after) == ({"vcpus": 1}, None)
+    assert [(one.revision, one.name, one.who) for one in others] == [(1, "large", "me"), (1, "small", "me")]
+    assert [one.revision for one in await store.object_log(ObjectLogQuery(name="small"))] == [2, 1]
+    assert [one.name for one in await store.object_log(ObjectLogQuery(before=2, limit=1))] == ["large"]
+    assert await store.object_log(ObjectLogQuery(kind=Q)) == []
+
+
+async def test_a_query_of_the_log_may_name_what_no_database_stores(store: SchedulerStore) -> None:
+    await write(store, SMALL)
+    await store.object_log(ObjectLogQuery(name="sm\x00all"))
+    assert await store.object_log(ObjectLogQuery(before=1, before_object=("zz\x00", "\x00"))) == []
+
+
+async def test_a_redelivered_change_that_was_refused_is_refused_again(store: SchedulerStore) -> None:
+    """The scheduler may have died between its refusal and the acknowledgement."""
+    registry = ObjectRegistry(
+        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
+    )
+    await registry.reload()
+    for _ in range(2):
+        wrong = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="gone"),))
+        answer = await registry.change(wrong, "refused")
+        assert isinstance(answer, Refusal) and answer.code == "object.unknown"
+        dry = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),), dry_run=True)
+        answer = await registry.change(dry, "dry")
+        assert isinstance(answer, ObjectsChanged) and [one.name for one in answer.changed] == ["new"]
+    made = replace(dry, dry_run=False)
+    assert await registry.change(made, "made") == ObjectsChanged(revision=2, changed=answer.changed)
+    assert await registry.change(made, "made") == ObjectsChanged(revision=2)
+
+
+async def test_a_refusal_is_kept_and_a_change_that_was_made_is_none(store: SchedulerStore) -> None:
+    registry = ObjectRegistry(
+        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
+    )
+    refused = RefusedCommands(store)
+    await registry.reload()
+    refusal = Refuse("host.unknown", "there is no host h1")
+    assert await refused.find("refused") is None
+    for _ in range(2):
+        await refused.add("refused", refusal)
+    made = ObjectsChange(who="me", changes=(ObjectChange(kind=F, name="new", body={"vcpus": 1}),))
+    assert isinstance(await registry.change(made, "made"), ObjectsChanged)
+    assert [await refused.find(one) for one in ("refused", "made", "other")] == [refusal, None, None]
+    elsewhere = await RefusedCommands(store).find("refused")
+    assert elsewhere is not None and elsewhere.code == "request.refused_before"
+
+
+async def test_a_special_change_that_is_refused_was_not_handled(store: SchedulerStore) -> None:
+    registry = ObjectRegistry(
+        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
+    )
+    first: list[bool] = []
+
+    async def make(unit: OperationUnit, _: RecordedObjects) -> Refusal:
+        first.append(await unit.first_time("drains", "m"))
+        return Refusal(code="drain.ended")
+
+    for _ in range(2):
+        assert await registry.write(make) == Refusal(code="drain.ended")
+    assert first == [True, True]
+
+
+async def test_pages_of_the_log_have_every_entry_of_a_revision_larger_than_a_page(store: SchedulerStore) -> None:
+    names = ["a", "b", "c", "d", "e"]
+    await write(store, ChangedObject(kind=F, name="first", after={}))
+    await write(store, *(ChangedObject(kind=kind, name=name, after={}) for name in names for kind in (Q, F)))
+    found: list[tuple[int, str, str]] = []
+    query = ObjectLogQuery(limit=3)
+    while page := await store.object_log(query):
+        found += [(one.revision, one.kind.value, one.name) for one in page]
+        query = replace(query, before=page[-1].revision, before_object=found[-1][1:])
+    assert found == [(2, kind, name) for kind in ("flavor", "quota") for name in names] + [(1, "flavor", "first")]
+    of_earlier = await store.object_log(ObjectLogQuery(before=2))
+    assert [one.name for one in of_earlier] == ["first"], "without an object, the whole revision is left out"
+
+
+async def test_the_log_is_bounded(store: SchedulerStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_LOG_ENTRIES", 2)
+    for number in range(4):
+        await write(store, ChangedObject(kind=Q, name=f"p{number}", after={}))
+    assert [one.name for one in await store.object_log(ObjectLogQuery())] == ["p3", "p2"]
+
+
+async def test_builds_of_a_flavor_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
+    assert await built.builds_of("small", 10) == 1
+    assert await built.builds_of("small", 0) == 0
+    assert await built.builds_of("large", 10) == 0
+
+
+async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
+    async def move_to(state: BuildState) -> None:
+        async with built.operation() as unit:
+            build = (await unit.known({BUILD: BUILD}, lock=True))[BUILD].build
+            assert build is not None
+            await unit.update([BuildUpdate(build=replace(build, state=state, cell="c1"))], 1.0)
+
+    assert await built.builds_in_cell("c1", 10) == 0
+    await move_to(BuildState.SCHEDULED)
+    assert await built.builds_in_cell("c1", 10) == 1
+    assert await built.builds_in_cell("c1", 0) == 0
+    assert await built.builds_in_cell("c2", 10) == 0
+    await move_to(BuildState.DELETED)
+    assert await built.builds_in_cell("c1", 10) == 0
+
+
+async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
+    assert await built.builds_of_group("p", GROUP, 10) == 1
+    assert await built.builds_of_group("p", GROUP, 0) == 0
+    assert await built.builds_of_group("other", GROUP, 10) == 0
+    assert await built.builds_of_group("p", BUILD, 10) == 0
+
+
+# --- One suite for both stores of the scheduler: drains and their instances.
+
+
+DRAIN, OTHER, HOST, UNKNOWN = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
+RECORD = DrainRecord(name="rack", target=DrainTarget.AGGREGATE, kind=MoveKind.MIGRATE, by="ann")
+State = DrainMoveState
+
+
+def row(number: int, state: DrainMoveState = State.WAITING, drain: str = DRAIN, **more: object) -> DrainMove:
+    instance = f"{number:08}-0000-4000-8000-000000000000"
+    fields = {"position": number, "source_uuid": HOST, "kind": MoveKind.LIVE_MIGRATE}
+    return DrainMove(drain=drain, instance_uuid=instance, state=state, **{**fields, **more})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+async def drains(store: SchedulerStore) -> SchedulerStore:
+    """A store with two drains."""
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        body = msgspec.to_builtins(RECORD)
+        changed = [ChangedObject(kind=ObjectKind.DRAIN, name=one, after=body) for one in (DRAIN, OTHER)]
+        await unit.write_objects(changed, ChangeAuthor("ann", "because", 1.0))
+    return store
+
+
+async def put(store: SchedulerStore, *rows: DrainMove) -> None:
+    async with store.operation() as unit:
+        await unit.put_drain_moves(rows)
+
+
+async def test_a_locked_drain_has_what_is_under_way_and_the_first_that_are_due(drains: SchedulerStore) -> None:
+    late = row(1, due_at=9.0)
+    going = row(5, State.UNDER_WAY, tries=1, begun_at=3.0, due_at=99.0)
+    waits = [row(2), row(3), row(4, host_uuid=UNKNOWN)]
+    await put(
+        drains, waits[1], going, late, waits[0], waits[2], row(6, State.MOVED, host_uuid=UNKNOWN), row(7, drain=OTHER)
+    )
+    async with drains.operation() as unit:
+        found = await unit.lock_drain(DRAIN, 5.0, 2)
+        assert found is not None and found.record == RECORD
+        assert (found.open, found.last_begun_at) == ((going, *waits[:2]), 3.0)
+        counts = {State.WAITING: 4, State.UNDER_WAY: 1, State.MOVED: 1}
+        assert dict(found.counts) == counts
+        assert await unit.drain_counts([DRAIN, OTHER, UNKNOWN]) == {DRAIN: counts, OTHER: {State.WAITING: 1}}
+        assert await unit.lock_drain(UNKNOWN, 5.0, 2) is None
+        assert [one.position for one in await unit.drain_moves(DRAIN, 3)] == [1, 2, 3]
+
+
+async def test_an_instance_is_written_over_and_dropped_with_its_drain(drains: SchedulerStore) -> None:
+    await put(drains, row(1), row(2), row(3, drain=OTHER))
+    after = replace(row(1), state=State.FAILED, code="no_valid_host", reason="why", failures=4, kind=MoveKind.MIGRATE)
+    await put(drains, after)
+    await put(drains)
+    async with drains.operation() as unit:
+        assert await unit.drain_moves(DRAIN, 10) == [after, row(2)]
+        await unit.drop_drain_moves([DRAIN])
+    async with drains.operation() as unit:
+        assert await unit.drain_moves(DRAIN, 10) == []
+        assert await unit.drain_moves(OTHER, 10) == [row(3, drain=OTHER)]
+
+
+async def test_an_instance_that_has_come_to_another_host_of_its_drain_has_that_source(drains: SchedulerStore) -> None:
+    await put(drains, row(1, State.LEFT))
+    after = row(1, source_uuid=OTHER, due_at=7.0, code="instance.building")
+    await put(drains, after)
+    async with drains.operation() as unit:
+        assert await unit.drain_moves(DRAIN, 10) == [after]
+
+
+async def test_a_drain_is_held_by_one_transaction_at_a_time(drains: SchedulerStore) -> None:
+    """The second reads what the first has written."""
+    held, begun, order = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def second() -> None:
+        await held.wait()
+        async with drains.operation() as unit:
+            order.append("waits")
+            begun.set()
+            found = await unit.lock_drain(DRAIN, 5.0, 10)
+            assert found is not None
+            order.append(found.open[0].state.value)
+
+    waiting = asyncio.create_task(second())
+    await put(drains, row(1))
+    async with drains.operation() as unit:
+        await unit.lock_drain(DRAIN, 5.0, 10)
+        held.set()
+        await begun.wait()
+        await unit.put_drain_moves([row(1, State.UNDER_WAY, tries=1)])
+        order.append("writes")
+    await waiting
+    assert order == ["waits", "writes", "under-way"]
+
+
+# --- Which builds have no end, as both stores find them: without an index that every write of a build would pay.
+
+
+A, B, C, D = (f"{n}0000000-0000-4000-8000-000000000000" for n in "abcd")
+
+
+async def put_build(store: SchedulerStore, uuid: str, state: BuildState, at: float, cell: str | None = "c1") -> None:
+    """A build that was requested and last changed at this time."""
+    request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p")
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=b"1", build=build)], at)
+    async with store.unit() as unit:
+        locked = (await unit.lock([uuid]))[uuid]
+        await unit.update([BuildUpdate(build=replace(locked, state=state, cell=cell))], at)
+
+
+async def test_open_builds_are_those_without_an_end_page_by_page(store: SchedulerStore) -> None:
+    await put_build(store, C, BuildState.SCHEDULED, 1.0)
+    await put_build(store, A, BuildState.ACTIVE, 2.0)
+    await put_build(store, B, BuildState.DELETING, 2.0)
+    await put_build(store, D, BuildState.BUILDING, 3.0)
+    every = await store.open_builds((), (0.0, FIRST_UUID), 10.0, 10)
+    assert [(one.instance_uuid, one.state, one.cell) for one in every.builds] == [
+        (B, BuildState.DELETING, "c1"),
+        (C, BuildState.SCHEDULED, "c1"),
+        (D, BuildState.BUILDING, "c1"),
+    ]
+    assert every.last is None
+    pages, after = [], (0.0, FIRST_UUID)
+    while True:
+        page = await store.open_builds((), after, 10.0, 2)
+        pages.append([one.instance_uuid for one in page.builds])
+        if page.last is None:
+            break
+        after = page.last
+    assert pages == [[C], [B, D], []]
+
+
+async def test_of_the_builds_that_had_an_event_lately_only_the_watched_are_open(store: SchedulerStore) -> None:
+    await put_build(store, A, BuildState.BUILDING, 1.0)
+    await put_build(store, B, BuildState.BUILDING, 5.0)
+    await put_build(store, C, BuildState.ACTIVE, 1.0)
+    await put_build(store, D, BuildState.ACCEPTED, 1.0, None)
+    for watched, found in (((), [A, D]), ((B, C, D), [A, B, D])):
+        page = await store.open_builds(watched, (0.0, FIRST_UUID), 5.0, 10)
+        assert [one.instance_uuid for one in page.builds] == found
+
+
+async def test_the_requests_of_builds_are_read_with_their_whole_gangs(store: SchedulerStore) -> None:
+    """As they were put on record; of a gang the first member comes first."""
+    gang = Gang(uuid=C, size=2, min_count=1)
+    async with store.unit() as unit:
+        await unit.insert([_requested(uuid, gang) for uuid in (A, C)] + [_requested(B), _requested(D)], 7.0)
+    assert await store.requests_of([]) == []
+    found = await store.requests_of([A, B])
+    assert found == [replace(_requested(uuid, of), created_at=7.0) for uuid, of in ((B, None), (C, gang), (A, gang))]
+
+
+def _requested(uuid: str, gang: Gang | None = None) -> NewBuild:
+    request = BuildRequest(instance_uuid=uuid, flavor="f", project_id="p", image="i")
+    build = RecordedBuild(instance_uuid=uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1, run=f"run {uuid}")
+    return NewBuild(request=request, digest=b"1", build=build, gang=gang)

@@ -1,0 +1,405 @@
+"""Operators' decisions about hosts, hosts that are forgotten, and services that are outdated."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+
+from bus.bus import API
+from bus.contracts.build import BuildState
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceDown, ServiceOutdated, ServicesDigest
+from bus.contracts.fences import FenceState
+from bus.contracts.objects import (
+    ChangedObject,
+    ObjectChange,
+    ObjectKind,
+    ObjectLogPage,
+    ObjectLogQuery,
+    ObjectsChange,
+    ObjectsChanged,
+    ObjectsPage,
+    ObjectsQuery,
+)
+from bus.contracts.operations import (
+    AdminState,
+    AdminStateSet,
+    ServicesPage,
+    ServicesQuery,
+    SetAdminState,
+)
+from bus.contracts.placement import InventoryResult, InventoryUpdate, Release, ReleaseResult
+from bus.faults import RequestRefused, RequestTimeout
+from bus.persistence.database import Database
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.hosts import HostTable
+from scheduler_worker.domain.objects import ChangeAuthor
+from scheduler_worker.store.postgres import PostgresBuilds
+from tests.contract.rig import watched
+from tests.integration.scheduler.steps import WARM, decide, digests, forget_host, hosts_of, publish_fence
+from tests.integration.scheduler.world import World
+from tests.kit.sent import Sent
+from tests.kit.waiting import PATIENCE_S
+
+# --- An operator's decisions about hosts: in effect on every scheduler at once, on record, and beyond a restart.
+
+
+pytestmark = pytest.mark.postgres
+LATE_S = 0.3  # a requester's patience that is shorter than a lock is held
+
+
+async def test_a_disabled_host_takes_nothing_from_any_scheduler_until_it_is_enabled(world: World) -> None:
+    """Whatever its compute service goes on to announce; and a scheduler that starts later knows it, too."""
+    await world.scheduler("s1")
+    await world.scheduler("s2")
+    first, second = await world.add_hosts("c1", 2)
+    decided = await decide(world, "c1-0", AdminState.DISABLED)
+    assert (decided.host_uuid, decided.host, decided.by) == (first, "c1-0", "ann")
+    tables = world.tables.values()
+    await world.until(lambda: all(table.decision_of(first) == decided for table in tables))
+    await world.announce("c1")  # by its service it is enabled
+    builds = [world.request() for _ in range(6)]
+    await world.ask(*builds)
+    events = [await world.ended(one.instance_uuid, BuildState.SCHEDULED) for one in builds]
+    assert {one.host for one in events} == {"c1-1"}
+    record = (await hosts_of(world))["c1-0"]
+    assert not record.enabled and record.admin == decided
+    await world.stop("s1")
+    await world.stop("s2")
+    await world.scheduler("s3")
+    await world.announce("c1")
+    only = world.request(host="c1-0")
+    await world.ask(only)
+    failed = await world.ended(only.instance_uuid)
+    assert failed.state is BuildState.FAILED
+    assert [step.rejected for step in failed.funnel if step.step == "ComputeFilter"] == [{"host.disabled": 1}]
+    again = await decide(world, first, AdminState.ENABLED, reason="")
+    assert again.version > decided.version
+    back = world.request(host="c1-0")
+    await world.ask(back)
+    assert (await world.ended(back.instance_uuid, BuildState.SCHEDULED)).host == "c1-0"
+    assert second != first
+
+
+async def test_a_host_under_maintenance_takes_no_forced_request_either(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(force_host_projects=("demo",)))
+    await world.add_hosts("c1", 1)
+    await decide(world, "c1-0", AdminState.DISABLED)
+    forced = world.request(host="c1-0", forced=True)
+    await world.ask(forced)
+    await world.ended(forced.instance_uuid, BuildState.SCHEDULED)
+    for state in (AdminState.MAINTENANCE, AdminState.FENCED):
+        await decide(world, "c1-0", state)
+        again = world.request(host="c1-0", forced=True)
+        await world.ask(again)
+        failed = await world.ended(again.instance_uuid)
+        assert (failed.state, failed.code) == (BuildState.FAILED, "no_valid_host")
+        assert failed.funnel[-1].rejected == {f"host.{state}": 1}
+        plain = world.request(host="c1-0")
+        await world.ask(plain)
+        funnel = (await world.ended(plain.instance_uuid)).funnel
+        assert [step.rejected for step in funnel if step.step == "ComputeFilter"] == [{f"host.{state}": 1}]
+
+
+async def test_a_fence_is_ended_by_a_scheduler_that_has_never_received_the_host(world: World) -> None:
+    """It is off, or offered only after its fence has been lifted: no service announces it, and the book has lost it."""
+    config = SchedulerConfig(hosts_warmup_s=0.001)
+    await world.scheduler("s1", config=config)
+    (host,) = await world.add_hosts("c1", 1)
+    await decide(world, "c1-0", AdminState.FENCED)
+    await world.stop("s1")
+    del world.hosts["c1"][host]
+    await world.answer(InventoryUpdate(source="world", version=2, root_uuid=host, providers=()), InventoryResult)
+    await world.scheduler("s2", config=config)
+    await world.until(lambda: world.tables["s2"].decision_of(host) is not None)
+    assert world.tables["s2"].index_of(host) is None
+    decided = await decide(world, "c1-0", AdminState.ENABLED, force=True)
+    assert (decided.host_uuid, decided.host, decided.state) == (host, "c1-0", AdminState.ENABLED)
+    await world.until(lambda: any(bus == "c1" and fence.lift for bus, fence in world.fences))
+
+
+async def test_a_decision_that_is_delivered_again_does_not_undo_a_later_one(world: World) -> None:
+    """The process that handled it may die before it acknowledges."""
+    await world.scheduler()
+    (host,) = await world.add_hosts("c1", 1)
+    first = await decide(world, host, AdminState.DISABLED)
+    sent = watched(world.buses[API].transport)
+    await world.ask(SetAdminState(host=host, state=AdminState.DISABLED, reason="twice", by="ann"))
+    table = world.tables["s1"]
+    await world.until(lambda: (found := table.decision_of(host)) is not None and found.reason == "twice")
+    (copy,) = sent
+    await decide(world, host, AdminState.ENABLED)
+    await world.buses[API].transport.publish(copy)
+    last = await decide(world, host, AdminState.ENABLED, reason="last")
+    assert last.version == first.version + 3
+    log = await world.answer(ObjectLogQuery(name=host), ObjectLogPage)
+    assert [(one.after or {})["state"] for one in log.entries] == ["enabled", "enabled", "disabled", "disabled"]
+    assert {(one.kind, one.who) for one in log.entries} == {(ObjectKind.HOST, "ann")}
+
+
+async def test_a_decision_that_waits_longer_than_its_requester_is_not_made(world: World) -> None:
+    """Its requester decides anew, and perhaps otherwise by then: a host that was enabled again would be fenced."""
+    await world.scheduler()
+    (host,) = await world.add_hosts("c1", 1)
+    await decide(world, host, AdminState.ENABLED)
+    store = PostgresBuilds(Database(world.url, "scheduler", pool_size=1))
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    await store.open()
+    fence = SetAdminState(host=host, state=AdminState.FENCED, reason="late", by="ann", force=True)
+    async with store.operation() as unit:
+        await unit.lock_objects()
+        with pytest.raises(RequestTimeout):
+            await world.buses[API].request(fence, AdminStateSet, timeout_s=LATE_S)
+        over = world.clock.monotonic() + LATE_S  # it came a moment after it was sent
+        while world.clock.monotonic() < over:
+            await world.answer(ObjectsQuery(), ObjectsPage)
+    await decide(world, host, AdminState.ENABLED, reason="last")
+    log = await world.answer(ObjectLogQuery(name=host), ObjectLogPage)
+    assert [one.why for one in log.entries] == ["last", "fan"]
+    assert world.fences == []
+    await store.close()
+
+
+async def test_unknown_and_ambiguous_hosts_are_refused_by_name(world: World) -> None:
+    await world.scheduler(config=SchedulerConfig(hosts_warmup_s=0.001))
+    await world.add_hosts("c1", 1)
+    await world.add_hosts("c2", 1)
+    world.hosts["c2"] = {uuid: type(one)(uuid=uuid, name="c1-0") for uuid, one in world.hosts["c2"].items()}
+    await world.announce("c2")
+    await world.until(lambda: len(world.tables["s1"].find("c1-0")) == 2)
+    with pytest.raises(RequestRefused) as ambiguous:
+        await decide(world, "c1-0", AdminState.DISABLED)
+    assert ambiguous.value.code == "host.ambiguous"
+    assert (await decide(world, "c1-0", AdminState.DISABLED, cell="c2")).host_uuid in world.hosts["c2"]
+    with pytest.raises(RequestRefused) as unknown:
+        await decide(world, "nowhere", AdminState.DISABLED)
+    assert unknown.value.code == "host.unknown"
+
+
+def is_decided(table: HostTable, host: str, decided: bool) -> bool:
+    return (table.decision_of(host) is not None, bool(table.admin[0])) == (decided, decided)
+
+
+async def test_a_decision_whose_announcement_is_lost_is_read_with_the_next_reading(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler_worker.objects.RELOAD_S", 0.1)
+    await world.scheduler("s1")
+    (host,) = await world.add_hosts("c1", 1)
+    store = PostgresBuilds(Database(world.url, "scheduler", pool_size=1))
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    await store.open()
+    table = world.tables["s1"]
+    for after, decided in (({"host": "c1-0", "state": "disabled"}, True), (None, False)):
+        async with store.operation() as unit:
+            await unit.lock_objects()
+            changed = ChangedObject(kind=ObjectKind.HOST, name=host, after=after)
+            await unit.write_objects([changed], ChangeAuthor("by hand", "", 1.0))
+        await world.until(partial(is_decided, table, host, decided))
+        found = table.decision_of(host)
+        assert (None if found is None else found.state) == (AdminState.DISABLED if decided else None)
+    await store.close()
+
+
+async def test_compute_services_are_listed_with_their_hosts(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 3)
+    await world.add_hosts("c2", 1)
+    await decide(world, "c1-1", AdminState.DISABLED)
+    page = await world.answer(ServicesQuery(), ServicesPage)
+    assert [(one.name, one.cell, one.up, one.hosts, one.enabled) for one in page.services] == [
+        ("compute-c1", "c1", True, 3, 2),
+        ("compute-c2", "c2", True, 1, 1),
+    ]
+    page = await world.answer(ServicesQuery(cell="c2", up=False), ServicesPage)
+    assert page.services == ()
+
+
+async def test_a_host_whose_compute_service_is_up_is_fenced_only_by_force(world: World) -> None:
+    """A name may be mistyped: what is evacuated from a host that runs, runs twice."""
+    await world.scheduler()
+    await world.add_hosts("c1", 2)
+    for change in (
+        SetAdminState(host="c1-0", state=AdminState.FENCED, reason="dead", by="ann"),
+        ObjectsChange(
+            changes=(
+                ObjectChange(
+                    kind=ObjectKind.HOST,
+                    name=(await hosts_of(world))["c1-0"].uuid,
+                    body={"host": "c1-0", "state": "fenced"},
+                ),
+            ),
+            who="ann",
+        ),
+    ):
+        reply = AdminStateSet if isinstance(change, SetAdminState) else ObjectsChanged
+        with pytest.raises(RequestRefused, match="the compute service compute-c1 is up") as refusal:
+            await world.answer(change, reply)
+        assert refusal.value.code == "host.service_up"
+    assert (await hosts_of(world))["c1-0"].admin is None
+    forced = await decide(world, "c1-0", AdminState.FENCED, force=True)
+    again = await decide(world, "c1-0", AdminState.FENCED, reason="PSU", force=False)  # it is fenced already
+    assert (forced.state, again.state, again.reason) == (AdminState.FENCED, AdminState.FENCED, "PSU")
+
+
+async def test_a_host_whose_compute_service_is_down_is_fenced_without_force(world: World) -> None:
+    await world.scheduler()
+    await world.add_hosts("c1", 1)
+    down = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat for 6 s")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(down,)))
+    await world.until(lambda: all(table.down()[0] for table in world.tables.values()))
+    assert (await decide(world, "c1-0", AdminState.FENCED, force=False)).state is AdminState.FENCED
+
+
+# --- Hosts that an operator forgets: what stands in the way, what goes, and the entry in the log.
+
+
+ZONE = "a0000000-0000-4000-8000-00000000000a"
+
+
+async def refused_code(world: World, host: str) -> str:
+    with pytest.raises(RequestRefused) as fault:
+        await forget_host(world, host)
+    return fault.value.code
+
+
+async def test_a_host_that_is_gone_leaves_the_book_the_record_and_its_aggregates(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.scheduler("s2", WARM)
+    gone, other = await world.add_hosts("c1", 2)
+    aggregate = {"name": "rack", "uuid": ZONE, "hosts": ["c1-0", "c1-1"]}
+    change = ObjectsChange(changes=(ObjectChange(kind=ObjectKind.AGGREGATE, name="rack", body=aggregate),), who="ann")
+    await world.answer(change, ObjectsChanged)
+    await decide(world, "c1-0", AdminState.DISABLED, reason="smoke")
+    await digests(world, "compute-c1")
+    done = await forget_host(world, "c1-0")
+    assert (done.host_uuid, done.host, done.removed, done.aggregates) == (gone, "c1-0", True, ("rack",))
+    await world.until(lambda: all(book.row_of(gone) is None for book in world.replicas.values()))
+    await world.until(lambda: all(table.decision_of(gone) is None for table in world.tables.values()))
+    assert list(await hosts_of(world)) == ["c1-1"]
+    assert all(book.row_of(other) is not None for book in world.replicas.values())
+    log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
+    newest = log.entries[0]
+    assert (newest.who, newest.why, newest.after) == ("ann", "scrapped", None)
+    assert newest.before is not None and newest.before["host"] == "c1-0"
+    again = await forget_host(world, gone)
+    assert (again.host_uuid, again.removed) == (gone, False)
+    log = await world.answer(ObjectLogQuery(name=gone), ObjectLogPage)
+    assert log.entries[0] == newest, "nothing was on record, and nothing is logged"
+
+
+async def test_a_host_without_a_decision_is_in_the_log_when_it_is_forgotten(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    (gone,) = await world.add_hosts("c1", 1)
+    await digests(world, "compute-c1")
+    assert (await forget_host(world, "c1-0", cell="c1")).removed
+    log = await world.answer(ObjectLogQuery(kind=ObjectKind.HOST), ObjectLogPage)
+    assert [(one.name, one.who, one.before) for one in log.entries] == [
+        (gone, "ann", {"host": "c1-0", "state": "enabled"})
+    ]
+
+
+async def test_a_host_that_a_service_may_still_report_is_kept(world: World) -> None:
+    """A service that is up; and a cell whose services this scheduler does not know, or not all of them."""
+    await world.scheduler("s1", WARM)
+    (host,) = await world.add_hosts("c1", 1)
+    await digests(world)
+    assert await refused_code(world, "c1-0") == "host.service_up"
+    await world.stop("s1")
+    await world.scheduler("s2", WARM)
+    await world.until(lambda: world.tables["s2"].index_of(host) is not None)
+    silent = ServiceDown(service="compute-c1", epoch=2**62, code="service.silent", reason="no heartbeat")
+    await world.buses["c1"].publish(ServicesDigest(cell="c1", term=1, number=1, page=1, pages=1, up=0, down=(silent,)))
+    await world.until(lambda: world.tables["s2"].is_down(host))
+    assert await refused_code(world, "c1-0") == "host.cell_silent"  # c2 may have it
+    await world.buses["c2"].publish(ServicesDigest(cell="c2", term=1, number=1, page=1, pages=1, up=2))
+    await decide(world, "c1-0", AdminState.DISABLED)
+    assert await refused_code(world, "c1-0") == "host.cell_silent"  # a service of c2 has not announced its hosts here
+    assert world.replicas["s2"].row_of(host) is not None
+
+
+async def test_a_host_that_something_is_on_record_of_is_kept(world: World) -> None:
+    """Its instance by the schedulers' record; its fence; and what a consumer holds by the book, whichever that is."""
+    await world.scheduler("s1", WARM)
+    (host,) = await world.add_hosts("c1", 1)
+    build = world.request()
+    await world.active(build)
+    await digests(world, "compute-c1")
+    assert await refused_code(world, "c1-0") == "host.has_instances"
+    number = (await decide(world, host, AdminState.FENCED)).fence
+    await publish_fence(world, host, number, FenceState.FENCED, losses=1)
+    await world.announced("c1", build, BuildState.DELETED, 12, terminal=True)
+    await world.ended(build.instance_uuid, BuildState.DELETED)
+    assert await refused_code(world, "c1-0") == "host.fence_open"
+    await decide(world, host, AdminState.ENABLED, reason="burnt", force=True)
+    assert await refused_code(world, "c1-0") == "host.fence_open"  # its cell would put the fence on record again
+    (lift,) = {one.version for _, one in await world.until(lambda: [one for one in world.fences if one[1].lift])}
+    await publish_fence(world, host, lift, FenceState.LIFTING, losses=1)
+    async with asyncio.timeout(PATIENCE_S):
+        while await refused_code(world, "c1-0") == "host.fence_open":
+            pass
+    assert await refused_code(world, "c1-0") == "host.in_use"  # no cell has released what the instance held
+    assert all(book.row_of(host) is not None for book in world.replicas.values())
+    await world.answer(Release(consumer=build.instance_uuid), ReleaseResult)
+    assert (await forget_host(world, "c1-0")).removed
+    # A report about the fence that was under way does not bring it back.
+    await publish_fence(world, host, lift, FenceState.LIFTING, losses=1)
+    await decide(world, (await world.add_hosts("c2", 1))[0], AdminState.DISABLED)
+    page = await world.answer(ObjectsQuery(kind=ObjectKind.FENCE), ObjectsPage)
+    assert page.objects == ()
+
+
+async def test_another_host_may_have_the_name_afterwards(world: World) -> None:
+    """A machine that is replaced keeps its name and has a uuid of its own: the name meant two hosts for ever."""
+    await world.scheduler("s1", WARM)
+    (gone,) = await world.add_hosts("c1", 1)
+    await digests(world, "compute-c1")
+    assert (await forget_host(world, gone)).removed
+    new = "f0000000-0000-4000-8000-00000000000f"
+    world.hosts["c1"] = {new: HostReport(uuid=new, name="c1-0")}
+    await world.report(new, "c1-0", {"VCPU": 4})
+    await world.buses["c1"].publish(
+        ComputeHosts(
+            service="compute-c1",
+            cell="c1",
+            epoch=2**62 + 1,
+            sequence=1,
+            hosts=tuple(world.hosts["c1"].values()),
+            complete=True,
+        )
+    )
+    await world.until(lambda: world.tables["s1"].index_of(new) is not None)
+    await world.until(lambda: world.replicas["s1"].row_of(new) is not None)
+    assert (await decide(world, "c1-0", AdminState.DISABLED)).host_uuid == new
+
+
+async def test_an_unknown_name_is_refused_and_an_unknown_uuid_is_nothing_on_record(world: World) -> None:
+    await world.scheduler("s1", WARM)
+    await world.add_hosts("c1", 1)
+    await digests(world)
+    assert await refused_code(world, "nowhere") == "host.unknown"
+    assert not (await forget_host(world, ZONE)).removed
+    log = await world.answer(ObjectLogQuery(kind=ObjectKind.HOST), ObjectLogPage)
+    assert log.entries == ()
+
+
+# --- A compute service whose announcements are older than what a scheduler knows of its name.
+
+
+async def test_a_service_that_announces_under_an_epoch_below_the_known_one_receives_that_one(world: World) -> None:
+    await world.scheduler(config=WARM)
+    (host,) = await world.add_hosts("c1", 1)  # announced under epoch 1
+    report = world.hosts["c1"][host]
+
+    async def announce(epoch: int, sequence: int) -> None:
+        message = ComputeHosts(
+            service="compute-c1", cell="c1", epoch=epoch, sequence=sequence, hosts=(report,), complete=True
+        )
+        await world.buses["c1"].publish(message)
+
+    await announce(9, 1)  # another process that has the name for a moment, with a clock that is ahead
+    await announce(9, 1)  # a copy: nothing is outdated by it
+    await announce(1, 99)
+    await world.until(lambda: world.outdated)
+    assert world.outdated == [ServiceOutdated(service="compute-c1", cell="c1", epoch=9)]

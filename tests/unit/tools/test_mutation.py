@@ -1,0 +1,80 @@
+"""How scripts/mutation plants a mutant, and which survivors it does not print."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.mutation.__main__ import EQUIVALENT, Reasons
+from tests.mutation.planting import Functions, OnlyByImport, changed_functions
+
+SOURCE = """
+LIMIT = 3
+def is_few(count):
+    return count < LIMIT
+class Box:
+    size = 1
+    def has_room(self, count):
+        return all(one < self.size for one in range(count))
+"""
+
+
+def compiled(source: str) -> Any:
+    return compile(source, "rules.py", "exec", dont_inherit=True)
+
+
+def imported(place: Path) -> ModuleType:
+    spec = spec_from_file_location("rules_of_a_test", place)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("count < LIMIT", "count <= LIMIT", ["is_few"]),
+        ("one < self.size", "True", ["Box.has_room"]),
+        ("count < LIMIT", "count < LIMIT", []),
+    ],
+)
+def test_the_functions_of_a_mutant_are_those_whose_code_it_changes(before: str, after: str, changed: list[str]) -> None:
+    mutant = SOURCE.replace(before, after)
+    found = list(changed_functions(compiled(SOURCE), compiled(mutant)))
+    assert [one.co_qualname for one, _ in found] == changed
+
+
+@pytest.mark.parametrize(("before", "after"), [("LIMIT = 3", "LIMIT = 4"), ("size = 1", "size = 2")])
+def test_what_an_import_runs_is_not_changed_in_a_function(before: str, after: str) -> None:
+    with pytest.raises(OnlyByImport):
+        list(changed_functions(compiled(SOURCE), compiled(SOURCE.replace(before, after))))
+
+
+def test_a_function_that_is_planted_is_another_wherever_it_was_imported_to(tmp_path: Path) -> None:
+    place = tmp_path / "rules.py"
+    place.write_text(SOURCE)
+    module = imported(place)
+    is_few, box = module.is_few, module.Box()
+    functions = Functions(tmp_path)
+    functions.plant("rules.py", SOURCE.replace("count < LIMIT", "count > LIMIT"))
+    functions.plant("rules.py", SOURCE.replace("one < self.size", "True"))
+    assert (is_few(2), is_few(4), box.has_room(5)) == (False, True, True)
+    with pytest.raises(OnlyByImport):
+        functions.plant("rules.py", SOURCE)
+    assert "rules_of_a_test" not in sys.modules
+
+
+def test_a_mutant_is_equivalent_by_its_text_wherever_it_stands(tmp_path: Path) -> None:
+    place = tmp_path / "equivalent.toml"
+    place.write_text('[[mutant]]\npath = "a.py"\nbefore = "  x > 0"\nafter = "  x >= 0"\nreason = "x is never 0"\n')
+    reasons = Reasons(place)
+    mutant = {"path": "a.py", "line": 7, "before": "    x > 0", "after": "    x >= 0"}
+    assert reasons.of(mutant) == "x is never 0"
+    assert reasons.of(mutant | {"after": "    x < 0"}) == ""
+    assert Reasons(EQUIVALENT).of(mutant) == ""
