@@ -254,7 +254,7 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
     to_conductor(moves.CellCheck, "cell.check", "order of the change; a check changes nothing"),
     to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question"),
-    event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, owner=SCHEDULER, by=(CONDUCTOR,)),
+    event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, by=(CONDUCTOR,)),
     to_conductor(fences.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(fences.HostFence, "host.fence", "host_uuid, version and state"),
     to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),
