@@ -33,13 +33,9 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
     def depart(instance: Any, at: float, context: Any) -> Step:
         stepped = original(instance, at, context)
-        kept = replace(instance, state=State.OFFLOADED, then=None, move=None, position=0, deadline=None)
-        return Step(replace(kept, sequence=instance.sequence + 1), stepped.commands)
+        return Step(replace(instance, sequence=instance.sequence + 1), stepped.commands)
 
-    planted = ExitStack()
-    planted.enter_context(patch.object(departure_steps, "_depart", depart))
-    planted.enter_context(in_table(State.PREPARING, ChangeEnded, move_rules.go_on, State.OFFLOADED))
-    return planted
+    return patch.object(departure_steps, "_depart", depart)
 
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
