@@ -118,12 +118,7 @@ class Bus:
         message that is being handled.
         """
         waiter = Waiter()
-        few = len(messages) <= FEW
-        for number, (message, cause) in enumerate(messages):
-            if self.publisher.waiting >= self.limits.waiting:
-                await self.publisher.wait_for_capacity()
-            traceparent = traceparents[number] if traceparents else None
-            self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent)
+        await self._post_each(messages, lambda: waiter, traceparents)
         await waiter.wait()
 
     def post_all(
@@ -144,14 +139,24 @@ class Bus:
         """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed."""
         waiter = Waiter()
         places: list[Confirmation] = []
-        few = len(messages) <= FEW
-        for message, cause in messages:
-            if self.publisher.waiting >= self.limits.waiting:
-                await self.publisher.wait_for_capacity()
+
+        def next_place() -> Confirmation:
             places.append(Confirmation(waiter))
-            self._post(message, cause, places[-1], None, None, few=few)
+            return places[-1]
+
+        await self._post_each(messages, next_place)
         await waiter.wait()
         return [place.error for place in places]
+
+    async def _post_each(
+        self, messages: Sequence[tuple[Message, str]], waiter: Callable[[], Waiter], traceparents: Sequence[str] = ()
+    ) -> None:
+        few = len(messages) <= FEW
+        for number, (message, cause) in enumerate(messages):
+            if self.publisher.waiting >= self.limits.waiting:
+                await self.publisher.wait_for_capacity()
+            traceparent = traceparents[number] if traceparents else None
+            self._post(message, cause, waiter(), None, None, few=few, traceparent=traceparent)
 
     async def request(self, message: Message, reply: type[R], *, timeout_s: float, cause: str = "") -> R:
         """Send a request and wait for the reply. Raises RequestTimeout or RequestRefused (with the other side's

@@ -20,11 +20,6 @@ class InTurn(Generic[T]):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[T]:
-        """All items, line by line."""
-        for line in self._lines.values():
-            yield from line
-
     def put(self, line: Hashable, item: T) -> None:
         """Add an item at the end of a line."""
         items = self._lines.get(line)
@@ -60,9 +55,3 @@ class InTurn(Generic[T]):
             if not items:
                 del self._lines[line]
                 self._turns.remove(line)
-
-    def clear(self) -> None:
-        """Drop all items."""
-        self._lines.clear()
-        self._turns.clear()
-        self._count = 0

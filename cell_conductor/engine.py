@@ -49,11 +49,17 @@ from .domain.move_doubts import is_searched_for
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
-from .placement_requests import PendingQuestion, PlacementRequests, due_questions
+from .placement_requests import (
+    PendingQuestion,
+    PlacementRequests,
+    Transition,
+    due_questions,
+    may_be_redone,
+    observe_steps,
+)
 from .search import MachineSearch
 from .store.port import DatabaseChange, InstanceStore, Transaction
 from .store.safety import UnexplainedRecord
-from .transition import Transition, may_be_redone, observe_steps
 
 log = structlog.get_logger(__name__)
 

@@ -1,13 +1,20 @@
-"""Checks all events that a host's report alone would end or destroy: the breakers and the quarantine.
+"""Checks what hosts report: the breakers and the quarantine, before all events that a report alone would end or
+destroy; the reservations of machines in quarantine; and hosts that the book has as another compute service's.
 
-A report without harmful events and unexplained machines costs nothing here.
+A report without harmful events and unexplained machines costs nothing here. The reservations are level-triggered: a
+report names the machines that are reserved; if they differ from the record, the service is sent the right ones. So no
+state is kept here, and any conductor of the cell does it. The book keeps which service has a host and refuses the
+inventory of a second one; the conductor has the states and listings of the services. One conductor of the cell, the
+keeper of its leases, notifies the owner of such a host, or releases the hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 import structlog
+from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.clock import Clock
@@ -16,16 +23,22 @@ from bus.contracts.cell import (
     BreakerTripped,
     ComputeHosts,
     Destroy,
+    HostsContested,
+    HostsReleased,
     MachinesUnexplained,
+    ReserveMachines,
     UnexplainedMachine,
 )
+from bus.contracts.placement import COMPUTE_SOURCE, InventoryReleased
 
 from . import metrics
 from .config import ConductorConfig
 from .domain.breaker import Finding, RecentFindings, ScanFindings, assess
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
+from .domain.listings import Listings
 from .domain.proof import is_ordered
+from .domain.quarantine_reservations import misreserved, pages, reserved_on
 from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
 from .store.port import InstanceStore
 from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
@@ -254,3 +267,85 @@ class Guard:
             log.warning("machine.unexplained_more", service=service, machines=len(unseen) - LOGGED_PER_PAGE)
         for one in unseen:
             metrics.UNEXPLAINED.labels(one.kind).inc()
+
+
+class Leases(Protocol):
+    """The queries to the keeper of the leases."""
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether this conductor is the keeper."""
+
+    def is_gone(self, service: str) -> bool:
+        """Whether a service is gone for good."""
+
+
+class HostOwners:
+    """One conductor's answers to services that were refused hosts."""
+
+    def __init__(self, bus: Bus, listings: Listings, leases: Leases | None) -> None:
+        self._bus = bus
+        self._listings = listings
+        self._leases = leases
+
+    async def answer(self, report: ComputeHosts) -> ComputeHosts:
+        """Answer a report's statements about other services' hosts; returns the report without them."""
+        contested: dict[str, list[str]] = {}
+        for host in report.hosts:
+            if host.owner is not None and host.owner != report.service:
+                contested.setdefault(host.owner, []).append(host.uuid)
+        if not contested:
+            return report
+        if self._leases is not None and self._leases.is_keeper:
+            for owner, hosts in contested.items():
+                await self._answer(report, owner, hosts)
+        own = tuple(replace(host, running=None) if host.owner is not None else host for host in report.hosts)
+        return replace(report, hosts=own)
+
+    def has_passed(self, host: str, owner: str) -> bool:
+        """Whether its owner has given this host up, or is gone for good as the keeper of the leases knows."""
+        leases = self._leases
+        is_gone = leases is not None and leases.is_keeper and leases.is_gone(owner)
+        return is_gone or not self._listings.may_have(owner, host)
+
+    async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:
+        released = [host for host in hosts if self.has_passed(host, owner)]
+        kept = [host for host in hosts if host not in set(released)]
+        if released:
+            # Placement first: the service's next report may follow at once, and is refused before this.
+            proof = InventoryReleased(source=f"{COMPUTE_SOURCE}{owner}", roots=tuple(released))
+            await self._bus.publish(proof, cause=report.service)
+            log.warning("hosts.released", owner=owner, service=report.service, hosts=len(released), first=released[0])
+            given = HostsReleased(service=report.service, cell=report.cell, owner=owner, hosts=tuple(released))
+            await self._bus.publish(given, cause=report.service)
+        if kept:
+            contest = HostsContested(service=owner, cell=report.cell, other=report.service, hosts=tuple(kept))
+            await self._bus.publish(contest, cause=report.service)
+
+
+class QuarantineReservations:
+    """One conductor's."""
+
+    def __init__(self, store: InstanceStore, bus: Bus) -> None:
+        self._store = store
+        self._bus = bus
+
+    async def reserve(self, report: ComputeHosts, unexplained: Sequence[Unexplained]) -> None:
+        """Send the machines to reserve for those hosts of a page that have others reserved."""
+        wrong = misreserved(report, unexplained)
+        if not wrong:
+            return
+        uuids = sorted({one.instance_uuid for machines in wrong.values() for one in machines})
+        async with self._store.transaction() as transaction:
+            records = await transaction.lock(uuids) if uuids else {}
+        metrics.RESERVED.labels(report.service).inc()
+        log.warning("quarantine.reserve", service=report.service, hosts=len(wrong), machines=len(uuids))
+        for page in pages(wrong):
+            order = ReserveMachines(
+                service=report.service,
+                cell=report.cell,
+                epoch=report.epoch,
+                sequence=report.sequence,
+                hosts=tuple(reserved_on(host, wrong[host], records) for host in page),
+            )
+            await self._bus.publish(order, cause=report.service)

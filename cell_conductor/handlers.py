@@ -50,10 +50,8 @@ from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
 from .engine import Engine
 from .fences import FenceKeeper
-from .forgetting import LeaseForgetter
-from .guard import Guard
-from .owners import HostOwners, Leases
-from .quarantine_reservations import QuarantineReservations
+from .guard import Guard, HostOwners, Leases, QuarantineReservations
+from .lease_keeper import LeaseForgetter
 from .search import MachineSearch
 from .store.port import InstanceStore
 

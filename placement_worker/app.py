@@ -66,7 +66,9 @@ def build(
         service.add_resource(rest.open, rest.close)  # before the book, so that /readyz shows what is awaited
     _add_book(service, store, buses[API])
     _add_consumers(service, buses[API], handlers, config)
-    _add_feed(service, publisher)
+    service.add_task("feed publisher", publisher.run)
+    service.add_task("feed head", publisher.announce)
+    service.add_task("feed trim", publisher.trim)
     announce_presence(service, env, buses[API], "placement")
     links = _links(env, handlers, config, claim, in_use)
     configured = [_add_link(service, buses[cell], links) for cell in cells]
@@ -76,7 +78,9 @@ def build(
         _add_rest(service, rest)
     if answer is not None:
         own = InProcessRest(store, config.rest, clock=env.clock, rng=env.rng, committed=publisher.wake)
-        answer(_in_process(service, own))
+        service.add_task("rest in process", own.run)
+        service.add_drain(own.drain)
+        answer(own.application)
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     service.add_drain(publisher.drain)
     return service
@@ -139,12 +143,6 @@ def _add_consumers(service: Service, api: Bus, handlers: PlacementHandlers, conf
     )
 
 
-def _add_feed(service: Service, publisher: FeedPublisher) -> None:
-    service.add_task("feed publisher", publisher.run)
-    service.add_task("feed head", publisher.announce)
-    service.add_task("feed trim", publisher.trim)
-
-
 def _links(
     env: Environment,
     handlers: PlacementHandlers,
@@ -199,12 +197,6 @@ def _add_rest(service: Service, rest: RestServer) -> None:
     service.add_check("rest", lambda: rest.ready)
     service.add_drain(rest.drain)
     service.add_preparation(rest.wait_ready)
-
-
-def _in_process(service: Service, rest: InProcessRest) -> Application:
-    service.add_task("rest in process", rest.run)
-    service.add_drain(rest.drain)
-    return rest.application
 
 
 def _rest(

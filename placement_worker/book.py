@@ -8,26 +8,17 @@ opened; `ResourceBook` opens one for each.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from msgspec import Struct
 
 from bus.contracts.feed import ChangesPage, FeedChanges, FeedHead, SnapshotPage
 from bus.contracts.placement import InventoryResult, InventoryUpdate, ProviderState
 from bus.faults import Transient
 from bus.turns import turn_for
-from placement_worker.domain import allocations
+from placement_worker.domain import allocations, trees
 from placement_worker.domain.allocation_migration import between, migrated, migrating_classes
-from placement_worker.domain.allocations import (
-    AllocationOutcome,
-    AllocationWrite,
-    Reshape,
-    classes_of_allocations,
-    entries_of_allocations,
-    expect,
-    expected_rows,
-    providers_held,
-    reshape,
-    touched,
-)
+from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, reshape
 from placement_worker.domain.claim_group import NOBODY, ClaimGroup, ClaimReply
 from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.claims import ClaimItem, decide
@@ -35,32 +26,10 @@ from placement_worker.domain.claims import changes_of as changes_of_usage
 from placement_worker.domain.refusal import WriteRefusal, caused
 from placement_worker.domain.report_group import ReportGroup, is_retired, names_of_reports, trees_of_reports
 from placement_worker.domain.reports import ReportRefusal, changes_of, plan
-from placement_worker.domain.trees import (
-    ProviderTrees,
-    TreeOutcome,
-    TreeWrite,
-    WantedTrees,
-    adopted_providers,
-    classes_of_trees,
-    deleted_trees,
-    traits_of_trees,
-    wanted_trees,
-)
+from placement_worker.domain.trees import TreeOutcome, TreeWrite
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Provider, is_closed, state_of
-from placement_worker.store.names import NameTable, StaleNames
-from placement_worker.store.port import (
-    NO_LIMITS,
-    BookReads,
-    BookRows,
-    BookTransaction,
-    Leaving,
-    Locked,
-    NameExists,
-    NameKind,
-    NewestHead,
-    PassedMeanwhile,
-)
-from placement_worker.store.publishing import Published, Publishing
+from placement_worker.store import port
+from placement_worker.store.names import StaleNames
 
 Written = TypeVar("Written")
 
@@ -75,21 +44,37 @@ BYTES_AN_INVENTORY = 400
 BYTES_A_NAME = 300
 
 
+# How long a process that has taken changes holds the position, by the database's clock. Much longer than a broker takes
+# to confirm. Replicas that miss the changes of a dead publisher request them meanwhile.
+LEASE_S = 2.0
+
+
 class HoldersBusy(Transient):
     """Another transaction is changing allocations that the report moves."""
 
     code = "inventory.holders_busy"
 
 
+class Published(Struct, frozen=True):
+    """The result of one turn of publishing. count: the changes that were published. more: further changes may be
+    unpublished. taken: another process is publishing.
+    """
+
+    count: int
+    more: bool
+    taken: bool = False
+
+
 class ResourceBook:
     """The book over its rows. Every write commits in one transaction together with its numbered changes.
 
-    reads: the reads that no decision follows.
+    reads: the reads that no decision follows. names: the class and trait names that this process has cached.
     """
 
-    def __init__(self, rows: BookRows) -> None:
+    def __init__(self, rows: port.BookRows) -> None:
         self.rows = rows
-        self._publishing = Publishing(rows)
+        self.names, self.reads = rows.names, rows.reads
+        self._lease: Any = None  # of the last turn of publishing, until the turn has succeeded
         self._seen: FeedHead | None = None  # the last head that `newest` has looked at
 
     @property
@@ -101,16 +86,6 @@ class ResourceBook:
     def deployment(self) -> str:
         """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
         return self.rows.deployment
-
-    @property
-    def names(self) -> NameTable:
-        """The class and trait names that this process has cached."""
-        return self.rows.names
-
-    @property
-    def reads(self) -> BookReads:
-        """The reads that no decision follows."""
-        return self.rows.reads
 
     async def open(self) -> None:
         """Connect and migrate, and insert the standard names. Waits while the database is unavailable."""
@@ -131,13 +106,11 @@ class ResourceBook:
         bus: the bus on which they arrived. For items of a cell's bus, providers of another cell are `gone`, and a
         consumer that holds them is `consumer_changed`.
         """
-        if not items:
-            return []
         group = ClaimGroup(items)
-        await self._know_classes(group.classes)
+        await self._know(group.classes)
         try:
             return await self._write(lambda transaction: claim(transaction, group, bus))
-        except PassedMeanwhile:
+        except port.PassedMeanwhile:
             return await self._write(lambda transaction: claim(transaction, group, bus, alone=True))
 
     async def report(
@@ -148,8 +121,6 @@ class ResourceBook:
         bus: the bus on which they arrived. A new root belongs to the cell of that bus, and reports about roots of other
         cells are refused.
         """
-        if not updates:
-            return []
 
         async def create_names() -> None:  # ahead of the transaction; names that were removed are created again
             await self.names.ensure(*names_of_reports(updates, self.names.trait_ids))
@@ -176,23 +147,22 @@ class ResourceBook:
 
     async def write_trees(self, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
         """Apply a group of writes of providers, in order, each with its own outcome. Raises Unstorable."""
-        await self._know_classes(classes_of_trees(writes))
-        await self._know_traits(traits_of_trees(writes))
+        await self._know(trees.classes_of_trees(writes), trees.traits_of_trees(writes))
         return await self._write(lambda transaction: write_trees(transaction, writes))
 
     async def write_allocations(self, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
         """Apply a group of writes of allocations, in order, each with its own outcome. Raises Unstorable."""
-        await self._know_classes(classes_of_allocations(items))
+        await self._know(allocations.classes_of_allocations(items))
         return await self._write(lambda transaction: write_allocations(transaction, items))
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """Apply one reshape. Returns the refusal, None when it was applied."""
-        await self._know_classes(name for _, inventories in item.inventories.values() for name in inventories)
+        await self._know(name for _, inventories in item.inventories.values() for name in inventories)
         return await self._write(lambda transaction: apply_reshape(transaction, item))
 
     async def _write(
         self,
-        apply: Callable[[BookTransaction], Awaitable[Written]],
+        apply: Callable[[port.BookTransaction], Awaitable[Written]],
         ahead: Callable[[], Awaitable[None]] | None = None,
     ) -> Written:
         """Run one transaction. When it fails because of stale names, refresh them and run it once more.
@@ -213,38 +183,34 @@ class ResourceBook:
 
     # --- names
 
-    async def _know_classes(self, named: Iterable[str]) -> None:
-        """Refresh the names when the writes name a class that is not cached: another process may have created it."""
-        if not self.names.class_ids.keys() >= set(named):
-            await self.names.refresh()
-
-    async def _know_traits(self, named: Iterable[str]) -> None:
-        if not self.names.trait_ids.keys() >= set(named):
+    async def _know(self, classes: Iterable[str], traits: Iterable[str] = ()) -> None:
+        """Refresh the names when the writes name one that is not cached: another process may have created it."""
+        if not (self.names.class_ids.keys() >= set(classes) and self.names.trait_ids.keys() >= set(traits)):
             await self.names.refresh()
 
     async def unknown_classes(self, named: Iterable[str]) -> list[str]:
         """Return those of these names that are not resource classes of the book, in order."""
         wanted = list(dict.fromkeys(named))
         await self.names.refresh_if_old()
-        await self._know_classes(wanted)
+        await self._know(wanted)
         return [name for name in wanted if name not in self.names.class_ids]
 
     async def unknown_traits(self, named: Iterable[str]) -> list[str]:
         """Return those of these names that are not traits of the book, in order."""
         wanted = list(dict.fromkeys(named))
-        await self._know_traits(wanted)
+        await self._know((), wanted)
         return [name for name in wanted if name not in self.names.trait_ids]
 
-    async def create_name(self, kind: NameKind, name: str) -> bool:
+    async def create_name(self, kind: port.NameKind, name: str) -> bool:
         """Create a class or trait. Returns False when it exists."""
-        classes, traits = ((name,), ()) if kind is NameKind.CLASS else ((), (name,))
+        classes, traits = ((name,), ()) if kind is port.NameKind.CLASS else ((), (name,))
         async with self.rows.transaction() as transaction:
             created = await transaction.add_names(classes, traits)
         if created:
             await self.names.refresh()
         return bool(created)
 
-    async def delete_name(self, kind: NameKind, name: str) -> bool:
+    async def delete_name(self, kind: port.NameKind, name: str) -> bool:
         """Remove a class or trait. Returns False when it does not exist. Raises NameInUse."""
         async with self.rows.transaction() as transaction:
             deleted = await transaction.delete_name(kind, name)
@@ -260,7 +226,7 @@ class ResourceBook:
                 await transaction.lock_sources(())
                 after = await transaction.rename_class(old, new)
                 await transaction.append(changes_of({}, after or {}))
-        except NameExists:
+        except port.NameExists:
             return None
         await self.names.refresh()
         return after is not None
@@ -299,7 +265,7 @@ class ResourceBook:
         """Return the number of the newest committed change, and the id of its history."""
         return await self.rows.head()
 
-    async def newest(self) -> NewestHead:
+    async def newest(self) -> port.NewestHead:
         """Return the newest head. The history gets a new id when the database was restored or its standby promoted.
 
         A restore is recognised by state of the database that a backup does not contain, and by a head that is behind
@@ -312,11 +278,27 @@ class ResourceBook:
     async def publish(self, send: Callable[[FeedChanges], Awaitable[None]], limit: int) -> Published:
         """Pass the next unpublished changes to `send`, and record them as published when it returns.
 
-        One process publishes at a time; for the others the result is `taken`. A process that dies or hangs blocks the
-        others for `publishing.LEASE_S`, and its changes are published again. A process must not call this method
-        concurrently.
+        The broker has confirmed every change up to the position at least once. The position only moves forward, and
+        only over changes that the moving process has just sent. This holds with any number of publishers, and also if a
+        crash of the database loses the latest position: visible changes are on disk, and their numbers are never given
+        again. So changes may be published twice, but none is skipped.
+
+        A lease keeps two processes from sending the same changes, which would only be a waste: for the others the
+        result is `taken`. A process that dies or hangs blocks the others for LEASE_S. A process must not call this
+        method concurrently.
         """
-        return await self._publishing.publish(send, limit)
+        taken = await self.rows.take_changes(limit, LEASE_S, self._lease)
+        if taken is None:
+            return Published(0, False)
+        if taken.lease is None:
+            return Published(0, True, taken=True)
+        self._lease = taken.lease
+        last = taken.rows[-1].last
+        # No connection is held while the broker confirms.
+        await send(FeedChanges(rows=tuple(taken.rows), history=taken.history))
+        await self.rows.move_position(last, taken.lease)
+        self._lease = None
+        return Published(last - taken.rows[0].first + 1, taken.more)
 
     async def trim(self, *, keep_changes: int, keep_fences_s: float, keep_sources_s: float, limit: int) -> bool:
         """Delete published changes, fences and sources that are no longer needed, at most `limit` rows of each. Returns
@@ -336,7 +318,9 @@ def _bytes_of(provider: Provider) -> int:
     return BYTES_A_PROVIDER + BYTES_AN_INVENTORY * len(provider.inventories) + BYTES_A_NAME * names
 
 
-async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False) -> list[ClaimReply]:
+async def claim(
+    transaction: port.BookTransaction, group: ClaimGroup, bus: str, *, alone: bool = False
+) -> list[ClaimReply]:
     """Decide and write one group of claims from one bus.
 
     alone: lock projects with limits exclusively instead of shared. Raises PassedMeanwhile when concurrent claims have
@@ -352,14 +336,14 @@ async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, al
         group.items,
         locked.found,
         locked.providers,
-        transaction.class_ids,
+        transaction.names.class_ids,
         frozenset(uuid for uuid, cell in locked.cells.items() if is_closed(cell, bus)),
         groups={key: members.get(key, {}) for key in keys},
         projects={project: locked.usage.get(project, {}) for project in limited},
     )
     if decision.joined:
         await transaction.join(decision.joined)  # before `write_claims` locks the feed's counter
-    most = NO_LIMITS if alone else group.limits
+    most = port.NO_LIMITS if alone else group.limits
     sequence = await transaction.write_claims(decision, locked, changes_of_usage(decision), most)
     # A cell learns nothing of others' consumers.
     lost = group.lost(decision.verdicts) if bus == ABOVE_CELLS else {}
@@ -368,19 +352,18 @@ async def claim(transaction: BookTransaction, group: ClaimGroup, bus: str, *, al
 
 
 async def report(
-    transaction: BookTransaction, updates: Sequence[InventoryUpdate], bus: str
+    transaction: port.BookTransaction, updates: Sequence[InventoryUpdate], bus: str
 ) -> list[InventoryResult | ReportRefusal]:
     """Decide and write a group of updates that came on one bus."""
     sources, cells = await transaction.lock_sources({update.root_uuid for update in updates})
     group = ReportGroup(updates, sources, cells=cells, bus=bus)
-    group.refuse_flawed(transaction.trait_ids)
-    group.refuse_foreign()
+    group.refuse_invalid(transaction.names.trait_ids)
     group.refuse_owned()
     group.sort_out_stale()
     return group.answers(await _apply_reports(transaction, group))
 
 
-async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list[str]:
+async def remove_retired_trees(transaction: port.BookTransaction, limit: int) -> list[str]:
     """Remove retired trees, as if their sources had reported the removal again. Returns the roots.
 
     A source that has ended for good will not report again, so no report would remove them.
@@ -389,21 +372,21 @@ async def remove_retired_trees(transaction: BookTransaction, limit: int) -> list
     sources = await transaction.retired_sources(limit)
     if not sources:
         return []
-    _, locked = await transaction.lock_trees(WantedTrees(whole={root for root, _ in sources}))
-    trees: dict[str, list[Provider]] = {}
+    _, locked = await transaction.lock_trees(trees.WantedTrees(whole={root for root, _ in sources}))
+    by_root: dict[str, list[Provider]] = {}
     for provider in locked.values():
-        trees.setdefault(provider.root, []).append(provider)
+        by_root.setdefault(provider.root, []).append(provider)
     # A claim or a write of the REST API may have changed the tree before it was locked.
     empty = [
         InventoryUpdate(source=source, version=known.version, root_uuid=root)
         for (root, source), known in sources.items()
-        if is_retired(trees.get(root, ()))
+        if is_retired(by_root.get(root, ()))
     ]
     await _apply_reports(transaction, ReportGroup(empty, sources, cells={}, bus=ABOVE_CELLS))
     return list(dict.fromkeys(update.root_uuid for update in empty))
 
 
-async def _apply_reports(transaction: BookTransaction, group: ReportGroup) -> int:
+async def _apply_reports(transaction: port.BookTransaction, group: ReportGroup) -> int:
     """Plan the fresh updates and write the result."""
     fresh = group.fresh()
     updates = [group.updates[number] for number in fresh]
@@ -428,13 +411,15 @@ async def _apply_reports(transaction: BookTransaction, group: ReportGroup) -> in
     return await transaction.write_trees(now, outcome.after, changes, sources=group.written())
 
 
-async def _lock_holders(transaction: BookTransaction, consumers: Sequence[str]) -> Locked:
+async def _lock_holders(transaction: port.BookTransaction, consumers: Sequence[str]) -> port.Locked:
     if not consumers:
-        return Locked({}, {})
+        return port.Locked({}, {})
     return await transaction.lock_claims(dict.fromkeys(consumers, NEW_HOLDER), None)
 
 
-async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Leaving], locked: Locked) -> Locked:
+async def _with_late_holders(
+    transaction: port.BookTransaction, leaving: Sequence[port.Leaving], locked: port.Locked
+) -> port.Locked:
     """Lock the consumers that appeared before the providers were locked, too. To wait for one could deadlock with a
     transaction that has locked the consumer and waits for the providers. Raises HoldersBusy.
     """
@@ -442,48 +427,54 @@ async def _with_late_holders(transaction: BookTransaction, leaving: Sequence[Lea
     if late and not await transaction.lock_free(late):
         raise HoldersBusy("an allocation that is to be moved is being changed")
     more = await _lock_holders(transaction, late)
-    return Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
+    return port.Locked({**locked.inserted, **more.inserted}, {**locked.found, **more.found})
 
 
-async def write_trees(transaction: BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
+async def write_trees(transaction: port.BookTransaction, writes: Sequence[TreeWrite]) -> list[TreeOutcome]:
     """Decide and write a group of writes of providers."""
     reported: set[str] = set()
-    if adopted := adopted_providers(writes):
+    if adopted := trees.adopted_providers(writes):
         sources, _ = await transaction.lock_sources(adopted)
         reported = {root for (root, _), last in sources.items() if root in last.providers}
-    shape, before = await transaction.lock_trees(wanted_trees(writes))
-    trees = ProviderTrees(before, transaction.class_ids, transaction.trait_ids, shape=shape, reported=reported)
-    outcomes = [trees.apply(write) for write in writes]
+    shape, before = await transaction.lock_trees(trees.wanted_trees(writes))
+    draft = trees.ProviderTrees(
+        before, transaction.names.class_ids, transaction.names.trait_ids, shape=shape, reported=reported
+    )
+    outcomes = [draft.apply(write) for write in writes]
     done = (write for write, outcome in zip(writes, outcomes, strict=True) if isinstance(outcome, Provider))
-    changes = caused(changes_of(before, trees.providers), ((write.cause, (write.uuid,)) for write in done))
+    changes = caused(changes_of(before, draft.providers), ((write.cause, (write.uuid,)) for write in done))
     if changes:
-        await transaction.write_trees(before, trees.providers, changes, disowned=deleted_trees(writes, outcomes))
+        await transaction.write_trees(before, draft.providers, changes, disowned=trees.deleted_trees(writes, outcomes))
     return outcomes
 
 
-async def write_allocations(transaction: BookTransaction, items: Sequence[AllocationWrite]) -> list[AllocationOutcome]:
+async def write_allocations(
+    transaction: port.BookTransaction, items: Sequence[AllocationWrite]
+) -> list[AllocationOutcome]:
     """Decide and write a group of writes of allocations."""
-    expected, wanted = expected_rows(items)
+    expected, wanted = allocations.expected_rows(items)
     locked = await transaction.lock_claims(expected, wanted)
-    size = sum(map(entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
+    size = sum(map(allocations.entries_of_allocations, items)) + len(locked.found) + len(locked.providers)
     await turn_for(size)
-    outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.class_ids)
+    outcomes, decision = allocations.decide(items, locked.found, locked.providers, transaction.names.class_ids)
     await turn_for(size)
-    changes = caused(changes_of_usage(decision), touched(items, outcomes, locked.found))
+    changes = caused(changes_of_usage(decision), allocations.touched(items, outcomes, locked.found))
     await transaction.write_claims(decision, locked, changes)
     return outcomes
 
 
-async def apply_reshape(transaction: BookTransaction, item: Reshape) -> WriteRefusal | None:
+async def apply_reshape(transaction: port.BookTransaction, item: Reshape) -> WriteRefusal | None:
     """Decide and write one reshape. Reshapes are not grouped, because they are rare and large."""
     await transaction.lock_sources(())
     expected: dict[str, ConsumerState] = {}
     wanted: set[str] = set(item.inventories)
-    expect(item.writes, expected, wanted)
+    allocations.expect(item.writes, expected, wanted)
     locked = await transaction.lock_claims(expected, None)
-    shape, before = await transaction.lock_trees(WantedTrees(uuids=wanted | providers_held(locked.found)))
+    shape, before = await transaction.lock_trees(
+        trees.WantedTrees(uuids=wanted | allocations.providers_held(locked.found))
+    )
     await turn_for(len(before) + len(expected))
-    outcome = reshape(item, locked.found, before, transaction.class_ids, shape=shape)
+    outcome = reshape(item, locked.found, before, transaction.names.class_ids, shape=shape)
     if isinstance(outcome, WriteRefusal):
         await transaction.write_claims(NOTHING_DECIDED, locked)
         return outcome

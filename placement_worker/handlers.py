@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import structlog
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received, Refuse
+from bus.contracts import book as queries
+from bus.contracts import placement as messages
 from bus.contracts.base import Message, Refusal
-from bus.contracts.book import (
-    GroupMembersQuery,
-    HoldingPage,
-    HoldingRequest,
-    HostTreeQuery,
-    ProjectUsageQuery,
-    ServiceHostsQuery,
-)
 from bus.contracts.feed import ChangesRequest, SnapshotRequest
-from bus.contracts.placement import (
-    COMPUTE_SOURCE,
-    AggregateMembers,
-    AggregateMembersSet,
-    Claim,
-    ClaimAll,
-    ClaimAllResult,
-    ClaimOutcome,
-    ClaimResult,
-    InventoryForget,
-    InventoryForgotten,
-    InventoryOutdated,
-    InventoryReleased,
-    InventoryResult,
-    InventoryTaken,
-    InventoryUpdate,
-    LocateRequest,
-    ReleaseResult,
-    RevertResult,
-    Swap,
-    SwapResult,
-)
 from placement_worker import metrics
 from placement_worker.book import ResourceBook
 from placement_worker.domain.claim_group import ClaimReply
@@ -74,14 +46,14 @@ def parts(items: Sequence[T], entries: Callable[[T], int], most: int) -> list[li
 
 def entries_of_claim(item: ClaimItem) -> int:
     """The providers that a claim, a gang or a swap names."""
-    if isinstance(item, Claim):
+    if isinstance(item, messages.Claim):
         return 1 + sum(len(option.allocations) for option in item.options)
-    if isinstance(item, ClaimAll):
+    if isinstance(item, messages.ClaimAll):
         return sum(map(entries_of_claim, item.claims))
-    return 1 + sum(len(each.allocations) for each in item.consumers) if isinstance(item, Swap) else 1
+    return 1 + sum(len(each.allocations) for each in item.consumers) if isinstance(item, messages.Swap) else 1
 
 
-def entries_of_report(update: InventoryUpdate) -> int:
+def entries_of_report(update: messages.InventoryUpdate) -> int:
     """The providers of a report, with their classes, traits, aggregates and consumers."""
     return 1 + sum(
         1 + len(one.inventories) + len(one.traits) + len(one.aggregates or ()) + len(one.takes)
@@ -117,6 +89,12 @@ class PlacementHandlers:
         self._committed = committed
         self._claimed = claimed
         self._publish = publish
+        self._reads: dict[type[Message], Callable[[Any], Awaitable[Message]]] = {
+            queries.HostTreeQuery: store.reads.tree,
+            queries.ServiceHostsQuery: store.reads.hosts_of_service,
+            queries.GroupMembersQuery: store.reads.members,
+            queries.ProjectUsageQuery: store.reads.usage,
+        }
 
     async def requests(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.requests and placement.releases: all claims, releases, reverts and swaps of the batch are
@@ -141,22 +119,22 @@ class PlacementHandlers:
         """Handle placement.inventory: first the released roots, then all updates of the batch in one transaction (in
         several where they are large), then each change of aggregate members and each deletion of a host in its own.
         """
-        updates = [r.message for r in batch if isinstance(r.message, InventoryUpdate)]
-        for released in (r.message for r in batch if isinstance(r.message, InventoryReleased)):
+        updates = [r.message for r in batch if isinstance(r.message, messages.InventoryUpdate)]
+        for released in (r.message for r in batch if isinstance(r.message, messages.InventoryReleased)):
             await self._store.release_roots(released.source, released.roots, bus=batch[0].bus)
         results = iter(await self._reported(updates, batch[0].bus))
         outcomes: list[Outcome] = []
         replies: list[Message] = []
         for received in batch:
             update = received.message
-            if isinstance(update, AggregateMembers):
+            if isinstance(update, messages.AggregateMembers):
                 outcomes.append(await self._set_members(update, received))
                 continue
-            if isinstance(update, InventoryForget):
+            if isinstance(update, messages.InventoryForget):
                 outcomes.append(await self._forget(update, received))
                 continue
-            if not isinstance(update, InventoryUpdate):
-                outcomes.append(Done() if isinstance(update, InventoryReleased) else _unexpected(update))
+            if not isinstance(update, messages.InventoryUpdate):
+                outcomes.append(Done() if isinstance(update, messages.InventoryReleased) else _unexpected(update))
                 continue
             result = next(results)
             about = {
@@ -168,12 +146,12 @@ class PlacementHandlers:
             if isinstance(result, ReportRefusal):
                 metrics.REPORTS.labels(result.code).inc()
                 log.warning("inventory.refused", code=result.code, reason=result.reason, **about)
-                if result.code != NAME_TAKEN or not update.source.startswith(COMPUTE_SOURCE):
+                if result.code != NAME_TAKEN or not update.source.startswith(messages.COMPUTE_SOURCE):
                     outcomes.append(Refuse(result.code, result.reason))
                     continue
                 # No dead letter: the service repeats it until the name is free.
                 replies.append(
-                    InventoryTaken(
+                    messages.InventoryTaken(
                         source=update.source, root_uuid=update.root_uuid, code=result.code, reason=result.reason
                     )
                 )
@@ -184,18 +162,22 @@ class PlacementHandlers:
                 log.warning("inventory.stranded", stranded=result.stranded, version=update.version, **about)
             if result.version:
                 replies.append(
-                    InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
+                    messages.InventoryOutdated(source=update.source, root_uuid=update.root_uuid, version=result.version)
                 )
             if result.owner is not None:
                 log.error(result.outcome, code=result.outcome, owner=result.owner, **about)
-                replies.append(InventoryTaken(source=update.source, root_uuid=update.root_uuid, owner=result.owner))
+                replies.append(
+                    messages.InventoryTaken(source=update.source, root_uuid=update.root_uuid, owner=result.owner)
+                )
             outcomes.append(Done(result))
         if replies and self._publish is not None:
             await self._publish(batch[0].bus, replies)
         return outcomes
 
-    async def _reported(self, updates: Sequence[InventoryUpdate], bus: str) -> list[InventoryResult | ReportRefusal]:
-        results: list[InventoryResult | ReportRefusal] = []
+    async def _reported(
+        self, updates: Sequence[messages.InventoryUpdate], bus: str
+    ) -> list[messages.InventoryResult | ReportRefusal]:
+        results: list[messages.InventoryResult | ReportRefusal] = []
         for part in parts(updates, entries_of_report, MAX_REPORTED):
             started = self._clock.monotonic()
             results += await self._store.report(part, bus=bus)
@@ -203,7 +185,7 @@ class PlacementHandlers:
             _measure("inventory", len(part), self._clock.monotonic() - started)
         return results
 
-    async def _set_members(self, requested: AggregateMembers, received: Received) -> Outcome:
+    async def _set_members(self, requested: messages.AggregateMembers, received: Received) -> Outcome:
         """Change the members of an aggregate. The message is accepted on the API bus alone, because a cell must not
         change aggregates.
         """
@@ -216,9 +198,9 @@ class PlacementHandlers:
         outcomes = await self._store.write_trees(writes)
         self._committed()
         unknown = [uuid for (uuid, _), one in zip(wanted, outcomes, strict=True) if not isinstance(one, Provider)]
-        return Done(AggregateMembersSet(unknown=tuple(unknown)))
+        return Done(messages.AggregateMembersSet(unknown=tuple(unknown)))
 
-    async def _forget(self, requested: InventoryForget, received: Received) -> Outcome:
+    async def _forget(self, requested: messages.InventoryForget, received: Received) -> Outcome:
         """Delete the tree of a host. Accepted on the API bus alone: the schedulers know who still reports the host."""
         if received.bus != ABOVE_CELLS:
             return _unexpected(requested)
@@ -228,7 +210,7 @@ class PlacementHandlers:
             log.warning("inventory.forgotten", cause=received.meta.cause, root=requested.root_uuid, name=outcome.name)
         elif outcome.why is Why.PROVIDER_IN_USE:
             return Refuse(HOST_IN_USE, outcome.words)
-        return Done(InventoryForgotten(removed=isinstance(outcome, Provider)))
+        return Done(messages.InventoryForgotten(removed=isinstance(outcome, Provider)))
 
     async def reads(self, batch: Sequence[Received]) -> list[Outcome]:
         """Handle placement.reads: pages of the feed and of the book, the hosts of consumers, and queries of
@@ -236,7 +218,7 @@ class PlacementHandlers:
         """
         outcomes: list[Outcome] = []
         located = iter(
-            await self._store.reads.locate([r.message for r in batch if isinstance(r.message, LocateRequest)])
+            await self._store.reads.locate([r.message for r in batch if isinstance(r.message, messages.LocateRequest)])
         )
         for received in batch:
             requested = received.message
@@ -244,42 +226,38 @@ class PlacementHandlers:
                 outcomes.append(Done(await self._store.changes(requested.after, requested.limit, requested.history)))
             elif isinstance(requested, SnapshotRequest):
                 outcomes.append(Done(await self._store.snapshot(requested.after, requested.limit)))
-            elif isinstance(requested, LocateRequest):
+            elif isinstance(requested, messages.LocateRequest):
                 outcomes.append(Done(next(located)))
-            elif isinstance(requested, HoldingRequest):
-                outcomes.append(Done(HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers)))))
-            elif isinstance(requested, HostTreeQuery):
-                outcomes.append(Done(await self._store.reads.tree(requested)))
-            elif isinstance(requested, ServiceHostsQuery):
-                outcomes.append(Done(await self._store.reads.hosts_of_service(requested)))
-            elif isinstance(requested, GroupMembersQuery):
-                outcomes.append(Done(await self._store.reads.members(requested)))
-            elif isinstance(requested, ProjectUsageQuery):
-                outcomes.append(Done(await self._store.reads.usage(requested)))
+            elif isinstance(requested, queries.HoldingRequest):
+                outcomes.append(
+                    Done(queries.HoldingPage(held=tuple(await self._store.reads.holding(requested.consumers))))
+                )
+            elif (read := self._reads.get(type(requested))) is not None:
+                outcomes.append(Done(await read(requested)))
             else:
                 outcomes.append(_unexpected(requested))
         return outcomes
 
     def _answer(self, received: Received, reply: ClaimReply) -> Outcome:
         requested = received.message
-        if isinstance(reply, ClaimResult) and isinstance(requested, Claim):
+        if isinstance(reply, messages.ClaimResult) and isinstance(requested, messages.Claim):
             _count_claim(received, requested, reply)
-        elif isinstance(reply, ClaimAllResult) and isinstance(requested, ClaimAll):
+        elif isinstance(reply, messages.ClaimAllResult) and isinstance(requested, messages.ClaimAll):
             for claim, result in zip(requested.claims, reply.results, strict=True):
                 _count_claim(received, claim, result)
-        elif isinstance(reply, ReleaseResult):
+        elif isinstance(reply, messages.ReleaseResult):
             metrics.RELEASES.labels(reply.outcome).inc()
-        elif isinstance(reply, RevertResult):
+        elif isinstance(reply, messages.RevertResult):
             metrics.REVERTS.labels(reply.outcome).inc()
-        elif isinstance(reply, SwapResult):
+        elif isinstance(reply, messages.SwapResult):
             metrics.SWAPS.labels(reply.outcome).inc()
         return Done(reply)
 
 
-def _count_claim(received: Received, claim: Claim, result: ClaimResult) -> None:
+def _count_claim(received: Received, claim: messages.Claim, result: messages.ClaimResult) -> None:
     """Count one claim, and log it when it was refused. Claims of a gang that are only `incomplete` are not logged."""
     metrics.CLAIMS.labels(result.outcome).inc()
-    if result.outcome not in (ClaimOutcome.CLAIMED, ClaimOutcome.INCOMPLETE):
+    if result.outcome not in (messages.ClaimOutcome.CLAIMED, messages.ClaimOutcome.INCOMPLETE):
         log.info(
             "claim.refused",
             cause=received.meta.cause,

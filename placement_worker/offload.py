@@ -85,30 +85,19 @@ class OffloadThread:
     _busy = 0  # of all instances, which belong to one event loop
     _usual_s = 0.0
 
-    def __init__(self, name: str, *, max_waiting: int = MAX_WAITING) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
-        self._waiting_max = max_waiting
         self._one = asyncio.Semaphore(1)
         self._present = 0
         self._closed = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"rest-{name}")
 
-    async def read(self, book: Book, work: Callable[[Book], Result]) -> Result:
-        """Run the work on a copy of the book, made when its turn comes. Raises TooBusy."""
-
-        def begin() -> Callable[[], Result]:
-            copy = copy_of(book)  # there is no await, and the event loop is the only writer
-            return lambda: work(copy)
-
-        return await self._run(begin)
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run the work when its turn comes. Returns its result or raises its exception. Raises TooBusy."""
-        return await self._run(lambda: work)
-
-    async def _run(self, begin: Callable[[], Callable[[], Result]]) -> Result:
-        if self._present > self._waiting_max:
-            raise TooBusy(f"{self._waiting_max} wait for long work: {self._name}")
+    async def run(self, work: Callable[..., Result], book: Book | None = None) -> Result:
+        """Run the work when its turn comes, on a copy of the book that is made then. Returns its result or raises its
+        exception. Raises TooBusy.
+        """
+        if self._present > MAX_WAITING:
+            raise TooBusy(f"{MAX_WAITING} wait for long work: {self._name}")
         self._present += 1
         try:
             async with self._one:
@@ -116,7 +105,9 @@ class OffloadThread:
                     raise TooBusy("the service is stopping")
                 metrics.OFFLOADED.labels(self._name).inc()
                 with self._quick_switches():
-                    return await asyncio.get_running_loop().run_in_executor(self._thread, begin())
+                    # There is no await before the copy is made, and the event loop is the only writer.
+                    copies = () if book is None else (copy_of(book),)
+                    return await asyncio.get_running_loop().run_in_executor(self._thread, work, *copies)
         finally:
             self._present -= 1
 

@@ -29,9 +29,9 @@ from scheduler_worker.domain.builds import (
     apply_announcement,
     is_early,
     is_known,
-    timeline_entries,
 )
 from scheduler_worker.domain.delivery import delivery_of
+from scheduler_worker.domain.requests import timeline_of
 from scheduler_worker.domain.transfers import handed_on, may_ask, refused
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
@@ -161,7 +161,7 @@ class AnnouncementWriter:
                 # An outdated or repeated event changes nothing, but the timeline shows it. A repeated entry is shown
                 # once.
                 applied.ignored.append((event, "late"))
-                timelines.setdefault(event.instance_uuid, []).extend(timeline_entries(event, len(event.history), now))
+                timelines.setdefault(event.instance_uuid, []).extend(timeline_of(event, len(event.history), now))
                 continue
             if announced.stamps is not None:
                 applied.ended.append(replace(announced.stamps, announced=now))
@@ -170,7 +170,7 @@ class AnnouncementWriter:
             applied.announced.append(announced)
             lines = timelines.setdefault(event.instance_uuid, [])
             if not is_known(found, after):
-                lines.extend(timeline_entries(announced, len(found.history), now))
+                lines.extend(timeline_of(announced, len(found.history), now))
             unit.emit(OutboxMessage(API, announced, event.instance_uuid))
         return applied
 

@@ -26,15 +26,14 @@ from bus.service.presence import announce_presence
 from bus.service.service import Service
 from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
-from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain.decision_messages import refused_event
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.domain.move_events import refused_move
+from scheduler_worker.domain.requests import refused_unreadable
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
 from scheduler_worker.drains import DrainKeeper
@@ -71,9 +70,6 @@ def project_of_event(message: Message) -> str:
     return message.project_id if isinstance(message, BuildEvent | MoveEvent) else ""
 
 
-MOVES = "instance.move."  # how the routing keys of moves begin
-
-
 def build(
     env: Environment,
     config: SchedulerConfig,
@@ -104,17 +100,17 @@ def build(
     measured = _add_host_metrics(parts)
     links = _links(parts, relay, registry, measured)
     _add_fences(parts, registry, links)
-    _add_watch(parts, engine, links)
+    keep_up = partial(relay.keep_up, API)
+    requests = RequestHandler(
+        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
+    )
+    _add_watch(parts, requests, links)
     configured = [_add_link(parts, bus, links) for bus in parts.cell_buses.values()]
     service.add_preparation(lambda: wait_for(configured, config.cell_wait_s))
     service.add_preparation(parts.warmup.begin)
     keeper = _add_cells(parts, registry, links)
     queries = QueryHandler(parts.store, drains, parts.waiting, clock=env.clock, objects=registry, cells=keeper)
     status = StatusHandler(parts.selector, parts.workers, registry, clock=env.clock)
-    keep_up = partial(relay.keep_up, API)
-    requests = RequestHandler(
-        engine, moves, parts.selector, clock=env.clock, config=config, warmup=parts.warmup, keep_up=keep_up
-    )
     _add_requests(parts, queries, status, requests)
     return service
 
@@ -329,7 +325,7 @@ def _add_fences(parts: SchedulerParts, registry: ObjectRegistry, links: CellLink
     parts.service.add_task("evacuations", evacuations.run)
 
 
-def _add_watch(parts: SchedulerParts, engine: SchedulingEngine, links: CellLinks) -> None:
+def _add_watch(parts: SchedulerParts, requests: RequestHandler, links: CellLinks) -> None:
     """The task that looks after requests without an event."""
     unanswered = UnansweredRequests(
         parts.store,
@@ -338,7 +334,7 @@ def _add_watch(parts: SchedulerParts, engine: SchedulingEngine, links: CellLinks
         clock=parts.env.clock,
         rng=random.Random(f"unanswered {parts.env.process}"),
         after_s=parts.config.move_query_s,
-        resume=engine.resume,
+        resume=requests.resume,
         process=parts.process,
     )
     parts.service.add_task("unanswered", unanswered.run)
@@ -445,7 +441,7 @@ def _add_requests(
             max_batch=config.batch,
             concurrency=config.concurrency,
             prefetch=LANE_PREFETCH,
-            on_malformed=lambda bad: refused_move(bad) if bad.key.startswith(MOVES) else refused_event(bad),
+            on_malformed=refused_unreadable,
             paced=True,
         )
     )
@@ -456,7 +452,7 @@ def _add_requests(
             max_batch=16,
             concurrency=1,
             prefetch=32,
-            on_malformed=refused_event,
+            on_malformed=refused_unreadable,
         )
     )
     service.add_bus_check("bus api", bus)

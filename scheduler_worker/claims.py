@@ -5,7 +5,7 @@ Every method answers for each message, in order. A missing answer is a fault; it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
@@ -120,10 +120,16 @@ class HeldClaims:
     dispatched, and its machine runs.
     """
 
-    def __init__(self, claims: ClaimPort, cell_of_host: Callable[[str], str | None]) -> None:
-        """`cell_of_host(uuid)`: the cell that last announced a host."""
+    def __init__(
+        self,
+        claims: ClaimPort,
+        cell_of_host: Callable[[str], str | None],
+        runs_on_record: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
+    ) -> None:
+        """`cell_of_host(uuid)`: the cell that last announced a host. `runs_on_record(instances)`: {instance: run}."""
         self._claims = claims
         self._cell_of_host = cell_of_host
+        self._runs_on_record = runs_on_record
 
     async def of(self, instances: Collection[str]) -> dict[str, HeldAllocation]:
         """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
@@ -151,8 +157,16 @@ class HeldClaims:
         """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
         the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Raises
         PlacementUnavailable when that is not known to have happened.
+
+        Only the run on record takes over. The record is read after what is held: one that has been made anew since was
+        there before its run has claimed anything, so no earlier run takes a claim back from it.
         """
         others = [one for one in held if one.run not in ("", runs[one.consumer]) and one.attempt == FIRST_ATTEMPT]
+        if not others:
+            return
+        on_record = await self._runs_on_record([one.consumer for one in others])
+        if any(on_record.get(one.consumer) != runs[one.consumer] for one in others):
+            raise PlacementUnavailable("a record was lost while its request was placed, and may have been made anew")
         claims = [
             Claim(
                 consumer=one.consumer,
@@ -165,7 +179,7 @@ class HeldClaims:
             )
             for one in others
         ]
-        for answer in await self._claims.submit(claims) if claims else ():
+        for answer in await self._claims.submit(claims):
             if isinstance(answer, Fault):
                 raise unavailable_after(answer) from answer
             if answer.outcome is not ClaimOutcome.CLAIMED:

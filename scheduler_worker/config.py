@@ -42,7 +42,7 @@ DEFAULT_FILTERS = (
     "scheduler_worker.filters.service_is_up.ComputeFilter",
     "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.project.ProjectHostFilter",
-    "scheduler_worker.filters.capabilities_match.ComputeCapabilitiesFilter",
+    "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
     "scheduler_worker.filters.group.ServerGroupAntiAffinityFilter",
     "scheduler_worker.filters.group.ServerGroupAffinityFilter",
     "scheduler_worker.filters.hinted_hosts.DifferentHostFilter",
@@ -50,8 +50,8 @@ DEFAULT_FILTERS = (
 )
 # Enabled by name only; ImagePropertiesFilter needs hosts that announce `supported_instances`.
 MORE_FILTERS = (
-    "scheduler_worker.filters.aggregate_has_extra_specs.AggregateInstanceExtraSpecsFilter",
-    "scheduler_worker.filters.flavor_is_listed.AggregateTypeAffinityFilter",
+    "scheduler_worker.filters.extra_specs.AggregateInstanceExtraSpecsFilter",
+    "scheduler_worker.filters.extra_specs.AggregateTypeAffinityFilter",
     "scheduler_worker.filters.image.ImagePropertiesFilter",
     "scheduler_worker.filters.image.AggregateImagePropertiesIsolation",
     "scheduler_worker.filters.has_metrics.MetricsFilter",
@@ -65,7 +65,7 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.group_members.ServerGroupSoftAntiAffinityWeigher",
     "scheduler_worker.weighers.host_metrics.MetricsWeigher",
     "scheduler_worker.weighers.host_health.HealthWeigher",
-    "scheduler_worker.weighers.recent_build_failures.BuildFailureWeigher",
+    "scheduler_worker.weighers.host_health.BuildFailureWeigher",
 )
 
 

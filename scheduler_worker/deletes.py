@@ -71,8 +71,11 @@ class Deletes:
                 claim = (held or {}).get((uuid, one.build.project_id))
                 if claim is not None and one.build.state is not BuildState.DELETED:
                     log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
-            inserted = await unit.insert(tombstones(plan.unknown, builds.keys(), author), author.at)
-            refused, messages = refuse_unknown(plan.unknown, inserted | builds.keys(), author, held or {})
+            graves = tombstones(plan.unknown, builds.keys(), author)
+            inserted = await unit.insert(graves, author.at)
+            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
+            on_record = {**builds, **made}
+            refused, messages = refuse_unknown(plan.unknown, on_record, author, held or {})
             for message in messages:
                 unit.emit(message)
         metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)

@@ -8,8 +8,6 @@ goes on.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping
 
@@ -62,6 +60,7 @@ from scheduler_worker.domain.drains import (
 )
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects, drains_of
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner, MadePlan
+from scheduler_worker.keepers import changed_within
 from scheduler_worker.objects import Made, ObjectRegistry
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
@@ -189,7 +188,8 @@ class DrainKeeper:
         """Until cancelled."""
         due_s: float | None = None
         while True:
-            await self._wait(due_s)
+            left_s = None if due_s is None else due_s - self._clock.monotonic()
+            await changed_within(self._registry.drains_changed, left_s)
             drains = [one for one, record in self._registry.drains.items() if record.state is not DrainState.ENDED]
             if not drains:
                 due_s = None
@@ -206,15 +206,6 @@ class DrainKeeper:
                     is_busy = True
                     log.warning("drain.waiting", drain=drain, code=fault.code, reason=str(fault))
             due_s = self._clock.monotonic() + (PASS_S if is_busy else IDLE_S)
-
-    async def _wait(self, due_s: float | None) -> None:
-        """Wait until the drains change, at the longest until this time (monotonic; None: no limit)."""
-        changed = self._registry.drains_changed
-        left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await changed.wait()
-        changed.clear()
 
     async def _pass(self, drain: str) -> bool:
         """Look at one drain once; returns whether the next look is due soon. Raises Transient."""

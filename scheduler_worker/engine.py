@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 from msgspec.structs import replace
@@ -24,10 +24,9 @@ from bus.contracts.build import BuildState, member_uuids
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.faults import Forbidden, Transient
+from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
-from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker import metrics
 from scheduler_worker.claims import ClaimPort, HeldClaims
@@ -154,7 +153,7 @@ class SchedulingEngine:
         self._selector = selector
         self._clock = clock
         self._who = process or "scheduler"
-        self._held = HeldClaims(claims, selector.table.last_cell_of)
+        self._held = HeldClaims(claims, selector.table.last_cell_of, self._runs_on_record)
         self._deletes = Deletes(store, self._held, clock=clock, process=self._who)
         self._recorder = RequestRecorder(store, clock=clock, process=self._who)
         self._placer = Placer(claims, self._held, selector, follower, clock=clock, rng=rng, config=config)
@@ -195,20 +194,18 @@ class SchedulingEngine:
 
         Raises Transient when placement does not answer.
         """
-        expired = [one for one in requests if one.delivery.is_expired]
+        expired = {at: one for at, one in enumerate(requests) if one.delivery.is_late()}
         if not expired:
             return list(requests)
         async with self._store.unit() as unit:
-            known = await unit.read([one.instance_uuid for one in expired])
-        claimed = await self._may_have_claimed([one for one in expired if one.instance_uuid not in known])
+            begun = set(await unit.read([one.instance_uuid for one in expired.values()]))
+        begun |= await self._may_have_claimed([one for one in expired.values() if one.instance_uuid not in begun])
         return [
-            admit_expired(one, may_be_begun=one.instance_uuid in known or one.instance_uuid in claimed)
-            if one.delivery.is_expired
-            else one
-            for one in requests
+            admit_expired(one, may_be_begun=one.instance_uuid in begun) if at in expired else one
+            for at, one in enumerate(requests)
         ]
 
-    async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> Collection[str]:
+    async def _may_have_claimed(self, builds: Sequence[PendingBuild]) -> set[str]:
         """The requests of these of which an instance holds what they may have claimed."""
         looks = {
             one.instance_uuid: [(uuid, one.request.project_id) for uuid in member_uuids(one.request)] for one in builds
@@ -216,30 +213,18 @@ class SchedulingEngine:
         held = await self._held.of_builds({key for keys in looks.values() for key in keys})
         return {uuid for uuid, keys in looks.items() if not held.keys().isdisjoint(keys)}
 
-    async def resume(self, instances: Mapping[str, int]) -> None:
-        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
-        by a record that the database has lost. A gang with all its members; one whose handling crashes ends.
-
-        instances: {instance: how often this was done before}. Raises Transient.
+    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
+        """Builds that are on record and that no message carries on, as they are processed: one in a list, and all
+        members of a gang together. instances: {instance: how often this was done before}. Raises Transient.
         """
         now = self._clock.time()
         requests: dict[str, list[PendingBuild]] = {}
         for new in await self._store.requests_of(list(instances)):
             uuid = new.build.instance_uuid
-            key = uuid if new.gang is None else new.gang.uuid
-            members = requests.setdefault(key, [])
+            members = requests.setdefault(uuid if new.gang is None else new.gang.uuid, [])
             members.append(pending_again(new, len(members), tries=instances.get(uuid, 0), now=now))
-        for members in requests.values():
-            first = members[0]
-            if first.is_later_member:
-                continue  # the record that stands for its gang is purged: this one's is too, in a moment
-            try:
-                await self.process(members, ())
-            except (Transient, Forbidden, BusError):
-                raise
-            except Exception:  # any other: it would be taken up again and again
-                log.exception("scheduler.given_up_crashed", cause=first.instance_uuid)
-                await self.process([replace(one, delivery=one.delivery.crashed()) for one in members], ())
+        # Where the record that stands for a gang is purged, those of its other members are too, in a moment.
+        return [members for members in requests.values() if not members[0].is_later_member]
 
     async def _record(
         self, builds: Sequence[PendingBuild], chosen: dict[str, PlacementState], *, speculate: bool
@@ -382,6 +367,10 @@ class SchedulingEngine:
             # The transaction of a record does not wait for the disk, and the database has crashed since: record and
             # decide again.
             raise Transient("a request is not on record any more", code="request.forgotten")
+
+    async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
+        async with self._store.unit() as unit:
+            return {uuid: one.build.run for uuid, one in (await unit.read(instances)).items()}
 
     def _circumstances(self) -> Circumstances:
         author = Author(self._who, self._clock.time())

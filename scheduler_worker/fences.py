@@ -12,8 +12,6 @@ pass keeps no state that it could not find out again: a scheduler may end betwee
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import random
 from collections.abc import Collection, Mapping, Sequence
 
@@ -39,6 +37,7 @@ from scheduler_worker.domain.fences import (
 )
 from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.selector import Selector
+from scheduler_worker.keepers import changed_within
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
@@ -163,7 +162,8 @@ class EvacuationTask:
         """Until cancelled."""
         due_s: float | None = None
         while True:
-            await self._wait_for_fences(due_s)
+            left_s = None if due_s is None else due_s - self._clock.monotonic()
+            await changed_within(self._registry.fences_changed, left_s)
             fenced = fenced_hosts(self._registry.fences)
             if fenced != self._fenced:
                 self._adopt(fenced)
@@ -176,15 +176,6 @@ class EvacuationTask:
                 is_busy = True
                 log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
             due_s = self._clock.monotonic() + (BUSY_S if is_busy else IDLE_S)
-
-    async def _wait_for_fences(self, due_s: float | None) -> None:
-        """Wait until the fences in force change, at the longest until this time (monotonic; None: no limit)."""
-        changed = self._registry.fences_changed
-        left_s = None if due_s is None else max(0.0, due_s - self._clock.monotonic())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):
-                await changed.wait()
-        changed.clear()
 
     def _adopt(self, fenced: frozenset[FencedHost]) -> None:
         self._fenced = fenced

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import structlog
+from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.consuming.outcome import Done, Outcome, Received
@@ -17,12 +20,14 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
 from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.pending import FlavorAccess, PendingBuild, members_of, pending_build
+from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.requests import FlavorAccess
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.retention import max_request_age_s
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 # The most machines in one call of the engine: a larger batch is divided, and never within one request.
@@ -62,18 +67,41 @@ class RequestHandler:
         is_warming_up = self._warmup.is_on()
         kept_since = self._clock.time() - self._max_age_s
         deliveries = [delivery_of(received, is_warming_up=is_warming_up, kept_since=kept_since) for received in batch]
-        try:
+        if len(batch) > 1:  # after a crash each is handled again, alone
             return await self._process(batch, deliveries)
+        return await self._or_end(lambda one: self._process(batch, [one]), deliveries[0], batch[0].meta.cause)
+
+    async def resume(self, instances: Mapping[str, int]) -> None:
+        """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
+        by a record that the database has lost. A gang with all its members.
+
+        instances: {instance: how often this was done before}. Raises Transient.
+        """
+
+        async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> None:
+            await self._engine.process([replace(one, delivery=delivery) for one in members], ())
+
+        for members in await self._engine.accepted_before(instances):
+            await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+
+    async def _or_end(
+        self, process: Callable[[RequestDelivery], Awaitable[T]], delivery: RequestDelivery, cause: str
+    ) -> T:
+        """Process a request. One without a letter ends when that crashes: it would stay on record without an end, or be
+        taken up again and again.
+        """
+        try:
+            return await process(delivery)
         except (Transient, Forbidden, BusError):
             raise
-        except Exception as error:  # any other: a letter has no letter, so it would stay on record without an end
-            if len(batch) > 1 or not deliveries[0].is_letter:
-                raise  # it is handled again, alone
-            log.exception("scheduler.given_up_crashed", cause=batch[0].meta.cause)
-            outcomes = await self._process(batch, [deliveries[0].crashed()])
+        except Exception as error:  # any other: without a letter it would stay on record without an end
+            if delivery.has_letter:
+                raise
+            log.exception("scheduler.given_up_crashed", cause=cause)
+            ended = await process(delivery.crashed())
             if isinstance(error, BrokenInvariant):
                 raise
-            return outcomes
+            return ended
 
     async def _process(self, batch: Sequence[Received], deliveries: Sequence[RequestDelivery]) -> list[Outcome]:
         now = self._clock.time()

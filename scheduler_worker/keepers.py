@@ -27,6 +27,17 @@ from scheduler_worker.store.port import SchedulerStore
 
 log = structlog.get_logger(__name__)
 
+
+async def changed_within(changed: asyncio.Event, seconds: float | None) -> bool:
+    """Wait for a change, at the longest so long (None: without limit); returns whether there was one, and clears it."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None if seconds is None else max(0.0, seconds)):
+            await changed.wait()
+    has_changed = changed.is_set()
+    changed.clear()
+    return has_changed
+
+
 # A scheduler that has not yet received the removal of a cell may still choose it. After a removal the record of builds
 # is read this often, for this long.
 CHECK_S = 5.0
@@ -55,11 +66,10 @@ class CellKeeper:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self._registry.cells_changed.clear()
             self._adopt()
             if await self._look():
                 self._adopt()
-            await self._wait()
+            await changed_within(self._registry.cells_changed, CHECK_S if self._looks_again() else None)
 
     def _adopt(self) -> None:
         self._links.want(cells_in_use(self._settings, self._registry.cells, self._occupied))
@@ -69,7 +79,7 @@ class CellKeeper:
         before = self._occupied
         try:
             self._occupied = frozenset(
-                [name for name in removed_cells(self._registry.cells) if await self._store.builds_in_cell(name, 1)]
+                [name for name in removed_cells(self._registry.cells) if await self._store.machines(1, cell=name)]
             )
         except Transient as fault:
             log.warning("cells.not_looked_at", code=fault.code, reason=str(fault))
@@ -77,22 +87,10 @@ class CellKeeper:
             log.warning("cells.occupied", cells=sorted(more))
         return self._occupied != before
 
-    async def _wait(self) -> None:
-        """Wait for a decision about cells, or for the next look."""
-        removed = removed_cells(self._registry.cells).values()
+    def _looks_again(self) -> bool:
         now = self._clock.time()
-        if not self._occupied and all(now - one.changed_at > CHECKED_FOR_S for one in removed):
-            await self._registry.cells_changed.wait()
-            return
-        waiting = [
-            asyncio.create_task(self._clock.sleep(CHECK_S)),
-            asyncio.create_task(self._registry.cells_changed.wait()),
-        ]
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        removed = removed_cells(self._registry.cells).values()
+        return bool(self._occupied) or any(now - one.changed_at <= CHECKED_FOR_S for one in removed)
 
     async def page(self, query: CellsQuery) -> CellsPage:
         """All cells, as of the revision that the query names or a later one. Raises Transient."""
@@ -178,11 +176,5 @@ class AggregateKeeper:
 
     async def _wait(self) -> bool:
         """Whether the aggregates have changed before the next look is due."""
-        changed = self._registry.aggregates_changed
         names_hosts = any(one.hosts is not None for one in self._selector.config.aggregates)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_S if names_hosts else None):
-                await changed.wait()
-                changed.clear()
-                return True
-        return False
+        return await changed_within(self._registry.aggregates_changed, LOOK_S if names_hosts else None)

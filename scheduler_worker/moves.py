@@ -48,7 +48,6 @@ from scheduler_worker.domain.decisions import NO_HOST
 from scheduler_worker.domain.delivery import HOSTS_UNKNOWN
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
-from scheduler_worker.domain.move_events import event_of, recorded
 from scheduler_worker.domain.moves import (
     CHANGED,
     accepted,
@@ -67,7 +66,9 @@ from scheduler_worker.domain.recorded_moves import (
     MoveContext,
     PendingMove,
     RecordedMove,
+    event_of,
     flavor_of,
+    recorded,
 )
 from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable, peers_of
 from scheduler_worker.domain.selector import NoValidHost, Selector

@@ -465,7 +465,7 @@ class ObjectRegistry:
     async def _occupied_cells(self, planned: ChangePlan) -> Refusal | None:
         """The machines of a cell that workers no longer connect to would be out of reach."""
         for name in object_changes.cells_left(self.served, planned.cells_decided):
-            count = await self._store.builds_in_cell(name, MAX_COUNTED)
+            count = await self._store.machines(MAX_COUNTED, cell=name)
             if count:
                 have = f"cell {name!r} has {counted(count, 'instance')}, which would be out of reach"
                 reason = f"{have}: delete them first, or force the change"
@@ -515,13 +515,13 @@ class ObjectRegistry:
             if why is not None:
                 return Refusal(code=IN_USE, reason=why[:MAX_REASON])
         for name in planned.flavors_deleted:
-            count = await self._store.builds_of(name, MAX_COUNTED)
+            count = await self._store.machines(MAX_COUNTED, flavor=name)
             if count:
                 have = f"flavor {name!r} has {counted(count, 'instance')}"
                 reason = f"{have}: delete or resize them first, or force the change"
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name in planned.flavors_remade:
-            count = await self._store.builds_of(name, MAX_COUNTED)
+            count = await self._store.machines(MAX_COUNTED, flavor=name)
             if count:
                 reason = (
                     f"flavor {name!r} has {counted(count, 'instance')}, whose next moves would claim another size: "
@@ -529,7 +529,7 @@ class ObjectRegistry:
                 )
                 return Refusal(code=IN_USE, reason=reason[:MAX_REASON])
         for name, was in planned.groups_changed:
-            count = await self._store.builds_of_group(name.partition("/")[0], was.uuid, MAX_COUNTED)
+            count = await self._store.machines(MAX_COUNTED, group=(name.partition("/")[0], was.uuid))
             if count:
                 reason = (
                     f"server group {name!r} has {counted(count, 'member')}: delete them first, or force the change; "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 from msgspec.structs import replace
 
@@ -14,13 +15,15 @@ from bus.contracts.cells import CellsQuery
 from bus.contracts.drains import DrainQuery, DrainsQuery
 from bus.contracts.moves import MovePage, MoveQuery
 from bus.contracts.objects import ObjectLogQuery, ObjectsQuery
-from bus.faults import DatabaseUnavailable, Transient
+from bus.faults import Transient
 from scheduler_worker.domain.builds import is_search
 from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.keepers import CellKeeper
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
+
+T = TypeVar("T")
 
 
 class QueryHandler:
@@ -51,12 +54,7 @@ class QueryHandler:
         anyway.
         """
         named = {uuid for received in batch if (uuid := _named_by(received.message)) is not None}
-        by_name: dict[str, BuildRecord] | Refuse = {}
-        if named:
-            try:
-                by_name = await self._store.builds_named(sorted(named))
-            except DatabaseUnavailable as fault:
-                by_name = Refuse(fault.code, fault.reason)
+        by_name = await _or_refused(self._store.builds_named(sorted(named))) if named else {}
         return [
             await self._answer(received)
             if (uuid := _named_by(received.message)) is None
@@ -85,35 +83,35 @@ class QueryHandler:
         return build if line is None else replace(build, timeline=(*build.timeline, line))
 
     async def _answer(self, received: Received) -> Outcome:
-        message = received.message
-        if isinstance(message, BuildQuery):
-            try:
-                return Done(reply=await self._builds(message))
-            except DatabaseUnavailable as fault:  # answered at once: the requester does not wait for it
-                return Refuse(fault.code, fault.reason)
-        if isinstance(message, MoveQuery):
-            try:
-                return Done(reply=MovePage(moves=tuple(await self._store.moves(message))))
-            except DatabaseUnavailable as fault:
-                return Refuse(fault.code, fault.reason)
-        if isinstance(message, DrainQuery | DrainsQuery):
-            return await self._drain(message)
-        try:
-            if isinstance(message, ObjectsQuery):
-                return Done(reply=await self._objects.page(message))
-            if isinstance(message, CellsQuery):
-                return Done(reply=await self._cells.page(message))
-            assert isinstance(message, ObjectLogQuery), message
-            return Done(reply=await self._objects.log(message))
-        except Transient as fault:
-            return Refuse(fault.code, fault.reason)
+        answer = await _or_refused(self._page(received.message))
+        if isinstance(answer, Refusal):
+            return Refuse(answer.code, answer.reason)
+        return answer if isinstance(answer, Refuse) else Done(reply=answer)
 
-    async def _drain(self, query: DrainQuery | DrainsQuery) -> Outcome:
-        try:
-            answer = await (self._drains.plan(query) if isinstance(query, DrainQuery) else self._drains.page(query))
-        except Transient as fault:
-            return Refuse(fault.code, fault.reason)
-        return Refuse(answer.code, answer.reason) if isinstance(answer, Refusal) else Done(reply=answer)
+    async def _page(self, message: Message) -> Message | Refusal:
+        match message:
+            case BuildQuery():
+                return await self._builds(message)
+            case MoveQuery():
+                return MovePage(moves=tuple(await self._store.moves(message)))
+            case DrainQuery():
+                return await self._drains.plan(message)
+            case DrainsQuery():
+                return await self._drains.page(message)
+            case ObjectsQuery():
+                return await self._objects.page(message)
+            case CellsQuery():
+                return await self._cells.page(message)
+        assert isinstance(message, ObjectLogQuery), message
+        return await self._objects.log(message)
+
+
+async def _or_refused(answer: Awaitable[T]) -> T | Refuse:
+    """The answer, or at once that there is none: its requester does not wait for what is unavailable."""
+    try:
+        return await answer
+    except Transient as fault:
+        return Refuse(fault.code, fault.reason)
 
 
 def _named_by(message: Message) -> str | None:

@@ -26,21 +26,17 @@ async def purge_forever(store: SchedulerStore, clock: Clock, config: SchedulerCo
     while True:
         await clock.sleep(config.purge_interval_s)
         try:
-            before = clock.time() - config.ended_retention_s
-            await purge(store, before, config.purge_batch)
-            purged = config.purge_batch
-            while purged == config.purge_batch:
-                purged = await store.purge_moves(before, config.purge_batch)
+            await purge(store, clock.time() - config.ended_retention_s, config.purge_batch)
         except Transient as fault:
             log.warning("purge.waiting", code=fault.code, reason=str(fault))
 
 
 async def purge(store: SchedulerStore, before: float, batch: int) -> int:
-    """One pass, a bounded statement at a time. Returns how many records were deleted. Raises Transient."""
+    """One pass, a bounded statement at a time. Returns how many builds were deleted. Raises Transient."""
     count, start = 0, 0.0
     while True:
         gone = await store.purge(before, batch, start)
-        metrics.PURGED.inc(gone.count)
-        count, start = count + gone.count, gone.until
-        if gone.count < batch:
+        metrics.PURGED.inc(gone.builds)
+        count, start = count + gone.builds, gone.until
+        if max(gone.builds, gone.moves) < batch:
             return count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from msgspec import Struct
 
@@ -36,7 +36,7 @@ from bus.contracts.operations import (
     ServicesQuery,
     SetAdminState,
 )
-from bus.faults import Fault, Transient
+from bus.faults import Fault, RequestUnconfirmed, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH, Retrying
 
@@ -163,9 +163,10 @@ class BuildClient:
     async def boot(self, requests: Sequence[BuildRequest], *, retry_for_s: float = 0.0) -> list[Track]:
         """Publish all (confirmed by the broker when this returns) and follow them, each member of a gang by itself.
 
-        retry_for_s: how long to publish again while the broker is unavailable or refuses; a request that arrives twice
-        is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here) or PublishRefused (slow down);
-        the tracks of those that were confirmed before have a `published_at`.
+        retry_for_s: how long to publish again while the broker is unavailable or refuses, and to wait for its confirms
+        (0: it is tried once, and confirms are waited for as long as any publisher waits); a request that arrives twice
+        is one request. Raises BusUnavailable, Unroutable (no scheduler was ever here), PublishRefused (slow down) or
+        RequestUnconfirmed; the tracks of those that were confirmed before have a `published_at`.
         """
         now = self._clock.monotonic()
         tracks = [
@@ -355,7 +356,8 @@ class BuildClient:
 
         async def publish_left() -> bool:
             nonlocal left
-            errors = await self.bus.publish_each([(request, request.instance_uuid) for request in left])
+            async with _confirmed_in_time(give_up_at - self._clock.monotonic()):
+                errors = await self.bus.publish_each([(request, request.instance_uuid) for request in left])
             now = self._clock.monotonic()
             for request, error in zip(left, errors, strict=True):
                 if error is None:
@@ -398,3 +400,16 @@ class BuildClient:
         self._spans.end(track.instance_uuid, track.last.code if track.last is not None else "")
         for listener in self._end_listeners:
             listener(track)
+
+
+@contextlib.asynccontextmanager
+async def _confirmed_in_time(left_s: float) -> AsyncIterator[None]:
+    """A broker that is out of disk or memory confirms nothing. left_s: none: the caller has named no time.
+
+    Raises RequestUnconfirmed.
+    """
+    try:
+        async with asyncio.timeout(left_s if left_s > 0 else None):
+            yield
+    except TimeoutError:
+        raise RequestUnconfirmed(f"the broker confirmed nothing within {left_s:.1f} s") from None

@@ -59,6 +59,7 @@ class Exit(IntEnum):
 
 OPEN_TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 2.0
 
 
 def parse_uuid(text: str) -> str:
@@ -265,7 +266,10 @@ async def client(settings: Settings, *, keep_events: bool = False) -> AsyncItera
     try:
         yield made
     finally:
-        await made.close()
+        # Nothing that is wanted is under way any more. A broker with an alarm reads nothing, its farewell neither.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await made.close()
         await site.close()
 
 

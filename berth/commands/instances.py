@@ -47,6 +47,7 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.patterns import reason_of
 from bus.contracts.placement import MAX_MEMBERS
+from bus.faults import RequestUnconfirmed
 from bus.port import BusUnavailable, PublishRefused
 
 MAX_COUNT = 100_000
@@ -275,7 +276,7 @@ async def delete(
         await _delete_in_cell(Site(settings), cell, requested)
         return 0
     async with client(settings) as berth:
-        records = [await _record(berth, uuid) for uuid in requested]
+        records = [await _record(berth, uuid, timeout_s=min(timeout_s, QUERY_TIMEOUT_S)) for uuid in requested]
         tracks = await berth.delete(records, retry_for_s=timeout_s)
         ended = not wait or await berth.wait(timeout_s)
         report_tracks(tracks, as_json=as_json)
@@ -376,8 +377,8 @@ def _query(fields: Mapping[str, object]) -> BuildQuery:
         raise typer.BadParameter(reason_of(error)) from error
 
 
-async def _record(berth: BuildClient, uuid: str) -> BuildRecord:
-    page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=QUERY_TIMEOUT_S)
+async def _record(berth: BuildClient, uuid: str, *, timeout_s: float = QUERY_TIMEOUT_S) -> BuildRecord:
+    page = await berth.query(BuildQuery(instance_uuid=uuid), timeout_s=timeout_s)
     if not page.builds:
         raise Stop(Exit.NO, "instance.unknown", f"there is no build {uuid}")
     return page.builds[0]
@@ -392,7 +393,7 @@ async def publish_and_follow(
     """
     try:
         return await berth.boot(requests, retry_for_s=timeout_s)
-    except (PublishRefused, BusUnavailable):
+    except (PublishRefused, BusUnavailable, RequestUnconfirmed):
         accepted = [track for track in berth.tracks.values() if track.published_at is not None]
         if accepted:
             report_tracks(accepted, as_json=as_json)

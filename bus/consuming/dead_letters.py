@@ -118,16 +118,12 @@ async def count_dead_letters(bus: str, transport: Transport) -> None:
         log.debug("dead_letters.not_counted", bus=bus, code=error.code)
 
 
-def _any(letter: DeadLetter) -> bool:
-    return True
-
-
 async def replay(
     transport: Transport,
     queue: str,
     ids: Collection[str] | None = None,
     *,
-    may_go: Callable[[DeadLetter], bool] = _any,
+    may_go: Callable[[DeadLetter], bool] = lambda _: True,
 ) -> list[str]:
     """Send dead letters of a queue (those with these ids, or all) back to it. Returns the ids that were sent.
 
@@ -286,19 +282,17 @@ def _text(delivery: Delivery, name: str) -> str:
 
 def _sent_at(headers: Mapping[str, object]) -> float | None:
     """Return the time of sending (seconds since the epoch), or else that of its death, which is later."""
-    written = headers.get(SENT_AT)
-    if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
-        return written / 1000
-    return _died_at(headers)
+    return _time(headers, SENT_AT) or _died_at(headers)
 
 
 def _died_at(headers: Mapping[str, object]) -> float | None:
     """Return the time of death by the consumer's header, or else by the broker's record of the first death."""
-    written = headers.get(DIED_AT)
-    if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000:
-        return written / 1000
-    deaths = headers.get("x-death")
-    if isinstance(deaths, list) and deaths and isinstance(deaths[-1], dict):
-        when = deaths[-1].get("time")
-        return when.timestamp() if isinstance(when, datetime) else None
-    return None
+    deaths = headers.get(DEATHS)
+    first = deaths[-1] if isinstance(deaths, list) and deaths else None
+    when = first.get("time") if isinstance(first, dict) else None
+    return _time(headers, DIED_AT) or (when.timestamp() if isinstance(when, datetime) else None)
+
+
+def _time(headers: Mapping[str, object], name: str) -> float | None:
+    written = headers.get(name)
+    return written / 1000 if isinstance(written, int | float) and 0 < written < MAX_TIME_S * 1000 else None

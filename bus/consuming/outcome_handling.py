@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
@@ -33,7 +33,6 @@ from bus.topology import delay_exchange
 from bus.tracing.tracer import Tracer
 from bus.wire import (
     CAUSE,
-    JSON,
     MAX_LETTER_BYTES,
     REPLY_PREFIX,
     Malformed,
@@ -191,55 +190,52 @@ class OutcomeHandler:
 
     def _dead_letter(self, item: InFlightMessage, code: str, reason: str) -> _Letter:
         received, delivery = item.received, item.in_flight.delivery
-        packed, size = _packed(received, delivery.type or "")
-        is_clients = self._row.has_clients and (isinstance(received, Malformed) or delivery.exchange == GIVEN_UP)
-        body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
         log.warning("consumer.dead_letter", queue=self.queue, code=code, reason=reason, cause=received.meta.cause)
-        letter = Outgoing(
-            exchange=DEAD,
-            routing_key=self.queue,
-            body=body,
-            content_type=JSON,
-            message_id=received.meta.id,
-            type=packed.type,
-            correlation_id=received.meta.correlation_id,
-            headers={
-                **headers_of(received.meta),
-                CODE: code,
-                REASON: reason[:MAX_REASON],
-                EXCHANGE: delivery.exchange,
-                ORIGINAL_KEY: shown(published_key(delivery, self._row.name) or ""),
-                DIED_AT: int(self._bus.clock.time() * 1000),
-                **({CUT_FROM: size} if size else {}),
-            },
-            mandatory=True,
-        )
-        return _Letter(letter, is_clients)
+        packed, size = _packed(received, delivery.type or "")
+        headers = {**headers_of(received.meta), EXCHANGE: delivery.exchange}
+        given_up = delivery.exchange == GIVEN_UP
+        return self._letter(item, packed, size, code, reason, headers=headers, given_up=given_up)
 
     async def park(self, item: InFlightMessage, error: Exception) -> None:
         """Dead-letter one message whose outcome could not be carried out. Of the message only its body is kept."""
-        received, reason = item.received, f"{type(error).__name__}: {error}"
         log.error("consumer.cannot_settle", queue=self.queue, error=type(error).__name__, exc_info=error)
-        if not self._row.has_letters:
-            return
-        packed, size = _packed(received, "")
-        is_clients = self._row.has_clients and isinstance(received, Malformed)
+        if self._row.has_letters:
+            packed, size = _packed(item.received, "")
+            bare = Packed(packed.body, Meta(id=new_uuid(self._bus.rng)), "")
+            reason = shown(f"{type(error).__name__}: {error}")
+            await self._park_all([self._letter(item, bare, size, CANNOT_APPLY, reason)])
+
+    def _letter(
+        self,
+        item: InFlightMessage,
+        packed: Packed,
+        size: int,
+        code: str,
+        reason: str,
+        *,
+        headers: Mapping[str, str | int | float] = {},
+        given_up: bool = False,
+    ) -> _Letter:
+        is_clients = self._row.has_clients and (given_up or isinstance(item.received, Malformed))
         body, size = _cut(packed.body, size) if is_clients else (packed.body, size)
         letter = Outgoing(
             exchange=DEAD,
             routing_key=self.queue,
             body=body,
-            message_id=new_uuid(self._bus.rng),
+            message_id=packed.meta.id,
+            type=packed.type,
+            correlation_id=packed.meta.correlation_id,
             headers={
-                CODE: CANNOT_APPLY,
-                REASON: shown(reason)[:MAX_REASON],
+                **headers,
+                CODE: code,
+                REASON: reason[:MAX_REASON],
                 ORIGINAL_KEY: shown(published_key(item.in_flight.delivery, self._row.name) or ""),
                 DIED_AT: int(self._bus.clock.time() * 1000),
                 **({CUT_FROM: size} if size else {}),
             },
             mandatory=True,
         )
-        await self._park_all([_Letter(letter, is_clients)])
+        return _Letter(letter, is_clients)
 
     def _refuse_malformed(
         self, item: InFlightMessage, bad: Malformed, answers: list[tuple[Message, str]], replies: Waiter

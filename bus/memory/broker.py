@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from bus.clock import Clock
 from bus.port import (
@@ -56,18 +56,15 @@ class Connection(Protocol):
         """The broker can be reached again."""
 
 
-class Stored:
+class Stored(Struct, eq=False):
     """One message in the broker. `number` is its place in line; it keeps it when it is given back."""
 
-    __slots__ = ("deaths", "expires_at", "message", "number", "redelivered", "returns")
-
-    def __init__(self, message: Outgoing, number: int, expires_at: float | None) -> None:
-        self.message = message
-        self.number = number
-        self.expires_at = expires_at
-        self.returns = 0
-        self.redelivered = False
-        self.deaths: Deaths = ()
+    message: Outgoing
+    number: int
+    expires_at: float | None
+    returns: int = 0
+    redelivered: bool = False
+    deaths: Deaths = ()
 
 
 class MemoryDelivery:

@@ -167,12 +167,6 @@ class Database:
             await asyncio.gather(probing, return_exceptions=True)
         await self._disconnect()
 
-    def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """A transaction of statements that are not hot, by SQLAlchemy Core: commits at the end, rolls back on an
-        exception.
-        """
-        return self._transaction()
-
     def raw(self) -> AbstractAsyncContextManager[asyncpg.Connection]:
         """An asyncpg connection inside a transaction: commits at the end, rolls back on an exception. Savepoints are
         not for it: asyncpg's `Connection.transaction` refuses to begin one. A json column comes back as text.
@@ -220,7 +214,10 @@ class Database:
                 span.end()
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+    async def transaction(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction of statements that are not hot, by SQLAlchemy Core: commits at the end, rolls back on an
+        exception.
+        """
         with self._use():
             try:
                 connection = await self.engine.connect()

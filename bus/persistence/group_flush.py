@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from msgspec import Struct
+
 from bus.clock import shared_delay_s
 from bus.faults import DatabaseUnavailable
 from bus.gather import Gather
@@ -40,16 +42,13 @@ class FlushedDatabase(Protocol):
         """Return when everything that was committed here before is on disk. Raises Transient."""
 
 
-class FlushingCommit:
+class FlushingCommit(Struct, kw_only=True):
     """A commit that may flush earlier commits. wanted: something waits for a flush. Call `done` when the commit is on
     disk. A commit that wrote nothing flushes nothing, and must not call it.
     """
 
-    __slots__ = ("is_done", "wanted")
-
-    def __init__(self, *, wanted: bool) -> None:
-        self.wanted = wanted
-        self.is_done = False
+    wanted: bool
+    is_done: bool = False
 
     def done(self) -> None:
         """Record that the commit has written something and is on disk."""

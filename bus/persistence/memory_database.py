@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -274,12 +274,9 @@ class MemorySession:
         self._group_flush = GroupFlush(self)
         self.losses = 0  # connections that ended by themselves, as bus.persistence.database counts them
 
-    def transaction(self) -> AbstractAsyncContextManager[MemoryDatabaseTransaction]:
-        """Commits at the end, rolls back on an exception."""
-        return self._transaction()
-
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[MemoryDatabaseTransaction]:
+    async def transaction(self) -> AsyncIterator[MemoryDatabaseTransaction]:
+        """Commits at the end, rolls back on an exception."""
         transaction = MemoryDatabaseTransaction(self)
         self.transactions[transaction] = None
         try:

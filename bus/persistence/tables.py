@@ -12,53 +12,35 @@ from functools import lru_cache
 from typing import Any
 
 import asyncpg
-from sqlalchemy import (
-    TIMESTAMP,
-    BigInteger,
-    Boolean,
-    CheckConstraint,
-    Column,
-    Connection,
-    Executable,
-    Identity,
-    Index,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    Uuid,
-    event,
-    func,
-    insert,
-    text,
-    true,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql.asyncpg import dialect
 from sqlalchemy.schema import DDL
 
-UUID = Uuid(as_uuid=False)  # canonical text, as the driver returns it (bus.persistence.database)
-MOMENT = TIMESTAMP(timezone=True)
-ZERO = text("0")
+UUID = sa.Uuid(as_uuid=False)  # canonical text, as the driver returns it (bus.persistence.database)
+MOMENT = sa.TIMESTAMP(timezone=True)
+ZERO = sa.text("0")
 DIALECT = dialect()  # type: ignore[no-untyped-call]
 FIRST_ROW = "first_row"  # in the `info` of a table: the values of the row that it is made with
 
 
-def create_tables(connection: Connection, metadata: MetaData) -> None:
+def create_tables(connection: sa.Connection, metadata: sa.MetaData) -> None:
     """Create all tables, and the rows that they are made with."""
     metadata.create_all(connection, checkfirst=False)
     for statement in first_rows(metadata):
         connection.exec_driver_sql(statement)
 
 
-def first_rows(metadata: MetaData) -> list[str]:
+def first_rows(metadata: sa.MetaData) -> list[str]:
     """The statements that insert the rows that tables are made with."""
     made = [
-        insert(table).values(row) for table in metadata.sorted_tables if (row := table.info.get(FIRST_ROW)) is not None
+        sa.insert(table).values(row)
+        for table in metadata.sorted_tables
+        if (row := table.info.get(FIRST_ROW)) is not None
     ]
     return [str(row.compile(dialect=DIALECT, compile_kwargs={"literal_binds": True})) for row in made]
 
 
-async def fetch(connection: asyncpg.Connection, statement: Executable, **values: object) -> Sequence[asyncpg.Record]:
+async def fetch(connection: asyncpg.Connection, statement: sa.Executable, **values: object) -> Sequence[asyncpg.Record]:
     """Run a statement of SQLAlchemy Core on a connection of `Database.raw`, as a part of its transaction. values: of
     its parameters.
     """
@@ -75,51 +57,51 @@ def _compiled(statement: Any) -> Any:
     return statement.compile(dialect=DIALECT)
 
 
-def needed(name: str, kind: Any, *more: Any, default: Any = None) -> Column[Any]:
+def needed(name: str, kind: Any, *more: Any, default: Any = None) -> sa.Column[Any]:
     """A column that is not null."""
-    return Column(name, kind, *more, nullable=False, server_default=default)
+    return sa.Column(name, kind, *more, nullable=False, server_default=default)
 
 
-def only_row() -> Column[Any]:
+def only_row() -> sa.Column[Any]:
     """The primary key of a table with one row."""
-    return Column("one", Boolean, CheckConstraint("one"), primary_key=True, server_default=true())
+    return sa.Column("one", sa.Boolean, sa.CheckConstraint("one"), primary_key=True, server_default=sa.true())
 
 
-def store_as_it_is(table: Table, column: str) -> None:
+def store_as_it_is(table: sa.Table, column: str) -> None:
     """Compress no bytes of this column: a row is large and soon gone, and that would be most of what it costs."""
     statement = DDL(f"ALTER TABLE {table.name} ALTER COLUMN {column} SET STORAGE EXTERNAL")  # type: ignore[no-untyped-call]
-    event.listen(table, "after_create", statement)
+    sa.event.listen(table, "after_create", statement)
 
 
-def identity_table(metadata: MetaData, *more: Column[Any]) -> Table:
+def identity_table(metadata: sa.MetaData, *more: sa.Column[Any]) -> sa.Table:
     """The identity of a database, made with the schema: whose the buses are that its workers enter. A backup takes it
     along.
     """
-    deployment = needed("deployment", UUID, default=func.gen_random_uuid())
-    return Table("identity", metadata, deployment, only_row(), *more, info={FIRST_ROW: {}})
+    deployment = needed("deployment", UUID, default=sa.func.gen_random_uuid())
+    return sa.Table("identity", metadata, deployment, only_row(), *more, info={FIRST_ROW: {}})
 
 
-def outbox_tables(metadata: MetaData) -> None:
+def outbox_tables(metadata: sa.MetaData) -> None:
     """The outbox, messages that commit with the state that caused them (bus.persistence.outbox); and `handled`, the
     messages that a handler has taken, where its own tables do not show it.
     """
-    outbox = Table(
+    outbox = sa.Table(
         "outbox",
         metadata,
-        Column("id", BigInteger, Identity(always=True), primary_key=True),
-        needed("created_at", MOMENT, default=func.now()),
-        needed("taken_at", MOMENT, default=func.now()),
-        needed("bus", Text),
-        needed("body", LargeBinary),
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), primary_key=True),
+        needed("created_at", MOMENT, default=sa.func.now()),
+        needed("taken_at", MOMENT, default=sa.func.now()),
+        needed("bus", sa.Text),
+        needed("body", sa.LargeBinary),
         # A short-lived heap: it is vacuumed by count and not by share.
         postgresql_with={"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 5000},
     )
     store_as_it_is(outbox, "body")
-    Table(
+    sa.Table(
         "handled",
         metadata,
-        Column("handler", Text, primary_key=True),
-        Column("message_id", Text, primary_key=True),
-        needed("at", MOMENT, default=func.now()),
-        Index("handled_at", "at"),
+        sa.Column("handler", sa.Text, primary_key=True),
+        sa.Column("message_id", sa.Text, primary_key=True),
+        needed("at", MOMENT, default=sa.func.now()),
+        sa.Index("handled_at", "at"),
     )

@@ -7,21 +7,8 @@ import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from aiormq.exceptions import (
-    AMQPConnectionError,
-    AMQPError,
-    ChannelAccessRefused,
-    ChannelClosed,
-    ChannelInvalidStateError,
-    ChannelLockedResource,
-    ChannelNotFoundEntity,
-    ChannelPreconditionFailed,
-    ConnectionClosed,
-    ConnectionNotAllowed,
-    DeliveryError,
-    ProbableAuthenticationError,
-    PublishError,
-)
+from aiormq import exceptions
+from aiormq.exceptions import AMQPConnectionError, AMQPError, ChannelClosed, ChannelInvalidStateError
 
 from bus.port import (
     BusError,
@@ -39,6 +26,15 @@ NOT_ALLOWED = 530
 
 # How aiormq reports that the other side closed the connection in the middle: of a frame, or before the first one.
 BROKEN_OFF = (EOFError, StopAsyncIteration)
+
+
+# By why the broker closed a channel.
+_CLOSED: dict[type[ChannelClosed], type[BusError]] = {
+    exceptions.ChannelAccessRefused: BusForbidden,
+    exceptions.ChannelNotFoundEntity: QueueMissing,
+    exceptions.ChannelLockedResource: QueueLocked,
+    exceptions.ChannelPreconditionFailed: QueueDiffers,
+}
 
 
 class BrokerUntrusted(BusForbidden):
@@ -73,13 +69,13 @@ def port_error(error: BaseException, about: str = "") -> BusError:
     if isinstance(error.__cause__, ssl.SSLCertVerificationError):
         return BrokerUntrusted(f"its certificate is refused: {error.__cause__.verify_message}")
     text = _text(error)
-    if isinstance(error, PublishError):
+    if isinstance(error, exceptions.PublishError):
         return Unroutable(text)
-    if isinstance(error, DeliveryError):
+    if isinstance(error, exceptions.DeliveryError):
         return PublishRefused(f"{about}: refused")
-    if isinstance(error, ProbableAuthenticationError | ConnectionNotAllowed):
+    if isinstance(error, exceptions.ProbableAuthenticationError | exceptions.ConnectionNotAllowed):
         return BusForbidden(text)
-    if isinstance(error, ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED:
+    if isinstance(error, exceptions.ConnectionClosed) and error.args and error.args[0] == NOT_ALLOWED:
         return BusForbidden(text)
     if isinstance(error, ChannelClosed):
         return _channel(error, text, about)
@@ -97,15 +93,7 @@ def _channel(error: ChannelClosed, text: str, about: str) -> BusError:
     """
     if about and f"'{about}'" not in text:
         return BusUnavailable(text)
-    if isinstance(error, ChannelAccessRefused):
-        return BusForbidden(text)
-    if isinstance(error, ChannelNotFoundEntity):
-        return QueueMissing(text)
-    if isinstance(error, ChannelLockedResource):
-        return QueueLocked(text)
-    if isinstance(error, ChannelPreconditionFailed):
-        return QueueDiffers(text)
-    return BusError(text)
+    return next((ours for theirs, ours in _CLOSED.items() if isinstance(error, theirs)), BusError)(text)
 
 
 def _text(error: BaseException) -> str:

@@ -374,15 +374,9 @@ class RabbitTransport:
         """Connect, restore, wait for the loss, and again."""
         backoff = Backoff(RECONNECT, self._clock, self._jitter)
         while not self._closing:
-            session: Session | None = None
             try:
-                session = await Session.connect(self._address, self._names, self._connection_name)
-                await self._bring_back(session)
-                if self._closing:
-                    raise asyncio.CancelledError
+                session = await self._connected()
             except BusError as error:
-                if session is not None:
-                    await session.close()
                 if isinstance(error, BusForbidden) and self._opened is not None and not self._opened.done():
                     self._opened.set_exception(error)
                     return
@@ -393,13 +387,7 @@ class RabbitTransport:
                 log.warning("bus.unavailable", bus=self.name, code=error.code, reason=str(error), attempt=attempt)
                 await backoff.wait()
                 continue
-            except asyncio.CancelledError:
-                if session is not None:
-                    await session.close()
-                raise
             except Exception:  # a library that fails in a new way must not leave a process without a connection
-                if session is not None:
-                    await session.close()
                 log.exception("bus.connecting_broke", bus=self.name, attempt=backoff.failures + 1)
                 await backoff.wait()
                 continue
@@ -410,6 +398,18 @@ class RabbitTransport:
             metrics.BLOCKED.labels(self.name).set(0)
             log.warning("bus.lost", bus=self.name)
             await session.close()
+
+    async def _connected(self) -> Session:
+        """A session in which everything is declared and consumed again."""
+        session = await Session.connect(self._address, self._names, self._connection_name)
+        try:
+            await self._bring_back(session)
+            if self._closing:
+                raise asyncio.CancelledError
+        except BaseException:
+            await session.close()
+            raise
+        return session
 
     def _is_back(self, session: Session) -> None:
         self._session = session

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from bus.bus import API, Bus, BusLimits
+from bus.bus import API, Bus
 from bus.clock import Clock, SystemClock
 from bus.contracts.objects import CellBus
 from bus.faults import Fault
@@ -52,7 +52,6 @@ class Environment:
         cells: tuple[str, ...] = (),
         clock: Clock | None = None,
         rng: random.Random | None = None,
-        limits: BusLimits | None = None,
         pool_size: int = DEFAULT_POOL_SIZE,
         heartbeat_s: float | None = None,
         tracer: Tracer | None = None,
@@ -66,7 +65,6 @@ class Environment:
         self._transports = transports
         self._cell_transports = cell_transports
         self._database_url = database_url
-        self._limits = limits if limits is not None else BusLimits()
         self._pool_size = pool_size
 
     def bus(self, name: str = API) -> Bus:
@@ -96,7 +94,6 @@ class Environment:
             process=self.process,
             clock=self.clock,
             rng=rng,
-            limits=self._limits,
             tracer=self.tracer,
         )
 

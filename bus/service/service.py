@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Coroutine
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import structlog
 
@@ -32,6 +32,14 @@ class SideTaskEnded(Fault):
 class Consumes(Protocol):
     """The operations that the lifecycle needs of a consumer."""
 
+    @property
+    def queue(self) -> str:
+        """The queue's name."""
+
+    @property
+    def in_hand(self) -> int:
+        """Deliveries taken and not answered."""
+
     async def start(self) -> None:
         """Declare and begin."""
 
@@ -40,19 +48,6 @@ class Consumes(Protocol):
 
     async def run(self) -> None:
         """Until drained; raises what ended it otherwise."""
-
-
-@runtime_checkable
-class CountsInHand(Protocol):
-    """A consumer that counts the messages that it has taken."""
-
-    @property
-    def queue(self) -> str:
-        """The queue's name."""
-
-    @property
-    def in_hand(self) -> int:
-        """Deliveries taken and not answered."""
 
 
 class Reached(Protocol):
@@ -144,8 +139,8 @@ class Service:
             self.log.warning("metrics.refresh_too_slow", limit_s=REFRESH_TIMEOUT_S)
 
     def in_hand(self) -> dict[str, int]:
-        """{queue: deliveries taken and not answered} of the consumers that count them."""
-        return {one.queue: one.in_hand for one in self._consumers if isinstance(one, CountsInHand)}
+        """{queue: deliveries taken and not answered} of the consumers."""
+        return {one.queue: one.in_hand for one in self._consumers}
 
     def not_ready(self) -> list[str]:
         """Names of the parts that are not ready now; empty when the service can do its work."""
@@ -195,7 +190,7 @@ class Service:
             await step()
         for consumer in self._consumers:
             await consumer.start()
-            self._spawn(f"consumer {getattr(consumer, 'queue', '')}", consumer.run())
+            self._spawn(f"consumer {consumer.queue}", consumer.run())
         self._enter_phase("ready")
         self.ready.set()
 

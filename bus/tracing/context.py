@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from enum import IntEnum
 from typing import Protocol
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 # The specification: version 00 has these four fields and no more; a later version may add some.
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?", re.ASCII)
@@ -57,40 +57,26 @@ class SpanKind(IntEnum):
     CONSUMER = 5
 
 
-class Span:
+class Span(Struct, eq=False):
     """One piece of work in one trace. kind and times as OpenTelemetry has them: nanoseconds since the epoch."""
 
-    __slots__ = ("_on_end", "attributes", "context", "ended_ns", "error", "kind", "links", "name", "parent_id",
-                 "started_ns")  # fmt: skip
-
-    def __init__(
-        self,
-        name: str,
-        context: TraceContext,
-        parent_id: str,
-        *,
-        kind: SpanKind,
-        links: Sequence[TraceContext],
-        attributes: Mapping[str, str | int],
-        on_end: Callable[[Span], None],
-    ) -> None:
-        self._on_end = on_end
-        self.name = name
-        self.context = context
-        self.parent_id = parent_id
-        self.kind = kind
-        self.links = links
-        self.attributes = attributes
-        self.error = ""
-        self.started_ns = time.time_ns()
-        self.ended_ns = 0
+    name: str
+    context: TraceContext
+    parent_id: str
+    on_end: Callable[[Span], None]
+    kind: SpanKind = SpanKind.INTERNAL
+    links: Sequence[TraceContext] = ()
+    attributes: Mapping[str, str | int] = {}
+    error: str = ""
+    started_ns: int = field(default_factory=time.time_ns)
+    ended_ns: int = 0
 
     def end(self, error: str = "") -> None:
         """It is over. error: why it failed, a stable code. A second end changes nothing."""
         if not self.ended_ns:
             self.ended_ns = max(time.time_ns(), self.started_ns)
             self.error = error
-            self._on_end(self)
+            self.on_end(self)
 
 
 class StartSpan(Protocol):
@@ -108,7 +94,7 @@ class StartSpan(Protocol):
         ...
 
 
-class Scope:
+class Scope(Struct, frozen=True, eq=False):
     """The messages that are being handled now. by_cause: the contexts of its sampled messages, by their causes and
     subjects.
 
@@ -117,22 +103,11 @@ class Scope:
     `parent`, until it has ended. otherwise: the header of messages of other causes; empty: they have none.
     """
 
-    __slots__ = ("by_cause", "otherwise", "parent", "start", "whole")
-
-    def __init__(
-        self,
-        start: StartSpan,
-        by_cause: Mapping[str, TraceContext],
-        parent: Span | None,
-        otherwise: str = "",
-        *,
-        whole: bool = False,
-    ) -> None:
-        self.start = start
-        self.by_cause = by_cause
-        self.parent = parent
-        self.otherwise = otherwise
-        self.whole = whole
+    start: StartSpan
+    by_cause: Mapping[str, TraceContext]
+    parent: Span | None
+    otherwise: str = ""
+    whole: bool = False
 
     def of(self, cause: str) -> TraceContext | None:
         """The context of what this is the cause of, if it is sampled."""

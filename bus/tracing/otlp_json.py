@@ -1,18 +1,18 @@
 """OTLP over HTTP as JSON, which OpenTelemetry's collector, Jaeger and Tempo take: an export costs a fraction of
 protobuf in Python. A receiver that takes protobuf alone answers 415.
 
-Measured on the reference machine: 1.6 microseconds a span here, 60 with the encoder of OpenTelemetry's SDK.
+Measured on the reference machine: 3.6 microseconds a span here, 60 with the encoder of OpenTelemetry's SDK.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
-from msgspec import Struct
 
 from bus.tracing.context import Span
 from bus.tracing.tracer import ExportFailed
@@ -76,64 +76,27 @@ class OtlpJsonExporter:
         return _encode({"resourceSpans": [{"resource": self._resource, "scopeSpans": [scope]}]})
 
 
-# Structs instead of dicts: a fifth of the time.
+def _span(span: Span) -> dict[str, Any]:
+    encoded: dict[str, Any] = {
+        "traceId": span.context.trace_id,
+        "spanId": span.context.span_id,
+        "parentSpanId": span.parent_id,
+        "name": span.name,
+        "kind": int(span.kind),
+        "startTimeUnixNano": str(span.started_ns),
+        "endTimeUnixNano": str(span.ended_ns),
+        "attributes": _attributes(span.attributes),
+        "flags": 1,
+    }
+    if span.links:
+        encoded["links"] = [{"traceId": one.trace_id, "spanId": one.span_id} for one in span.links]
+    if span.error:
+        encoded["status"] = {"code": _STATUS_ERROR, "message": span.error}
+    return encoded
 
 
-class _Text(Struct, gc=False, rename="camel"):
-    string_value: str
-
-
-class _Number(Struct, gc=False, rename="camel"):
-    int_value: str
-
-
-class _Attribute(Struct, gc=False):
-    key: str
-    value: _Text | _Number
-
-
-class _Link(Struct, gc=False, rename="camel"):
-    trace_id: str
-    span_id: str
-
-
-class _Status(Struct, gc=False):
-    code: int
-    message: str
-
-
-class _Span(Struct, gc=False, rename="camel", omit_defaults=True):
-    trace_id: str
-    span_id: str
-    parent_span_id: str
-    name: str
-    kind: int
-    start_time_unix_nano: str
-    end_time_unix_nano: str
-    attributes: list[_Attribute]
-    flags: int
-    links: list[_Link] = []
-    status: _Status | None = None
-
-
-def _span(span: Span) -> _Span:
-    return _Span(
-        span.context.trace_id,
-        span.context.span_id,
-        span.parent_id,
-        span.name,
-        int(span.kind),
-        str(span.started_ns),
-        str(span.ended_ns),
-        _attributes(span.attributes),
-        1,
-        [_Link(one.trace_id, one.span_id) for one in span.links] if span.links else [],
-        _Status(_STATUS_ERROR, span.error) if span.error else None,
-    )
-
-
-def _attributes(values: Mapping[str, str | int]) -> list[_Attribute]:
+def _attributes(values: Mapping[str, str | int]) -> list[dict[str, Any]]:
     return [
-        _Attribute(key, _Text(value) if isinstance(value, str) else _Number(str(value)))
+        {"key": key, "value": {"stringValue": value} if isinstance(value, str) else {"intValue": str(value)}}
         for key, value in values.items()
     ]

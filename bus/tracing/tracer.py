@@ -108,21 +108,13 @@ class Tracer:
         trace_id = parent.trace_id if parent is not None else self._new_id(128)
         context = TraceContext(trace_id, self._new_id(64))
         parent_id = "" if parent is None else parent.span_id
-        return Span(
-            name,
-            context,
-            parent_id,
-            kind=kind,
-            links=links,
-            attributes=attributes,
-            on_end=self._ended,
-        )
+        return Span(name, context, parent_id, self._ended, kind, links, attributes)
 
     def root(self, name: str, attributes: Mapping[str, str | int], *, kind: SpanKind = SpanKind.CLIENT) -> Span | None:
         """The first span of a new trace, if the trace is sampled."""
         if (context := self._new_root()) is None:
             return None
-        return Span(name, context, "", kind=kind, links=(), attributes=attributes, on_end=self._ended)
+        return Span(name, context, "", self._ended, kind, attributes=attributes)
 
     @contextlib.contextmanager
     def serving(self, name: str, traceparent: str | None, attributes: Mapping[str, str | int]) -> Iterator[Span | None]:

@@ -29,13 +29,10 @@ from cell_conductor.domain.leases import Lease
 from cell_conductor.domain.proof import is_at
 from cell_conductor.domain.rules import numbered_on
 
-from . import memory_fences
-from .memory_fences import MemoryFences
-from .memory_leases import Keeper, MemoryLeases
-from .memory_safety import MemorySafety
-from .port import Brief, DatabaseChange, KnownDatabase
+from . import memory_safety
+from .memory_safety import Keeper, MemoryFences, MemoryLeases, MemorySafety
+from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction
 from .safety import UnexplainedRecord
-from .unit_of_work import InstanceWrites, OptimisticTransaction
 
 HANDLER = "conductor"
 
@@ -144,7 +141,7 @@ class MemoryTransaction:
 
     async def lose(self, hosts: Sequence[str], losses: Sequence[Loss], proofs: Sequence[str] = ()) -> bool:
         """Hold the fences of these hosts until the end, and record their losses."""
-        return await memory_fences.lose(self._table, self._transaction, hosts, losses, proofs)
+        return await memory_safety.lose(self._table, self._transaction, hosts, losses, proofs)
 
     async def send_later(self, outgoing: Sequence[OutboxMessage]) -> Sequence[int]:
         """Put messages into the outbox; the rows for the relay."""

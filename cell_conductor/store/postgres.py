@@ -43,11 +43,8 @@ from cell_conductor.domain.instance import (
 )
 
 from . import rows
-from .fences import HOLD, LOSE, PostgresFences, loss_columns
-from .leases import PostgresLeases
-from .port import Brief, DatabaseChange, KnownDatabase
-from .safety import PostgresSafety
-from .unit_of_work import InstanceWrites, OptimisticTransaction
+from .port import Brief, DatabaseChange, InstanceWrites, KnownDatabase, OptimisticTransaction
+from .safety import HOLD, LOSE, PostgresFences, PostgresLeases, PostgresSafety, loss_columns
 
 MIGRATIONS = "cell_conductor.store.migrations"
 

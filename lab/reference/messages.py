@@ -21,9 +21,9 @@ def content() -> dict[str, object]:
     """What the page shows: the catalogue, the bounds of the wire, and the functions below."""
     buses = [("On the API bus", _flows(Where.API)), ("On a cell's bus", _flows(Where.CELL))]
     functions = {"parts": _parts, "rights": _rights, "bound_to": _bound_to, "bounds": _bounds}
-    names = [*catalogue.__all__, *(name for name in vars(wire) if name.isupper())]
     return {
-        **{name: getattr(catalogue if name in catalogue.__all__ else wire, name) for name in names},
+        **vars(wire),
+        **vars(catalogue),
         **{"tag_of": tag_of, "Refusal": Refusal, "PLACES": PLACES, "buses": buses},
         **functions,
     }

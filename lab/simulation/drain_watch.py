@@ -13,7 +13,7 @@ from lab.simulation.watch import Breach
 from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.domain.drains import DONE
 from scheduler_worker.domain.objects import drains_of
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 
 # A scheduler may commit the end so long after its last look at the book; a move that was dispatched before the drain
 # may claim its next host meanwhile.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import msgspec
 from msgspec import Struct
 
 from bus.bus import API
-from bus.contracts.base import MAX_AMOUNT, tag_of
+from bus.contracts.base import MAX_AMOUNT, encode, tag_of
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import CellBuild, ComputeResult
 from bus.contracts.moves import MachineChanged, MoveEvent
 from bus.contracts.placement import Claim, ClaimAll
+from bus.persistence import memory_database
+from bus.persistence.outbox import decode_row
 from bus.port import Outgoing
 from bus.wire import BATCH
 from lab.simulation.ironic import EXCHANGE
@@ -61,6 +65,7 @@ class MessageWatch:
         for body in [bytes(item.body) for item in _items.decode(message.body)] if batch else [message.body]:
             if body in self._world.strange:
                 continue
+            self._world.taken.add((bus, body))
             tag = _tagged.decode(body).type
             if tag == MOVE_TAG and (bus != API or self._world.plan.through_schedulers):
                 self._moved(_moved.decode(body), bus)
@@ -112,3 +117,24 @@ class MessageWatch:
                 self._world.fail(
                     Breach("left_for_good", f"{instance} is to go to {uuid}, which has left ({self._world.left[uuid]})")
                 )
+
+
+@contextmanager
+def no_message_is_lost(world: World) -> Iterator[None]:
+    """Meanwhile a row leaves an outbox when a broker has taken its messages. Progress that a later event of the same
+    request replaces needs no broker.
+    """
+    drop = memory_database._drop
+
+    def dropped(rows: dict[Any, Any], keys: Iterable[Any]) -> None:
+        gone = list(keys)
+        for row in [rows[key] for key in gone if isinstance(rows.get(key), memory_database.Row)]:
+            for item in decode_row(row.body):
+                is_progress = isinstance(item.message, BuildEvent | MoveEvent) and not item.message.terminal
+                if not is_progress and (item.bus, encode(item.message)) not in world.taken:
+                    what = f"{tag_of(type(item.message))} for {item.bus}"
+                    world.fail(Breach("no_message_is_lost", f"{what} left its outbox, and no broker has taken it"))
+        drop(rows, gone)
+
+    with patch.object(memory_database, "_drop", dropped):
+        yield

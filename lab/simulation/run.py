@@ -18,6 +18,7 @@ from lab.simulation.draw import PROJECTS, plan_of
 from lab.simulation.event_log import EventLog
 from lab.simulation.load import Chaos, Client
 from lab.simulation.loop import MAX_TURN_CPU_S, EndlessTurn
+from lab.simulation.message_watch import no_message_is_lost
 from lab.simulation.moves import Mover
 from lab.simulation.operator import GO_S, Operator
 from lab.simulation.orders import NONE_ALLOWED
@@ -127,7 +128,8 @@ class _Runner:
         self._client = Client(world)
         work = asyncio.create_task(self._work(), name="the run")
         try:
-            await asyncio.wait([work, world.breach], return_when=asyncio.FIRST_COMPLETED)
+            with no_message_is_lost(world):
+                await asyncio.wait([work, world.breach], return_when=asyncio.FIRST_COMPLETED)
             if world.breach.done():
                 await world.breach
             await work

@@ -53,7 +53,6 @@ class Widening(StrEnum):
     MOVES = "moves"  # every kind of move, with faults in every step; hosts die, are fenced and come back
     DRAINS = "drains"  # operators disable hosts, move away what they run, and enable them again
     FENCES = "fences"  # hosts die, an operator fences them, their instances are evacuated by policy, they come back
-    BUSES_APART = "buses-apart"  # queues of one bus are full while another bus is away, again and again
     GANGS = "gangs"  # several machines that start together, on hosts that are nearly full; some repeated or deleted
     TREES = "trees"  # another source's hosts: devices that move within one batch, roots removed and made again
     REST = "rest"  # another client of Placement's REST API: providers of its own, reservations, also on berth's hosts
@@ -66,6 +65,7 @@ class Widening(StrEnum):
     )
     BUILDS_FORGOTTEN = "builds-forgotten"  # a cell forgets all builds; each comes again or is deleted, and is judged
     REQUESTS_FORGOTTEN = "requests-forgotten"  # the schedulers forget all requests; clients publish each again
+    BUSES_APART = "buses-apart"  # queues of one bus are full while another bus is away, again and again
     DEADLINES = "deadlines"  # clients wait 50 ms to 10 s for an answer; then they request the same again, or give up
 
 
@@ -420,20 +420,20 @@ def _fences(rng: random.Random, plan: Plan) -> Plan:
     return _also(replace(plan, orders=tuple(others)), fence)
 
 
-MAX_APART = 30
+MAX_APART = 8
 
 
 def _buses_apart(rng: random.Random, plan: Plan) -> Plan:
-    """The messages of one transaction go to both: one is refused, and the other has to wait. Mostly it is a cell that
-    is away when builds are requested, as schedulers hear nothing without the bus of the API.
-    """
-    buses, faults = ["api", *(cell.name for cell in plan.cells)], list(plan.fault_events)
+    """The messages of one transaction go to both: one is refused, again and again, while the other has to wait."""
+    cells, faults = [cell.name for cell in plan.cells], list(plan.fault_events)
     requested = [order.at for order in plan.orders if order.action is Action.BUILD]
-    for _ in range(rng.randint(6, MAX_APART)):
-        full, away = ("api", rng.choice(buses[1:])) if rng.random() < 0.7 else rng.sample(buses, 2)
-        at = max(1.0, rng.choice(requested) - rng.uniform(0.0, 0.3))
-        faults.append(FaultEvent(at=at, kind=FaultType.FULL, target=full, seconds=rng.uniform(1.0, 8.0)))
-        faults.append(FaultEvent(at=at, kind=FaultType.BROKER, target=away, seconds=rng.uniform(1.0, 5.0)))
+    for _ in range(rng.randint(3, MAX_APART)):
+        full, away = rng.sample(("api", rng.choice(cells)), 2)
+        at = max(1.0, rng.choice(requested) + rng.uniform(-0.3, 0.5))
+        faults.append(
+            FaultEvent(at=max(0.5, at - 0.5), kind=FaultType.FULL, target=full, seconds=rng.uniform(6.0, 20.0))
+        )
+        faults.append(FaultEvent(at=at, kind=FaultType.BROKER, target=away, seconds=rng.uniform(4.0, 10.0)))
     return replace(plan, fault_events=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 

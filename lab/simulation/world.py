@@ -45,7 +45,7 @@ from lab.simulation.wiring import ProcessContext, Wiring, clock_error_s
 from placement_worker.replica.book import Book
 from placement_worker.store.memory_table import MemoryBookTable
 from scheduler_worker.domain.hosts import HostTable
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 
 log = structlog.get_logger("sim")
 
@@ -114,6 +114,7 @@ class World:
         self.hosts_off: set[str] = set()  # services whose hosts an operator keeps off until their fence is acknowledged
         self.crashes: dict[str, int] = {}
         self.over = False
+        self.taken: set[tuple[str, bytes]] = set()  # (bus, body) of each message that a broker has taken
         self.outbox_since: dict[str, dict[int, float]] = {}  # by schema, when the judge first saw each row
         self.flat = set(plan.flat)
         self.left: dict[str, str] = {}  # root providers that are gone for good, and how: drained or dead

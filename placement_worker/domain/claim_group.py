@@ -7,30 +7,22 @@ from itertools import count, islice
 
 from msgspec import Struct
 
+from bus.contracts import placement as messages
 from bus.contracts.groups import GroupPolicy
-from bus.contracts.placement import (
-    MAX_LOST_NAMED,
-    Claim,
-    ClaimAll,
-    ClaimAllResult,
-    ClaimHolder,
-    ClaimOutcome,
-    ClaimResult,
-    Release,
-    ReleaseResult,
-    Revert,
-    RevertResult,
-    Swap,
-    SwapResult,
-)
 from placement_worker.domain.claim_ledger import ClaimVerdict, Lacking
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.moves import MIGRATION_TYPE
 from placement_worker.domain.server_groups import HARD
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, GroupKey, Holding
 
-ClaimReply = ClaimResult | ClaimAllResult | ReleaseResult | RevertResult | SwapResult
-Holders = Mapping[int, tuple[ClaimHolder, ...]]
+ClaimReply = (
+    messages.ClaimResult
+    | messages.ClaimAllResult
+    | messages.ReleaseResult
+    | messages.RevertResult
+    | messages.SwapResult
+)
+Holders = Mapping[int, tuple[messages.ClaimHolder, ...]]
 
 NOBODY: Holders = {}
 MAX_GROUP_MEMBERS_READ = 100  # members of a group with affinity, beside the consumers that the transaction names
@@ -69,7 +61,7 @@ class ClaimGroup:
         self._grouped: set[tuple[str, str, str]] = set()
         self._ungrouped: list[str] = []  # consumers that are claimed without a group, or moved
         for item in items:
-            for one in item.claims if isinstance(item, ClaimAll) else (item,):
+            for one in item.claims if isinstance(item, messages.ClaimAll) else (item,):
                 self._add(one)
 
     @property
@@ -101,11 +93,11 @@ class ClaimGroup:
         claims = (
             pair
             for item, verdict in zip(self.items, verdicts, strict=True)
-            if isinstance(item, Claim | ClaimAll)
+            if isinstance(item, messages.Claim | messages.ClaimAll)
             for pair in _claims_of(item, verdict)
         )
         full = ((place, (claim.consumer, one.lacking)) for place, (claim, one) in enumerate(claims) if one.lacking)
-        return dict(islice(full, MAX_LOST_NAMED))
+        return dict(islice(full, messages.MAX_LOST_NAMED))
 
     def replies(
         self, verdicts: Sequence[ClaimVerdict], sequence: int, bus: str, holders: Holders = NOBODY
@@ -113,9 +105,9 @@ class ClaimGroup:
         """Return the reply to each item. holders: of what lost claims lacked, by the places of `lost`."""
         places = count()
 
-        def claimed(verdict: ClaimVerdict) -> ClaimResult:
-            return ClaimResult(
-                outcome=ClaimOutcome(verdict.outcome),
+        def claimed(verdict: ClaimVerdict) -> messages.ClaimResult:
+            return messages.ClaimResult(
+                outcome=messages.ClaimOutcome(verdict.outcome),
                 option=verdict.option,
                 outcomes=verdict.outcomes,
                 consumer_generation=verdict.consumer_generation,
@@ -129,20 +121,20 @@ class ClaimGroup:
             )
 
         def reply(item: ClaimItem, verdict: ClaimVerdict) -> ClaimReply:
-            if isinstance(item, Claim):
+            if isinstance(item, messages.Claim):
                 return claimed(verdict)
-            if isinstance(item, ClaimAll):
-                return ClaimAllResult(results=tuple(map(claimed, verdict.of_gang)))
+            if isinstance(item, messages.ClaimAll):
+                return messages.ClaimAllResult(results=tuple(map(claimed, verdict.of_gang)))
             return _moved(item, verdict, sequence if verdict.changed else 0)
 
         return [reply(item, verdict) for item, verdict in zip(self.items, verdicts, strict=True)]
 
-    def _add(self, item: Claim | Release | Revert | Swap) -> None:
-        if isinstance(item, Claim):
+    def _add(self, item: messages.Claim | messages.Release | messages.Revert | messages.Swap) -> None:
+        if isinstance(item, messages.Claim):
             self._add_claim(item)
-        elif isinstance(item, Release):
+        elif isinstance(item, messages.Release):
             self.consumers.setdefault(item.consumer, ConsumerState(0, item.attempt or 0, "", "", ""))
-        elif isinstance(item, Revert):
+        elif isinstance(item, messages.Revert):
             for uuid in (item.consumer, item.migration.uuid):
                 self.consumers.setdefault(uuid, ConsumerState(0, item.attempt, "", "", ""))
                 self._ungrouped.append(uuid)
@@ -154,7 +146,7 @@ class ClaimGroup:
                 self._ungrouped.append(entry.consumer)
                 self._name(entry.allocations)
 
-    def _add_claim(self, claim: Claim) -> None:
+    def _add_claim(self, claim: messages.Claim) -> None:
         named = [claim.consumer]
         if claim.consumer not in self.consumers:
             self.consumers[claim.consumer] = ConsumerState(
@@ -189,28 +181,30 @@ class ClaimGroup:
                 self.classes.update(resources)
 
 
-def _claims_of(item: Claim | ClaimAll, verdict: ClaimVerdict) -> Iterator[tuple[Claim, ClaimVerdict]]:
-    if isinstance(item, Claim):
+def _claims_of(
+    item: messages.Claim | messages.ClaimAll, verdict: ClaimVerdict
+) -> Iterator[tuple[messages.Claim, ClaimVerdict]]:
+    if isinstance(item, messages.Claim):
         yield item, verdict
     else:
         yield from zip(item.claims, verdict.of_gang, strict=True)
 
 
 def _moved(
-    item: Release | Revert | Swap, verdict: ClaimVerdict, number: int
-) -> ReleaseResult | RevertResult | SwapResult:
-    if isinstance(item, Release):
-        return ReleaseResult(outcome=verdict.outcome, sequence=number)
-    if isinstance(item, Revert):
-        return RevertResult(
+    item: messages.Release | messages.Revert | messages.Swap, verdict: ClaimVerdict, number: int
+) -> messages.ReleaseResult | messages.RevertResult | messages.SwapResult:
+    if isinstance(item, messages.Release):
+        return messages.ReleaseResult(outcome=verdict.outcome, sequence=number)
+    if isinstance(item, messages.Revert):
+        return messages.RevertResult(
             outcome=verdict.outcome,
             consumer_generation=verdict.consumer_generation,
             holding={uuid: dict(amounts) for uuid, amounts in verdict.holding.items()},
             sequence=number,
             reason=verdict.reason,
         )
-    return SwapResult(
-        outcome=ClaimOutcome(verdict.outcome),
+    return messages.SwapResult(
+        outcome=messages.ClaimOutcome(verdict.outcome),
         consumer=verdict.consumer,
         generations=verdict.generations,
         sequence=number,

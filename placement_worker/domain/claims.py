@@ -38,6 +38,7 @@ from placement_worker.domain.server_groups import (
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, Fit, GroupKey, Holding, Members
 
 ClaimItem = Claim | ClaimAll | Release | Revert | Swap
+Outcomes = tuple[ClaimOutcome, ...]  # of a claim's options, in order
 
 # The outcome of a claim none of whose options was taken is the first of these that one of the options has: the earlier
 # an outcome stands here, the sooner a retry may succeed.
@@ -77,20 +78,17 @@ def decide(
     """
     ledger = ClaimLedger(consumers, providers, known_classes, foreign, groups or {})
     ledger.projects.update({project: dict(held) for project, held in (projects or {}).items()})
-    verdicts: list[ClaimVerdict] = []
-    for item in items:
-        if isinstance(item, Claim):
-            verdicts.append(_claim(ledger, item))
-        elif isinstance(item, ClaimAll):
-            verdicts.append(_claim_all(ledger, item))
-        elif isinstance(item, Release):
-            verdicts.append(_release(ledger, item))
-        elif isinstance(item, Revert):
-            verdicts.append(_revert(ledger, item))
-        else:
-            assert isinstance(item, Swap)
-            verdicts.append(_swap(ledger, item))
-    return ledger.decision(verdicts)
+    return ledger.decision([_decided(ledger, item) for item in items])
+
+
+def _decided(ledger: ClaimLedger, item: ClaimItem) -> ClaimVerdict:
+    if isinstance(item, Claim):
+        return _claim(ledger, item)
+    if isinstance(item, ClaimAll):
+        return _claim_all(ledger, item)
+    if isinstance(item, Release):
+        return _release(ledger, item)
+    return _revert(ledger, item) if isinstance(item, Revert) else _swap(ledger, item)
 
 
 def changes_of(decision: Decision) -> list[Change]:
@@ -131,7 +129,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     past = ""
     before = total_of((held, kept)) if kept else held
     others = ledger.others(claim) if claim.server_group is not None else {}
-    for number, option in enumerate(claim.options):
+    for option in claim.options:
         wanted = option.allocations
         outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
@@ -140,27 +138,24 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
             outcome = ClaimOutcome.OVER_LIMIT
         outcomes.append(outcome)
         if outcome is _CLAIMED:
-            return _take(ledger, claim, known, number, tuple(outcomes), source=source)
-    overall = next(hope for hope in _HOPE if hope in outcomes)
+            return _take(ledger, claim, known, tuple(outcomes), source)
     if claim.release_first and known is not None and held:
-        return _release_only(ledger, claim, known, overall, tuple(outcomes), source=source)
-    return _turned_down(ledger, claim, overall, tuple(outcomes), held=held, others=others, past=past)
+        return _release_only(ledger, claim, known, tuple(outcomes), source)
+    return _turned_down(ledger, claim, tuple(outcomes), others=others, past=past)
+
+
+def _overall(outcomes: Outcomes) -> ClaimOutcome:
+    return next(hope for hope in _HOPE if hope in outcomes)
 
 
 def _turned_down(
-    ledger: ClaimLedger,
-    claim: Claim,
-    overall: ClaimOutcome,
-    outcomes: tuple[ClaimOutcome, ...],
-    *,
-    held: Holding,
-    others: dict[str, int],
-    past: str,
+    ledger: ClaimLedger, claim: Claim, outcomes: Outcomes, *, others: dict[str, int], past: str
 ) -> ClaimVerdict:
     """Return the verdict on a claim none of whose options was taken; nothing changes. others: the other members of its
     server group. past: the limit that was exceeded.
     """
-    known = ledger.consumer(claim.consumer)
+    known, overall = ledger.consumer(claim.consumer), _overall(outcomes)
+    held = holding_of(known)
     members = visible_members(ledger.outside(claim, others)) if ClaimOutcome.RULED_OUT in outcomes else {}
     generation = known.generation if known is not None and held else None
     reason = OF_ANOTHER_CELL if any(ledger.is_others(option.allocations) for option in claim.options) else past
@@ -271,14 +266,10 @@ def _migration_flaw(ledger: ClaimLedger, claim: Claim, held: Holding) -> ClaimVe
 
 
 def _take(
-    ledger: ClaimLedger,
-    claim: Claim,
-    known: ConsumerState | None,
-    number: int,
-    outcomes: tuple[ClaimOutcome, ...],
-    *,
-    source: Holding,
+    ledger: ClaimLedger, claim: Claim, known: ConsumerState | None, outcomes: Outcomes, source: Holding
 ) -> ClaimVerdict:
+    """Take the last option that was tried."""
+    number = len(outcomes) - 1
     wanted = claim.options[number].allocations
     if claim.migration is not None:
         _keep_source(ledger, claim, kept_beside(source, wanted))
@@ -320,13 +311,7 @@ def _keep_source(ledger: ClaimLedger, claim: Claim, wanted: Holding, kind: str =
 
 
 def _release_only(
-    ledger: ClaimLedger,
-    claim: Claim,
-    known: ConsumerState,
-    overall: ClaimOutcome,
-    outcomes: tuple[ClaimOutcome, ...],
-    *,
-    source: Holding,
+    ledger: ClaimLedger, claim: Claim, known: ConsumerState, outcomes: Outcomes, source: Holding
 ) -> ClaimVerdict:
     """Release what the consumer holds, for a claim with release_first that does not fit. The fence refuses older
     attempts; this attempt may still be repeated. The migration of a move counts in the instance's place until then.
@@ -336,7 +321,10 @@ def _release_only(
     ledger.move(known.holding, NOTHING)
     ledger.write(claim.consumer, _fence(known, claim.attempt - 1))
     return ClaimVerdict(
-        outcome=overall, outcomes=outcomes, changed=True, generations=ledger.generations_of(known.holding)
+        outcome=_overall(outcomes),
+        outcomes=outcomes,
+        changed=True,
+        generations=ledger.generations_of(known.holding),
     )
 
 

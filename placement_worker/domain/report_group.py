@@ -75,12 +75,7 @@ class ReportGroup:
     """
 
     def __init__(
-        self,
-        updates: Sequence[InventoryUpdate],
-        sources: Sources,
-        *,
-        cells: Mapping[str, str | None],
-        bus: str,
+        self, updates: Sequence[InventoryUpdate], sources: Sources, *, cells: Mapping[str, str | None], bus: str
     ) -> None:
         self.updates = updates
         self.bus = bus
@@ -93,22 +88,18 @@ class ReportGroup:
         self._sources = sources
         self._taken_over: dict[int, str] = {}  # by update: the source whose root it takes over
 
-    def refuse_flawed(self, known_traits: Collection[str]) -> None:
-        """Refuse updates that are invalid in themselves, whatever the book holds."""
-        for number, update in enumerate(self.updates):
-            wrong = flaw(update, known_traits)
-            if wrong is not None:
-                self.results[number] = wrong
-
-    def refuse_foreign(self) -> None:
-        """Refuse a report about a root of another cell, before its version can make the reports of the root's own cell
-        stale.
+    def refuse_invalid(self, known_traits: Collection[str]) -> None:
+        """Refuse updates that are invalid in themselves, whatever the book holds, and a report about a root of another
+        cell, before its version can make the reports of the root's own cell stale.
 
         The other providers of a report, and roots that no source ever reported, are checked when the report is planned.
         """
         for number, update in enumerate(self.updates):
-            if number not in self.results and is_foreign(self._cells.get(update.root_uuid), self.bus):
-                self.results[number] = foreign(update.root_uuid)
+            wrong = flaw(update, known_traits)
+            if wrong is None and is_foreign(self._cells.get(update.root_uuid), self.bus):
+                wrong = foreign(update.root_uuid)
+            if wrong is not None:
+                self.results[number] = wrong
 
     def refuse_owned(self) -> None:
         """Refuse a compute service's report of a root that belongs to another service, before the report's version is

@@ -22,98 +22,91 @@ from placement_worker.domain.values import Provider, StoredInventory
 _STANDARD_ORDER = {name: number for number, name in enumerate(os_resource_classes.STANDARDS)}
 
 
-class CreateProvider(Caused, frozen=True):
-    """Create a provider, as a root or below a parent."""
+class ProviderWrite(Caused, frozen=True):
+    """A write of one provider."""
 
     uuid: str
+
+
+class CreateProvider(ProviderWrite, frozen=True):
+    """Create a provider, as a root or below a parent."""
+
     name: str
     parent: str | None = None
 
 
-class UpdateProvider(Caused, frozen=True):
+class UpdateProvider(ProviderWrite, frozen=True):
     """Rename a provider, and give it another parent unless `parent` is UNSET. may_move: whether a provider that has a
     parent may be moved or become a root (from 1.37).
     """
 
-    uuid: str
     name: str
     parent: str | UnsetType | None = UNSET
     may_move: bool = False
 
 
-class DeleteProvider(Caused, frozen=True):
+class DeleteProvider(ProviderWrite, frozen=True):
     """Delete a provider and its inventory, unless it has allocations or children."""
 
-    uuid: str
 
-
-class DeleteTree(Caused, frozen=True):
+class DeleteTree(ProviderWrite, frozen=True):
     """Delete a provider with everything below it, unless one of these providers has allocations."""
 
-    uuid: str
 
-
-class SetInventories(Caused, frozen=True):
+class SetInventories(ProviderWrite, frozen=True):
     """Replace all inventories of a provider. generation: the one that the provider must have; None: any. flaw: the
     first error among the inventories, empty when there is none.
     """
 
-    uuid: str
     inventories: Mapping[str, StoredInventory]
     generation: int | None = None
     flaw: str = ""
 
 
-class ReplaceInventory(Caused, frozen=True):
+class ReplaceInventory(ProviderWrite, frozen=True):
     """Replace one inventory, which must exist."""
 
-    uuid: str
     resource_class: str
     inventory: StoredInventory
     generation: int
     flaw: str = ""
 
 
-class AddInventory(Caused, frozen=True):
+class AddInventory(ProviderWrite, frozen=True):
     """Add one inventory, which must not exist."""
 
-    uuid: str
     resource_class: str
     inventory: StoredInventory
     flaw: str = ""
 
 
-class DeleteInventory(Caused, frozen=True):
+class DeleteInventory(ProviderWrite, frozen=True):
     """Delete one inventory."""
 
-    uuid: str
     resource_class: str
 
 
-class SetTraits(Caused, frozen=True):
+class SetTraits(ProviderWrite, frozen=True):
     """Replace all traits of a provider."""
 
-    uuid: str
     traits: Sequence[str]
     generation: int | None = None
 
 
-class SetAggregates(Caused, frozen=True):
+class SetAggregates(ProviderWrite, frozen=True):
     """Replace all aggregates of a provider. generation: None before 1.19, where the generation is neither compared nor
     incremented.
     """
 
-    uuid: str
     aggregates: Sequence[str]
     generation: int | None = None
 
 
-class ChangeMembership(Caused, frozen=True):
+class ChangeMembership(ProviderWrite, frozen=True):
     """Add a provider to one aggregate or remove it from one; the other aggregates stay. The generation is incremented
     when something changes.
     """
 
-    uuid: str
     aggregate: str
     member: bool
 

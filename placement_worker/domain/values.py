@@ -5,31 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 
 from bus.contracts.placement import Inventory, ProviderState
-
-
-class Rules(Protocol):
-    """The part of an inventory that the rule reads: `InventoryUsage`, `StoredInventory`."""
-
-    @property
-    def capacity(self) -> int:
-        """The most that all allocations together may have."""
-
-    @property
-    def min_unit(self) -> int:
-        """The smallest amount of one allocation."""
-
-    @property
-    def max_unit(self) -> int:
-        """The largest amount of one allocation."""
-
-    @property
-    def step_size(self) -> int:
-        """Every allocation is a multiple of this amount."""
 
 
 class Fit(Enum):
@@ -48,12 +28,12 @@ def is_in_units(amount: Any, min_unit: Any, max_unit: Any, step_size: Any) -> An
     return (min_unit <= amount) & (amount <= max_unit) & (amount % step_size == 0)
 
 
-def is_allowed_amount(amount: int, rules: Rules) -> bool:
+def is_allowed_amount(amount: int, rules: InventoryUsage | StoredInventory) -> bool:
     """Whether one allocation may have this amount, regardless of free capacity."""
     return bool(is_in_units(amount, rules.min_unit, rules.max_unit, rules.step_size))
 
 
-def fit(amount: int, rules: Rules | None, used: int, more: int) -> Fit:
+def fit(amount: int, rules: InventoryUsage | StoredInventory | None, used: int, more: int) -> Fit:
     """Whether one allocation may have this amount when the usage grows by `more`, from `used`. Over capacity or not, an
     amount for which it does not grow is allowed.
     """
@@ -63,8 +43,7 @@ def fit(amount: int, rules: Rules | None, used: int, more: int) -> Fit:
         return Fit.NO_INVENTORY
     if used + more > rules.capacity:
         return Fit.FULL
-    in_units = is_in_units(amount, rules.min_unit, rules.max_unit, rules.step_size)
-    return Fit.FITS if in_units else Fit.NOT_IN_UNITS
+    return Fit.FITS if is_allowed_amount(amount, rules) else Fit.NOT_IN_UNITS
 
 
 Holding = Mapping[str, Mapping[str, int]]  # {provider: {class: amount}}

@@ -5,20 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
 from msgspec import Struct
-from sqlalchemy import (
-    BigInteger,
-    ColumnElement,
-    CompoundSelect,
-    Select,
-    Text,
-    and_,
-    cast,
-    distinct,
-    exists,
-    func,
-    select,
-)
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import INSTANCES
@@ -31,8 +19,8 @@ from placement_worker.store.rows import CLASSES, ROOT, STOCKS
 _STOCK, _HELD, _FEED = tables.inventories.c, tables.allocations.c, tables.changes.c
 
 
-def _place(provider_id: ColumnElement[int]) -> ColumnElement[str]:
-    return func.coalesce(cast(tables.providers.c.uuid, Text), func.concat("provider ", provider_id))
+def _place(provider_id: sa.ColumnElement[int]) -> sa.ColumnElement[str]:
+    return sa.func.coalesce(sa.cast(tables.providers.c.uuid, sa.Text), sa.func.concat("provider ", provider_id))
 
 
 class InventoryRow(Struct, frozen=True):
@@ -48,26 +36,8 @@ class InventoryRow(Struct, frozen=True):
     stranded: bool
 
 
-class UsageMismatch(Struct, frozen=True):
-    """An inventory whose `used` is not the sum of its allocations. used: None for allocations without an inventory."""
-
-    provider: str
-    resource_class: str
-    used: int | None
-    allocated: int
-
-
-class FeedHole(Struct, frozen=True):
-    """Two neighbouring rows of the feed whose numbers are not consecutive, or a last row whose number is not the
-    head.
-    """
-
-    after: int
-    before: int
-
-
-_INVENTORIES: Select[Any] = (
-    select(
+_INVENTORIES: sa.Select[Any] = (
+    sa.select(
         tables.providers.c.uuid,
         CLASSES.name,
         _STOCK.total,
@@ -82,7 +52,7 @@ _INVENTORIES: Select[Any] = (
 )
 # Allocations of a provider that does not exist, too.
 _ALLOCATIONS = (
-    select(_HELD.consumer, _place(_HELD.provider_id), CLASSES.name, _HELD.amount)
+    sa.select(_HELD.consumer, _place(_HELD.provider_id), CLASSES.name, _HELD.amount)
     .select_from(
         tables.allocations.outerjoin(tables.providers, tables.providers.c.id == _HELD.provider_id).join(
             tables.resource_classes, CLASSES.id == _HELD.class_id
@@ -93,23 +63,24 @@ _ALLOCATIONS = (
 
 
 _PROJECTS = (
-    select(WRONG.c.project_id, CLASSES.name, WRONG.c.amount, WRONG.c.held)
+    sa.select(WRONG.c.project_id, CLASSES.name, WRONG.c.amount, WRONG.c.held)
     .select_from(WRONG.outerjoin(tables.resource_classes, CLASSES.id == WRONG.c.class_id))
     .order_by(WRONG.c.project_id, CLASSES.name)
 )
 
 
-def _mismatches() -> Select[Any]:
+def _mismatches() -> sa.Select[Any]:
+    """Inventories whose `used` is not the sum of their allocations, and allocations without an inventory."""
     counted = (
-        select(_HELD.provider_id, _HELD.class_id, cast(func.sum(_HELD.amount), BigInteger).label("amount"))
+        sa.select(_HELD.provider_id, _HELD.class_id, sa.cast(sa.func.sum(_HELD.amount), sa.BigInteger).label("amount"))
         .group_by(_HELD.provider_id, _HELD.class_id)
         .subquery()
     )
-    pair = and_(counted.c.provider_id == _STOCK.provider_id, counted.c.class_id == _STOCK.class_id)
-    provider, name = (func.coalesce(_STOCK[one], counted.c[one]) for one in ("provider_id", "class_id"))
-    allocated = func.coalesce(counted.c.amount, 0)
+    pair = sa.and_(counted.c.provider_id == _STOCK.provider_id, counted.c.class_id == _STOCK.class_id)
+    provider, name = (sa.func.coalesce(_STOCK[one], counted.c[one]) for one in ("provider_id", "class_id"))
+    allocated = sa.func.coalesce(counted.c.amount, 0)
     return (
-        select(_place(provider), CLASSES.name, _STOCK.used, allocated)
+        sa.select(_place(provider), CLASSES.name, _STOCK.used, allocated)
         .select_from(
             tables.inventories.join(counted, pair, full=True)
             .outerjoin(tables.providers, tables.providers.c.id == provider)
@@ -120,35 +91,38 @@ def _mismatches() -> Select[Any]:
     )
 
 
-def _holes() -> CompoundSelect[Any]:
-    head = select(tables.feed_head.c.number).scalar_subquery()
-    rows = select(func.lag(_FEED.last).over(order_by=_FEED.last).label("before"), _FEED.first).subquery()
-    between = select(rows.c.before, rows.c.first).where(rows.c.first != rows.c.before + 1)
-    newest = func.max(_FEED.last)
-    return between.union_all(select(newest, head + 1).having(newest != head))
+def _holes() -> sa.CompoundSelect[Any]:
+    """Neighbouring rows of the feed whose numbers are not consecutive, and a last row whose number is not the head."""
+    head = sa.select(tables.feed_head.c.number).scalar_subquery()
+    rows = sa.select(sa.func.lag(_FEED.last).over(order_by=_FEED.last).label("before"), _FEED.first).subquery()
+    between = sa.select(rows.c.before, rows.c.first).where(rows.c.first != rows.c.before + 1)
+    newest = sa.func.max(_FEED.last)
+    return between.union_all(sa.select(newest, head + 1).having(newest != head))
 
 
-def _strays() -> CompoundSelect[Any]:
+def _strays() -> sa.CompoundSelect[Any]:
     """Consumers without allocations that are no fence, and allocations whose consumer is unknown or only a fence."""
     consumers = tables.consumers.c
-    held = exists().where(_HELD.consumer == consumers.uuid)
-    known = exists().where(consumers.uuid == _HELD.consumer, consumers.released_at.is_(None))
-    empty = select(func.concat("consumer ", consumers.uuid, " holds nothing")).where(
+    held = sa.exists().where(_HELD.consumer == consumers.uuid)
+    known = sa.exists().where(consumers.uuid == _HELD.consumer, consumers.released_at.is_(None))
+    empty = sa.select(sa.func.concat("consumer ", consumers.uuid, " holds nothing")).where(
         consumers.released_at.is_(None), ~held
     )
-    unknown = func.concat("allocation of ", _HELD.consumer, ", whom the book does not know")
-    return empty.union_all(select(unknown).distinct().where(~known))
+    unknown = sa.func.concat("allocation of ", _HELD.consumer, ", whom the book does not know")
+    return empty.union_all(sa.select(unknown).distinct().where(~known))
 
 
-def _doubled() -> Select[Any]:
-    roots = distinct(cast(ROOT.c.uuid, Text))
-    shares = exists().where(
+def _doubled() -> sa.Select[Any]:
+    roots = sa.distinct(sa.cast(ROOT.c.uuid, sa.Text))
+    shares = sa.exists().where(
         tables.provider_traits.c.provider_id == tables.providers.c.id,
         tables.provider_traits.c.trait_id == tables.traits.c.id,
         tables.traits.c.name == SHARING,
     )
     return (
-        select(_HELD.consumer, CLASSES.name, func.array_agg(aggregate_order_by(roots, cast(ROOT.c.uuid, Text))))
+        sa.select(
+            _HELD.consumer, CLASSES.name, sa.func.array_agg(aggregate_order_by(roots, sa.cast(ROOT.c.uuid, sa.Text)))
+        )
         .select_from(
             tables.allocations.join(tables.providers, tables.providers.c.id == _HELD.provider_id)
             .join(ROOT, ROOT.c.id == tables.providers.c.root_id)
@@ -156,7 +130,7 @@ def _doubled() -> Select[Any]:
         )
         .where(~shares)
         .group_by(_HELD.consumer, CLASSES.name)
-        .having(func.count(distinct(tables.providers.c.root_id)) > 1)
+        .having(sa.func.count(sa.distinct(tables.providers.c.root_id)) > 1)
         .order_by(_HELD.consumer, CLASSES.name)
     )
 
@@ -179,19 +153,9 @@ async def allocations(connection: asyncpg.Connection) -> dict[str, dict[str, dic
     return held
 
 
-async def usage_mismatches(connection: asyncpg.Connection) -> list[UsageMismatch]:
-    """Return the inventories whose `used` is not the sum of the allocations."""
-    return [UsageMismatch(*row) for row in await fetch(connection, _mismatches())]
-
-
 async def strays(connection: asyncpg.Connection) -> list[str]:
     """Return consumers without allocations and allocations without consumers, one line each."""
     return [row[0] for row in await fetch(connection, _strays())]
-
-
-async def feed_holes(connection: asyncpg.Connection) -> list[FeedHole]:
-    """Return the holes in the part of the feed that is kept."""
-    return [FeedHole(*row) for row in await fetch(connection, _holes())]
 
 
 async def doubled(connection: asyncpg.Connection) -> list[str]:
@@ -213,10 +177,10 @@ async def project_usage(connection: asyncpg.Connection) -> list[str]:
 async def findings(connection: asyncpg.Connection) -> list[str]:
     """Return all findings about the book, one line each; none when the book is consistent."""
     lines = [
-        f"{wrong.provider} {wrong.resource_class}: used {wrong.used}, allocated {wrong.allocated}"
-        for wrong in await usage_mismatches(connection)
+        f"{provider} {name}: used {used}, allocated {allocated}"
+        for provider, name, used, allocated in await fetch(connection, _mismatches())
     ]
     lines += await project_usage(connection)
     lines += await strays(connection)
-    lines += [f"feed: nothing between {hole.after} and {hole.before}" for hole in await feed_holes(connection)]
+    lines += [f"feed: nothing between {after} and {before}" for after, before in await fetch(connection, _holes())]
     return lines

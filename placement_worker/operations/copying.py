@@ -19,7 +19,7 @@ from bus.contracts.patterns import reason_of
 from bus.faults import Transient
 from bus.retrying import Retrying, RetryPolicy
 from placement_worker.domain.names import is_custom
-from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
+from placement_worker.domain.values import ConsumerState, Provider
 from placement_worker.operations.export import BookExport, InvalidExport
 from placement_worker.rest.allocations import UNKNOWN
 from placement_worker.rest.bodies import InventoryBody
@@ -105,7 +105,8 @@ class CopySource:
         aggregates = await self._get(f"{path}/aggregates", gone=True)
         if inventories is None or traits is None or aggregates is None:
             return None
-        found = {name: _stored(fields) for name, fields in inventories["inventories"].items()}
+        listed = inventories["inventories"]
+        found = {name: msgspec.convert(fields, InventoryBody).inventory() for name, fields in listed.items()}
         own_traits, own_aggregates = sorted(traits["traits"]), sorted(aggregates["aggregates"])
         # If the parts were read at different generations, the oldest is recorded, so that the next pass reads them
         # again.
@@ -178,10 +179,6 @@ class CopySource:
             return msgspec.json.decode(answer.content)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidExport(f"{answer.url}: {reason_of(error)}") from error
-
-
-def _stored(fields: Mapping[str, Any]) -> StoredInventory:
-    return msgspec.convert(fields, InventoryBody).inventory()
 
 
 def _custom(names: Iterable[str]) -> frozenset[str]:

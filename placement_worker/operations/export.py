@@ -149,12 +149,11 @@ def checked(book: BookExport) -> BookExport:
 
 
 def _counted(provider: Provider) -> Provider:
-    inventories = {name: replace(one, capacity=_capacity(one)) for name, one in provider.inventories.items()}
+    inventories = {
+        name: replace(one, capacity=0 if one.stranded else capacity(one.total, one.reserved, one.allocation_ratio))
+        for name, one in provider.inventories.items()
+    }
     return provider if inventories == provider.inventories else replace(provider, inventories=inventories)
-
-
-def _capacity(inventory: StoredInventory) -> int:
-    return 0 if inventory.stranded else capacity(inventory.total, inventory.reserved, inventory.allocation_ratio)
 
 
 def _check_together(book: BookExport) -> None:

@@ -5,28 +5,15 @@ The export does not contain the usage of projects, which an import computes from
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
 from msgspec.structs import replace
-from sqlalchemy import (
-    ARRAY,
-    Column,
-    Select,
-    column,
-    delete,
-    exists,
-    func,
-    insert,
-    literal,
-    select,
-    table,
-    text,
-    update,
-)
 
 from bus.persistence.tables import fetch
+from placement_worker.domain.allocation_migration import between
 from placement_worker.domain.names import is_custom
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.server_groups import GroupMember
@@ -38,7 +25,7 @@ from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.names import NameTable
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import CLASSES, HELD, columns_of, read_providers, uuids
+from placement_worker.store.rows import CLASSES, HELD, columns_of, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, feed_head, group_members, providers
 
 CHUNK = 2000  # rows in one statement
@@ -46,19 +33,19 @@ CHUNK = 2000  # rows in one statement
 # This lock waits for claims that have read the old members of their server groups, and later claims wait for the
 # import; otherwise a claim would be decided by members that no longer exist. As everywhere, it is taken after the lock
 # of the writers of trees and before any provider's row.
-HOLD_CLAIMS = text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE")
-REPEATABLE = text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
+HOLD_CLAIMS = sa.text("LOCK TABLE group_members, consumers IN ACCESS EXCLUSIVE MODE")
+REPEATABLE = sa.text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY")
 
 # Rows of consumers without allocations no longer count, and are left to be trimmed.
 _MEMBER = columns_of(group_members, "project_id", "group_uuid", "consumer")
 _CONSUMER = columns_of(consumers, "uuid", "generation", "attempt", "project_id", "user_id", "consumer_type", "run")
 _HELD = columns_of(allocations, "consumer", "provider_id", "class_id", "amount")
-_MEMBERS = select(*_MEMBER).where(exists().where(allocations.c.consumer == group_members.c.consumer))
-_DELETE_MEMBERS = delete(group_members).where(uuids(group_members.c.consumer))
-_ALL_IDS = select(providers.c.id).order_by(providers.c.id)
-_CONSUMERS = select(*_CONSUMER).where(consumers.c.released_at.is_(None))
+_MEMBERS = sa.select(*_MEMBER).where(sa.exists().where(allocations.c.consumer == group_members.c.consumer))
+_DELETE_MEMBERS = sa.delete(group_members).where(one_of(group_members.c.consumer, "uuids"))
+_ALL_IDS = sa.select(providers.c.id).order_by(providers.c.id)
+_CONSUMERS = sa.select(*_CONSUMER).where(consumers.c.released_at.is_(None))
 _ALLOCATIONS = (
-    select(allocations.c.consumer, providers.c.uuid, CLASSES.name, allocations.c.amount)
+    sa.select(allocations.c.consumer, providers.c.uuid, CLASSES.name, allocations.c.amount)
     .select_from(HELD)
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
@@ -70,7 +57,7 @@ async def read(connection: asyncpg.Connection, names: NameTable) -> BookExport:
     return await _read(connection, names, _ALL_IDS)
 
 
-async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[int]) -> BookExport:
+async def _read(connection: asyncpg.Connection, names: NameTable, ids: sa.Select[int]) -> BookExport:
     numbers = [row[0] for row in await fetch(connection, ids)]
     providers: dict[str, Provider] = {}
     for start in range(0, len(numbers), CHUNK):
@@ -85,7 +72,8 @@ async def _read(connection: asyncpg.Connection, names: NameTable, ids: Select[in
     }
     classes = frozenset(filter(is_custom, names.class_ids))
     traits = frozenset(filter(is_custom, names.trait_ids))
-    return BookExport(classes, traits, providers, consumers, await _read_members(connection))
+    members = frozenset(GroupMember(*row) for row in await fetch(connection, _MEMBERS))
+    return BookExport(classes, traits, providers, consumers, members)
 
 
 async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names: NameTable) -> int:
@@ -100,15 +88,16 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     shape, _ = await transaction.lock_trees(WantedTrees(creating=list(wanted.providers)))
     await fetch(connection, HOLD_CLAIMS)
     before = await _read(connection, names, LOCK_ALL)
-    changed = sorted(u for u in before.consumers.keys() | wanted.consumers.keys() if _differs(u, before, wanted))
+    was, now = before.consumers, wanted.consumers
+    changed = sorted(uuid for uuid in was.keys() | now.keys() if was.get(uuid) != now.get(uuid))
     after = {uuid: _next(before.providers.get(uuid), provider, shape) for uuid, provider in wanted.providers.items()}
     given = max((provider.shape for provider in after.values()), default=shape)
-    last = select(column("last_value")).select_from(table("shapes")).scalar_subquery()
-    await fetch(connection, select(func.setval("shapes", func.greatest(given, last))))
+    last = sa.select(sa.column("last_value")).select_from(sa.table("shapes")).scalar_subquery()
+    await fetch(connection, sa.select(sa.func.setval("shapes", sa.func.greatest(given, last))))
     with_inventories = {uuid: p for uuid, p in before.providers.items() if uuid in after}
     # Deletions come last, because consumers hold allocations of these providers until the allocations are replaced.
     await transaction.ids_of(before.providers)
-    both = _with_old_inventories(with_inventories, after)
+    both = between(with_inventories, after)
     await transaction.write_trees(with_inventories, both)
     ids = await transaction.ids_of(after)
     await _write_consumers(connection, wanted, changed, ids, names)
@@ -121,13 +110,9 @@ async def assign(transaction: PostgresBookTransaction, wanted: BookExport, names
     moved = {ids[uuid] for uuid, p in after.items() if before.providers.get(uuid) is not p} | used
     states = await read_providers(connection, sorted(moved))
     if await feed.append(connection, changes_of(gone, states)):
-        await fetch(connection, update(feed_head).values(history=func.gen_random_uuid()))
+        await fetch(connection, sa.update(feed_head).values(history=sa.func.gen_random_uuid()))
     rewritten = {uuid for uuid, p in after.items() if before.providers.get(uuid) is not p}
     return len(regrouped.union(changed)) + len(gone) + len(rewritten)
-
-
-def _differs(uuid: str, before: BookExport, wanted: BookExport) -> bool:
-    return before.consumers.get(uuid) != wanted.consumers.get(uuid)
 
 
 def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
@@ -148,21 +133,11 @@ def _next(old: Provider | None, new: Provider, shape: int) -> Provider:
     return replace(same, shape=max(shape, new.shape))
 
 
-def _with_old_inventories(before: Mapping[str, Provider], after: Mapping[str, Provider]) -> dict[str, Provider]:
-    """Return `after` with the inventories of `before` that it no longer has."""
-    return {
-        uuid: provider
-        if uuid not in before or before[uuid].inventories.keys() <= provider.inventories.keys()
-        else replace(provider, inventories={**before[uuid].inventories, **provider.inventories})
-        for uuid, provider in after.items()
-    }
-
-
 async def _write_consumers(
     connection: asyncpg.Connection, wanted: BookExport, changed: list[str], ids: Mapping[str, int], names: NameTable
 ) -> None:
-    await fetch(connection, delete(allocations).where(uuids(allocations.c.consumer)), uuids=changed)
-    await fetch(connection, delete(consumers).where(uuids(consumers.c.uuid)), uuids=changed)
+    await fetch(connection, sa.delete(allocations).where(one_of(allocations.c.consumer, "uuids")), uuids=changed)
+    await fetch(connection, sa.delete(consumers).where(one_of(consumers.c.uuid, "uuids")), uuids=changed)
     new = [(uuid, wanted.consumers[uuid]) for uuid in changed if uuid in wanted.consumers]
     await _insert(
         connection,
@@ -183,15 +158,17 @@ async def _write_consumers(
 
 async def _insert(
     connection: asyncpg.Connection,
-    columns: Sequence[Column[Any]],
+    columns: Sequence[sa.Column[Any]],
     rows: Sequence[Sequence[object]],
 ) -> None:
     """Insert rows in one statement, with an array for each column."""
-    arrays = [literal([row[at] for row in rows], ARRAY(one.type)) for at, one in enumerate(columns)]
+    arrays = [sa.literal([row[at] for row in rows], sa.ARRAY(one.type)) for at, one in enumerate(columns)]
     given = (
-        func.unnest(*arrays).table_valued(*(column(one.name, one.type) for one in columns), name="n").render_derived()
+        sa.func.unnest(*arrays)
+        .table_valued(*(sa.column(one.name, one.type) for one in columns), name="n")
+        .render_derived()
     )
-    await fetch(connection, insert(columns[0].table).from_select([one.name for one in columns], select(given)))
+    await fetch(connection, sa.insert(columns[0].table).from_select([one.name for one in columns], sa.select(given)))
 
 
 async def _write_members(
@@ -199,34 +176,13 @@ async def _write_members(
 ) -> set[str]:
     """Write the members of server groups. Returns the consumers whose server groups have changed."""
     if wanted.members is None:
-        await _drop_new_members(connection, changed, before.consumers)
+        # The groups of consumers that held allocations are kept. A consumer that held none leaves its former group.
+        new = [uuid for uuid in changed if uuid not in before.consumers]
+        await fetch(connection, _DELETE_MEMBERS, uuids=new)
         return set()
-    regrouped = _regrouped(before.members or (), wanted.members)
-    await _replace_members(connection, wanted.members, regrouped.union(changed))
-    return regrouped
-
-
-async def _read_members(connection: asyncpg.Connection) -> frozenset[GroupMember]:
-    """Read all members that hold allocations."""
-    return frozenset(GroupMember(*row) for row in await fetch(connection, _MEMBERS))
-
-
-def _regrouped(before: Iterable[GroupMember], after: Iterable[GroupMember]) -> set[str]:
-    """Return the consumers whose groups have changed."""
-    return {member.consumer for member in frozenset(before) ^ frozenset(after)}
-
-
-async def _replace_members(
-    connection: asyncpg.Connection, wanted: Iterable[GroupMember], changed: Collection[str]
-) -> None:
-    """Set the groups of these consumers to those of the export, whatever their rows have."""
-    await fetch(connection, _DELETE_MEMBERS, uuids=list(changed))
-    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted) if m.consumer in changed]
+    regrouped = {member.consumer for member in (before.members or frozenset()) ^ wanted.members}
+    written = regrouped.union(changed)  # with the groups of the export, whatever their rows have
+    await fetch(connection, _DELETE_MEMBERS, uuids=list(written))
+    rows = [(m.project, m.group, m.consumer) for m in sorted(wanted.members) if m.consumer in written]
     await _insert(connection, _MEMBER, rows)
-
-
-async def _drop_new_members(
-    connection: asyncpg.Connection, changed: Collection[str], before: Mapping[str, object]
-) -> None:
-    """Keep the groups of consumers that held allocations. A consumer that held none leaves its former group."""
-    await fetch(connection, _DELETE_MEMBERS, uuids=[uuid for uuid in changed if uuid not in before])
+    return regrouped

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import asyncpg
+import sqlalchemy as sa
 from msgspec import Struct
-from sqlalchemy import Select, and_, bindparam, func, or_, select
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from bus.contracts.placement import ConsumerAllocations, Swap, SwapResult
@@ -21,18 +21,18 @@ Holding = Mapping[str, Mapping[str, int]]
 
 _STOCK = tables.inventories.c
 _SHARERS = (
-    select(tables.providers.c.uuid)
+    sa.select(tables.providers.c.uuid)
     .select_from(tables.providers.join(tables.provider_traits).join(tables.traits))
     .where(tables.traits.c.name == SHARING)
 )
 _ALIVE = tables.consumers.c.released_at.is_(None)
-_CONSUMER = select(tables.consumers.c.project_id, tables.consumers.c.user_id, tables.consumers.c.consumer_type).where(
-    tables.consumers.c.uuid == bindparam("uuid", type_=UUID), _ALIVE
-)
-_GENERATIONS = select(tables.consumers.c.uuid, tables.consumers.c.generation).where(_ALIVE)
+_CONSUMER = sa.select(
+    tables.consumers.c.project_id, tables.consumers.c.user_id, tables.consumers.c.consumer_type
+).where(tables.consumers.c.uuid == sa.bindparam("uuid", type_=UUID), _ALIVE)
+_GENERATIONS = sa.select(tables.consumers.c.uuid, tables.consumers.c.generation).where(_ALIVE)
 
 
-def _beyond() -> Select[Any]:
+def _beyond() -> sa.Select[Any]:
     """The newest consumers come first, because the last one found the host full or made it so. An inventory that is
     wholly reserved while it is in use (a bare-metal node with its instance) is correct, unless the usage exceeds its
     total.
@@ -40,22 +40,22 @@ def _beyond() -> Select[Any]:
     held, consumers = tables.allocations.c, tables.consumers.c
     newest = (consumers.created_at.desc(), held.consumer)
     columns = (tables.providers.c.uuid, CLASSES.name, _STOCK.used, _STOCK.capacity, _STOCK.stranded)
-    here = and_(held.provider_id == _STOCK.provider_id, held.class_id == _STOCK.class_id)
-    most = func.floor(_STOCK.total * _STOCK.allocation_ratio)
+    here = sa.and_(held.provider_id == _STOCK.provider_id, held.class_id == _STOCK.class_id)
+    most = sa.func.floor(_STOCK.total * _STOCK.allocation_ratio)
     return (
-        select(
+        sa.select(
             *columns,
-            func.array_agg(aggregate_order_by(held.consumer, *newest)),
-            func.array_agg(aggregate_order_by(held.amount, *newest)),
+            sa.func.array_agg(aggregate_order_by(held.consumer, *newest)),
+            sa.func.array_agg(aggregate_order_by(held.amount, *newest)),
         )
         .select_from(
             STOCKS.join(tables.providers)
             .join(tables.allocations, here)
-            .join(tables.consumers, and_(consumers.uuid == held.consumer, _ALIVE))
+            .join(tables.consumers, sa.and_(consumers.uuid == held.consumer, _ALIVE))
         )
         .where(
             _STOCK.used > _STOCK.capacity,
-            or_(_STOCK.stranded, _STOCK.reserved < _STOCK.total, _STOCK.used > most),
+            sa.or_(_STOCK.stranded, _STOCK.reserved < _STOCK.total, _STOCK.used > most),
         )
         .group_by(*columns)
         .order_by(tables.providers.c.uuid, CLASSES.name)

@@ -5,8 +5,8 @@ node for the instance that already runs there. Each is inside the caller's trans
 from __future__ import annotations
 
 import asyncpg
+import sqlalchemy as sa
 from msgspec import Struct
-from sqlalchemy import BigInteger, cast, delete, distinct, exists, func, or_, select, text, tuple_, update
 
 from bus.contracts.placement import Swap
 from bus.persistence.tables import fetch
@@ -17,34 +17,36 @@ from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.store import feed
 from placement_worker.store.limits import COUNT_ANEW
 from placement_worker.store.postgres_rows import PostgresBookTransaction
-from placement_worker.store.rows import ROOT, ids, read_providers, uuids
+from placement_worker.store.rows import ROOT, one_of, read_providers
 from placement_worker.store.tables import allocations, consumers, inventories, providers, sources
 from placement_worker.store.trees import ONE_WRITER_OF_TREES
 
 # Writers of consumers wait, readers do not. The lock is taken after that of the writers of trees and before any
 # provider's row, as everywhere.
-HOLD_CONSUMERS = text("LOCK TABLE consumers IN EXCLUSIVE MODE")
-LOCK_ALL = select(providers.c.id).order_by(providers.c.id).with_for_update(key_share=True)
+HOLD_CONSUMERS = sa.text("LOCK TABLE consumers IN EXCLUSIVE MODE")
+LOCK_ALL = sa.select(providers.c.id).order_by(providers.c.id).with_for_update(key_share=True)
 
 _HELD, _STOCK = allocations.c, inventories.c
-_KNOWN = exists().where(consumers.c.uuid == _HELD.consumer, consumers.c.released_at.is_(None))
-_IN_STOCK = exists().where(_STOCK.provider_id == _HELD.provider_id, _STOCK.class_id == _HELD.class_id)
+_KNOWN = sa.exists().where(consumers.c.uuid == _HELD.consumer, consumers.c.released_at.is_(None))
+_IN_STOCK = sa.exists().where(_STOCK.provider_id == _HELD.provider_id, _STOCK.class_id == _HELD.class_id)
 # Allocations without a consumer, a provider or an inventory, which no client can release.
-_DELETE_STRAYS = delete(allocations).where(or_(~_KNOWN, ~_IN_STOCK)).returning(_HELD.consumer)
+_DELETE_STRAYS = sa.delete(allocations).where(sa.or_(~_KNOWN, ~_IN_STOCK)).returning(_HELD.consumer)
 _DELETE_EMPTY = (
-    delete(consumers)
-    .where(consumers.c.released_at.is_(None), ~exists().where(_HELD.consumer == consumers.c.uuid))
+    sa.delete(consumers)
+    .where(consumers.c.released_at.is_(None), ~sa.exists().where(_HELD.consumer == consumers.c.uuid))
     .returning(consumers.c.uuid)
 )
 # Usage is the sum of the allocations.
 _SUM = (
-    select(func.coalesce(cast(func.sum(_HELD.amount), BigInteger), 0))
+    sa.select(sa.func.coalesce(sa.cast(sa.func.sum(_HELD.amount), sa.BigInteger), 0))
     .where(_HELD.provider_id == _STOCK.provider_id, _HELD.class_id == _STOCK.class_id)
     .scalar_subquery()
 )
-COUNT_USED = update(inventories).values(used=_SUM).where(_STOCK.used != _SUM).returning(_STOCK.provider_id)
+COUNT_USED = sa.update(inventories).values(used=_SUM).where(_STOCK.used != _SUM).returning(_STOCK.provider_id)
 _BUMP = (
-    update(providers).where(ids(providers.c.id)).values(generation=providers.c.generation + 1, updated_at=func.now())
+    sa.update(providers)
+    .where(one_of(providers.c.id, "ids"))
+    .values(generation=providers.c.generation + 1, updated_at=sa.func.now())
 )
 
 
@@ -83,9 +85,9 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     """
     await fetch(connection, ONE_WRITER_OF_TREES)
     meant = providers.alias("meant")
-    named = select(meant.c.root_id).where(or_(func.text(meant.c.uuid) == host, meant.c.name == host)).limit(1)
+    named = sa.select(meant.c.root_id).where(sa.or_(sa.func.text(meant.c.uuid) == host, meant.c.name == host)).limit(1)
     tree = (
-        select(providers.c.id, ROOT.c.id, ROOT.c.uuid, ROOT.c.cell)
+        sa.select(providers.c.id, ROOT.c.id, ROOT.c.uuid, ROOT.c.cell)
         .select_from(providers.join(ROOT, ROOT.c.id == providers.c.root_id))
         .where(providers.c.root_id == named.scalar_subquery())
         .order_by(providers.c.id)
@@ -97,13 +99,15 @@ async def move_host(connection: asyncpg.Connection, host: str, cell: str) -> Mov
     _, root_id, root, before = rows[0]
     if before == cell:
         return Moved(outcome="unchanged", root=root, before=before)
-    held = select(func.count(distinct(_HELD.consumer))).where(ids(_HELD.provider_id))
+    held = sa.select(sa.func.count(sa.distinct(_HELD.consumer))).where(one_of(_HELD.provider_id, "ids"))
     [(holders,)] = await fetch(connection, held, ids=[row[0] for row in rows])
     if holders:
         return Moved(outcome="in_use", root=root, before=before, holders=holders)
-    await fetch(connection, update(providers).where(providers.c.id == root_id).values(cell=cell, updated_at=func.now()))
+    await fetch(
+        connection, sa.update(providers).where(providers.c.id == root_id).values(cell=cell, updated_at=sa.func.now())
+    )
     # Versions of the new cell's reports do not compare with those of the old cell.
-    await fetch(connection, delete(sources).where(sources.c.root == root))
+    await fetch(connection, sa.delete(sources).where(sources.c.root == root))
     return Moved(outcome="moved", root=root, before=before)
 
 
@@ -118,17 +122,17 @@ async def claim_occupied(transaction: PostgresBookTransaction, swap: Swap) -> Cl
     await fetch(connection, ONE_WRITER_OF_TREES)
     await fetch(connection, HOLD_CONSUMERS)
     named = sorted({uuid for entry in swap.consumers for uuid in entry.allocations})
-    locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(uuids(providers.c.uuid)), uuids=named)]
+    locked = [row[0] for row in await fetch(connection, LOCK_ALL.where(one_of(providers.c.uuid, "uuids")), uuids=named)]
     reserved = (_STOCK.total == 1, _STOCK.reserved == 1, _STOCK.used == 0, _STOCK.stranded.is_(False))
     opening = (
-        update(inventories)
-        .where(ids(_STOCK.provider_id), *reserved)
+        sa.update(inventories)
+        .where(one_of(_STOCK.provider_id, "ids"), *reserved)
         .values(reserved=0, capacity=_STOCK.total)
         .returning(_STOCK.provider_id, _STOCK.class_id)
     )
     opened = await fetch(connection, opening, ids=locked)
     [reply] = await claim(transaction, ClaimGroup([swap]), ABOVE_CELLS)
     for provider_id, class_id in opened:
-        this = tuple_(_STOCK.provider_id, _STOCK.class_id) == tuple_(provider_id, class_id)
-        await fetch(connection, update(inventories).where(this).values(reserved=_STOCK.total, capacity=0))
+        this = sa.tuple_(_STOCK.provider_id, _STOCK.class_id) == sa.tuple_(provider_id, class_id)
+        await fetch(connection, sa.update(inventories).where(this).values(reserved=_STOCK.total, capacity=0))
     return reply

@@ -10,22 +10,20 @@ changes first.
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import msgspec
 import numpy as np
-from msgspec import Struct
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Rows
+from placement_worker.replica.columns import Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest, TreePattern
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group, Slot
 from placement_worker.replica.sharing import sharing_of
 from placement_worker.replica.tree_solver import ENDLESS, TimeBudget, TooLong
 
-__all__ = ["UNNUMBERED", "AllocationCandidate", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
+__all__ = ["UNNUMBERED", "CandidateSet", "CandidatesRequest", "Group", "Slot", "candidates"]
 
 # The dead ends and the candidates beyond each root's first after which a search stops as not exhausted.
 BUDGET = 100_000
@@ -41,23 +39,8 @@ TRIES = 5
 # The bound of an answer's size: candidates times slots. Larger limits are cut to it.
 MAX_CELLS = 400_000
 
-# The compiled requests that a book caches; the least recently used one is dropped first.
-COMPILED_KEPT = 64
-
 # The number of roots in the first step of a search; each further step takes as many roots as all steps before.
 FIRST_STEP = 2048
-
-
-class AllocationCandidate(Struct, frozen=True):
-    """One way to satisfy a request. mappings: for each suffix, the providers that satisfy that group (microversion
-    1.34).
-
-    shapes: the shape of each provider in the allocations when it was chosen.
-    """
-
-    allocations: dict[str, dict[str, int]]
-    mappings: dict[str, list[str]]
-    shapes: dict[str, int]
 
 
 class CandidateSet:
@@ -75,25 +58,6 @@ class CandidateSet:
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    def __getitem__(self, index: int) -> AllocationCandidate:
-        """One candidate. `columns()` is cheaper for rendering many."""
-        allocations: dict[str, dict[str, int]] = {}
-        mappings: dict[str, list[str]] = {}
-        shapes: dict[str, int] = {}
-        for slot, row in zip(self.slots, self.rows[index].tolist(), strict=True):
-            uuid = self._book.uuid_of(row)
-            mapped = mappings.setdefault(slot.suffix, [])
-            if uuid not in mapped:
-                mapped.append(uuid)
-            for name, amount in slot.resources.items():
-                given = allocations.setdefault(uuid, {})
-                given[name] = given.get(name, 0) + amount
-                shapes[uuid] = self._book.shape_of(row)
-        return AllocationCandidate(allocations, mappings, shapes)
-
-    def __iter__(self) -> Iterator[AllocationCandidate]:
-        return (self[index] for index in range(len(self)))
 
     def columns(self) -> list[list[str]]:
         """For each slot, the uuid of the provider that gives it in each candidate."""
@@ -147,21 +111,14 @@ def candidates(
     return CandidateSet(book, compiled, rows, exhausted=exhausted)
 
 
-class CompiledCache(OrderedDict[bytes, CompiledRequest]):
+class CompiledCache(Recent[bytes, CompiledRequest]):
     """The compiled requests that a book caches."""
 
 
 def compiled_for(book: Book, request: CandidatesRequest) -> CompiledRequest:
     """Return the request's tables, refreshed."""
-    cache = book.cache(CompiledCache)
     key = msgspec.msgpack.encode(request)
-    compiled = cache.get(key)
-    if compiled is None:
-        compiled = cache[key] = CompiledRequest(book, request)
-        while len(cache) > COMPILED_KEPT:
-            cache.popitem(last=False)
-    else:
-        cache.move_to_end(key)
+    compiled = book.cache(CompiledCache).value(key, lambda: CompiledRequest(book, request))
     compiled.refresh()
     return compiled
 
@@ -231,17 +188,14 @@ class _CandidateSearch:
         others.
         """
         with self._in_time():
-            self._solve(patterns, count)
-
-    def _solve(self, patterns: list[TreePattern], count: int) -> None:
-        for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
-            solver = pattern.solver
-            before, tried = solver.dead_ends, solver.tries
-            tries = self._tries if count > 1 else ENDLESS
-            solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
-            self._budget = max(0, self._budget - (solver.dead_ends - before))
-            self._tries -= solver.tries - tried if count > 1 else 0
-            self.exhausted = self.exhausted and not solver.cut
+            for left, pattern in zip(range(len(patterns), 0, -1), patterns, strict=True):
+                solver = pattern.solver
+                before, tried = solver.dead_ends, solver.tries
+                tries = self._tries if count > 1 else ENDLESS
+                solver.find(count, max(LEAST_SHARE, self._budget // left), tries, self._time_budget)
+                self._budget = max(0, self._budget - (solver.dead_ends - before))
+                self._tries -= solver.tries - tried if count > 1 else 0
+                self.exhausted = self.exhausted and not solver.cut
 
     def _all(self, limit: int | None, reach: int) -> Rows:
         """Search further assignments of every pattern, twice as many each time, until the limit or the end is

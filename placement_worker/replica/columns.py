@@ -8,8 +8,10 @@ evaluated once for each distinct set of traits, and one gather answers it for a 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sized
-from typing import Generic, NamedTuple, TypeVar
+from copy import copy
+from typing import Generic, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +24,28 @@ Ids = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 
 T = TypeVar("T", bound=Hashable)
+K = TypeVar("K")
+V = TypeVar("V")
 
 # The number of changes in the log. A search whose last refresh is older evaluates every row again.
 MOVES_KEPT = 1 << 15
+
+
+class Recent(OrderedDict[K, V]):
+    """Values by key, at most `MOST`; the least recently used one is dropped first."""
+
+    MOST = 64
+
+    def value(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key, which is made at its first use."""
+        found = self.get(key)
+        if found is None:
+            found = self[key] = make()
+            while len(self) > self.MOST:
+                self.popitem(last=False)
+        else:
+            self.move_to_end(key)
+        return found
 
 
 class Distinct(Generic[T]):
@@ -52,11 +73,11 @@ class Distinct(Generic[T]):
         self.values = [replaced(value) for value in self.values]
         self._ids = {value: number for number, value in enumerate(self.values)}
 
-    def copy(self) -> Distinct[T]:
+    def copy(self) -> Self:
         """Return a copy, from which numbers can be looked up."""
-        copy: Distinct[T] = Distinct(self.values[0])
-        copy.values, copy._ids = list(self.values), dict(self._ids)
-        return copy
+        copied = copy(self)
+        copied.values, copied._ids = list(self.values), dict(self._ids)
+        return copied
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Remove the values whose number is not in `used`. Returns the new numbers by old number."""
@@ -140,12 +161,11 @@ class DistinctInventories(Distinct[InventoryNumbers]):
             self._filled = many
         return self._columns[:, :many]
 
-    def copy(self) -> DistinctInventories:
+    def copy(self) -> Self:
         """Return a copy, from which numbers can be looked up."""
-        copy = DistinctInventories()
-        copy.values, copy._ids = list(self.values), dict(self._ids)
-        copy._columns, copy._filled = self.columns().copy(), len(self.values)
-        return copy
+        columns, copied = self.columns(), super().copy()
+        copied._columns = columns.copy()
+        return copied
 
     def keep(self, used: NDArray[np.int32]) -> Ids:
         """Remove the values whose number is not in `used`. Returns the new numbers by old number."""

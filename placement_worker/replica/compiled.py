@@ -9,14 +9,13 @@ that it has. Trees with equal lists are one pattern, which is solved once (`tree
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Flags, LookupTable, Rows, lookup_table
+from placement_worker.replica.columns import Flags, LookupTable, Recent, Rows, lookup_table
 from placement_worker.replica.predicates import ContendedClass, MemberRows, ResourceFit, rules_of
 from placement_worker.replica.reasons import Reasons
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, QueryTooWide, slots_of
@@ -34,9 +33,6 @@ BUDGET = 20_000
 
 # The number of patterns whose verdict is cached.
 VERDICTS_KEPT = 10_000
-
-# The number of patterns whose solver is kept for further assignments; the least recently used one is dropped first.
-SOLVERS_KEPT = 256
 
 # The bits of a tree's number in a signature (the root's row plus one).
 TREE_BITS = 32
@@ -63,6 +59,12 @@ class TreePattern:
         if len(self.anchors) > 1:
             self.anchors, self.rows = [np.concatenate(self.anchors)], [np.concatenate(self.rows)]
         return self.anchors[0], self.rows[0]
+
+
+class SolversCache(Recent[bytes, TreeSolver]):
+    """The solvers of patterns, kept for further assignments."""
+
+    MOST = 256
 
 
 class CompiledRequest:
@@ -98,7 +100,7 @@ class CompiledRequest:
         self.contended = self._contended()
         self._totals = self._sums()
         self._verdicts: dict[bytes, int] = {}
-        self._solvers: OrderedDict[bytes, TreeSolver] = OrderedDict()
+        self._solvers = SolversCache()
         self._begin()
 
     @cached_property
@@ -254,13 +256,7 @@ class CompiledRequest:
         if members is None:
             return self._none()
         key, _, indices = next(members.alike())
-        solver = self._solvers.get(key)
-        if solver is None:
-            solver = self._solvers[key] = TreeSolver(self._problem(members, indices[0]))
-            while len(self._solvers) > SOLVERS_KEPT:
-                self._solvers.popitem(last=False)
-        else:
-            self._solvers.move_to_end(key)
+        solver = self._solvers.value(key, lambda: TreeSolver(self._problem(members, indices[0])))
         solver.find(limit, BUDGET)
         found: Rows = members.rows[np.array(solver.found[:limit], dtype=np.intp).reshape(-1, len(self.slots))]
         return found

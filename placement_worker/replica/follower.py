@@ -9,7 +9,6 @@ requests a new snapshot when the feed no longer reaches back to the book, or has
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -87,14 +86,13 @@ class Follower:
         *,
         process: str | None = None,
         clock: Clock,
-        rng: random.Random | None = None,
         limits: FollowerLimits = FollowerLimits(),  # noqa: B008  (frozen)
     ) -> None:
         self.book = book
         self.ready = asyncio.Event()
         self._bus = bus
         self._clock = clock
-        self._rng = rng or bus.rng
+        self._rng = bus.rng
         self._limits = limits
         # One batch at a time, so that changes are applied in the order in which they arrive.
         self._consumer = bus.consumer(QUEUE, self.handle, concurrency=1, prefetch=1024, process=process or bus.process)

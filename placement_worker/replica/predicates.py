@@ -4,7 +4,6 @@ value.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -25,6 +24,7 @@ from placement_worker.replica.columns import (
     Distinct,
     Flags,
     LookupTable,
+    Recent,
     Rows,
     lookup_table,
 )
@@ -34,9 +34,6 @@ from placement_worker.replica.trees import NO_ROW
 # The bound of distinct sums of the amounts that several slots require of one class. Above it, amounts are not rounded
 # to these sums.
 MAX_SUMS = 64
-
-# The group rules that a book caches; the least recently used ones are dropped first.
-RULES_KEPT = 256
 
 # The fit levels: how close a provider comes to giving a slot, ascending.
 (
@@ -283,19 +280,13 @@ def meets_any(own: Sequence[str], names: frozenset[str]) -> bool:
     return not names.isdisjoint(own)
 
 
-class RulesCache(OrderedDict[tuple[int, bytes], GroupRules]):
+class RulesCache(Recent[tuple[int, bytes], GroupRules]):
     """The group rules that a book caches. Requests that differ only in amounts share them."""
+
+    MOST = 256
 
 
 def rules_of(book: Book, group: Group) -> GroupRules:
     """Return the group's rules for the present numbering of the book's distinct values."""
-    cache = book.cache(RulesCache)
     key = (book.epoch, msgspec.msgpack.encode(structs.replace(group, resources={})))
-    rules = cache.get(key)
-    if rules is None:
-        rules = cache[key] = GroupRules(book, group)
-        while len(cache) > RULES_KEPT:
-            cache.popitem(last=False)
-    else:
-        cache.move_to_end(key)
-    return rules
+    return book.cache(RulesCache).value(key, lambda: GroupRules(book, group))

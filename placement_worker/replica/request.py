@@ -76,26 +76,16 @@ def slots_of(request: CandidatesRequest) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-class Query(Struct, frozen=True, kw_only=True):
-    """The requirements on one host: amounts of classes, each from one provider of its tree or one that shares with it,
-    and groups.
+class Query(Group, frozen=True, kw_only=True):
+    """The requirements on one host: its un-numbered group, whose amounts each come from one provider of its tree or one
+    that shares with it, and further groups.
 
-    resources: requested amounts; a class with an amount of zero or less is not requested (a bare-metal flavor's
-    VCPU=0). required: AND of any-of groups, each met by some provider that gives resources; forbidden: on none of them.
-    member_of: AND of any-of groups of aggregates, met by one provider itself or by its root; forbidden_aggregates:
-    neither the provider nor its root is in any of them. in_tree: the host must be in the tree of this provider.
-    root_required, root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions
-    on the root's own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an
-    empty only_roots means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in
-    CandidatesRequest.
+    A class with an amount of zero or less is not requested (a bare-metal flavor's VCPU=0). root_required,
+    root_forbidden: traits of the root (from 1.35). root_member_of, root_forbidden_aggregates: conditions on the root's
+    own aggregates, such as those of an availability zone. only_roots, ignore_roots: uuids of roots; an empty only_roots
+    means any. groups: numbered groups, each from one provider; group_policy and same_subtree as in CandidatesRequest.
     """
 
-    resources: dict[str, int] = {}
-    required: tuple[tuple[str, ...], ...] = ()
-    forbidden: tuple[str, ...] = ()
-    member_of: tuple[tuple[str, ...], ...] = ()
-    forbidden_aggregates: tuple[str, ...] = ()
-    in_tree: str | None = None
     root_required: tuple[tuple[str, ...], ...] = ()
     root_forbidden: tuple[str, ...] = ()
     root_member_of: tuple[tuple[str, ...], ...] = ()

@@ -12,16 +12,26 @@ FIRST_SIZE = 1024
 NO_ROW = -1
 
 
-class RowTable:
-    """Rows by uuid. A row is kept while its provider exists or another one names it as its parent or root.
+class Trees:
+    """Rows by uuid, with their trees. A row is kept while its provider exists or another one names it as its parent or
+    root. The other members of a tree are a doubly linked list at its root, in no order.
 
     A subclass that adds columns names them in `_filled`, or extends `_grown` and `_emptied`.
     """
 
     # The columns by name, with the value of a row that was never used.
-    _filled: tuple[tuple[str, int], ...] = (("live", 0), ("named_by", 0))
+    _filled: tuple[tuple[str, int], ...] = (
+        ("live", 0),
+        ("named_by", 0),
+        ("parent", NO_ROW),
+        ("root", NO_ROW),
+        ("first_member", NO_ROW),
+        ("next_member", NO_ROW),
+        ("previous_member", NO_ROW),
+        ("is_root", 0),
+    )
 
-    def _clear_rows(self) -> None:
+    def _clear_trees(self) -> None:
         self.size = FIRST_SIZE
         self.top = 0  # rows at and above this were never used
         self.live = np.zeros(self.size, dtype=np.bool_)
@@ -31,6 +41,13 @@ class RowTable:
         self._rows: dict[str, int] = {}
         self._free_rows: list[int] = []
         self._providers = 0
+        self.parent = np.full(self.size, NO_ROW, dtype=np.int32)
+        self.root = np.full(self.size, NO_ROW, dtype=np.int32)
+        self.first_member = np.full(self.size, NO_ROW, dtype=np.int32)
+        self.next_member = np.full(self.size, NO_ROW, dtype=np.int32)
+        self.previous_member = np.full(self.size, NO_ROW, dtype=np.int32)
+        self.is_root = np.zeros(self.size, dtype=np.bool_)
+        self._roots: Rows | None = None
 
     def __len__(self) -> int:
         return self._providers
@@ -95,31 +112,6 @@ class RowTable:
 
     def _emptied(self, row: int) -> None:
         """Called when the row is free for another provider."""
-
-
-class Trees(RowTable):
-    """Rows with their trees. The other members of a tree are a doubly linked list at its root, in no order."""
-
-    _filled = (
-        *RowTable._filled,
-        ("parent", NO_ROW),
-        ("root", NO_ROW),
-        ("first_member", NO_ROW),
-        ("next_member", NO_ROW),
-        ("previous_member", NO_ROW),
-        ("is_root", 0),
-    )
-
-    def _clear_trees(self) -> None:
-        self._clear_rows()
-        size = self.size
-        self.parent = np.full(size, NO_ROW, dtype=np.int32)
-        self.root = np.full(size, NO_ROW, dtype=np.int32)
-        self.first_member = np.full(size, NO_ROW, dtype=np.int32)
-        self.next_member = np.full(size, NO_ROW, dtype=np.int32)
-        self.previous_member = np.full(size, NO_ROW, dtype=np.int32)
-        self.is_root = np.zeros(size, dtype=np.bool_)
-        self._roots: Rows | None = None
 
     def rows_of_roots(self) -> Rows:
         """The rows of all root providers, ascending. The array is shared and must not be changed."""

@@ -8,14 +8,12 @@ nearly as cheap with a million hosts as with a thousand. The reason of a rejecti
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from placement_worker.replica.book import Book
-from placement_worker.replica.columns import Flags, Rows
+from placement_worker.replica.columns import Flags, Recent, Rows
 from placement_worker.replica.compiled import CompiledRequest
 from placement_worker.replica.explanation import explain
 from placement_worker.replica.reasons import NOT_A_ROOT
@@ -24,7 +22,7 @@ from placement_worker.replica.sharing import Sharing, sharing_of
 
 Codes = NDArray[np.uint16]
 
-# The queries whose verdicts are cached; the least recently used one is dropped first. A query takes about 12 bytes for
+# The queries whose verdicts are cached. A query takes about 12 bytes for
 # each row.
 QUERIES_KEPT = 64
 
@@ -183,8 +181,10 @@ class RootVerdicts:
         return codes.astype(np.uint16)
 
 
-class VerdictsCache(OrderedDict[object, RootVerdicts]):
+class VerdictsCache(Recent[object, RootVerdicts]):
     """The verdicts that a book caches by query, so that a repeated query finds them nearly up to date."""
+
+    MOST = QUERIES_KEPT
 
 
 def verdicts_of(book: Book, query: Query) -> RootVerdicts:
@@ -211,12 +211,4 @@ def cached_verdicts(book: Book, query: Query) -> RootVerdicts:
         query.group_policy,
         query.same_subtree,
     )
-    cache = book.cache(VerdictsCache)
-    verdicts = cache.get(key)
-    if verdicts is None:
-        verdicts = cache[key] = RootVerdicts(book, query)
-        while len(cache) > QUERIES_KEPT:
-            cache.popitem(last=False)
-    else:
-        cache.move_to_end(key)
-    return verdicts
+    return book.cache(VerdictsCache).value(key, lambda: RootVerdicts(book, query))

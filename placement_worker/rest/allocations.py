@@ -10,12 +10,12 @@ import msgspec
 
 from placement_worker.domain.allocations import Remove, Replace, Reshape
 from placement_worker.domain.claim_ledger import ConsumerWrite
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import Why, no_provider
 from placement_worker.rest import bodies, schemas
-from placement_worker.rest.api import Api, no_provider
-from placement_worker.rest.bodies import AllocationBody, ReshapeBody, consumer_write
+from placement_worker.rest.api import Api
+from placement_worker.rest.bodies import AllocationBody, Allocations28, ReshapeBody, consumer_write
 from placement_worker.rest.candidates_query import Checked, canonical, is_canonical, is_uuid
-from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, refused
+from placement_worker.rest.faults import PROVIDER_NOT_FOUND, HttpFault, RefusedAnswer, refused
 from placement_worker.rest.http import HttpRequest, Response, json_response
 from placement_worker.rest.versions import at
 from placement_worker.store.port import AllocationRow, UsageRow
@@ -71,9 +71,8 @@ async def put(api: Api, request: HttpRequest) -> Response:
     consumer = canonical(consumer)
     kind, unowned = at(bodies.PUT_ALLOCATIONS, request.version), _unowned(api)
     write = consumer_write(consumer, await api.parse(kind, request.body), unowned)
-    outcome = await api.write_allocations(Replace((write,)))
-    if outcome is not None:
-        raise _refused(outcome, f"Unable to allocate inventory for consumer {consumer}: {{}}")
+    answers = _answers(f"Unable to allocate inventory for consumer {consumer}: {{}}")
+    await api.write_allocations(Replace((write,)), answers)
     return Response(204)
 
 
@@ -81,9 +80,7 @@ async def post(api: Api, request: HttpRequest) -> Response:
     """POST the allocations of several consumers, all or none."""
     kind, unowned = at(bodies.POST_ALLOCATIONS, request.version), _unowned(api)
     writes = _writes(await api.parse(kind, request.body), unowned)
-    outcome = await api.write_allocations(Replace(writes))
-    if outcome is not None:
-        raise _refused(outcome, "Unable to allocate inventory {}")
+    await api.write_allocations(Replace(writes), _answers("Unable to allocate inventory {}"))
     return Response(204)
 
 
@@ -92,9 +89,7 @@ async def delete(api: Api, request: HttpRequest) -> Response:
     consumer = request.parts[1]
     if not is_canonical(consumer):
         raise HttpFault(404, f"No allocations for consumer '{consumer}'")
-    outcome = await api.write_allocations(Remove(consumer))
-    if outcome is not None:
-        raise refused(outcome)
+    await api.write_allocations(Remove(consumer))
     return Response(204)
 
 
@@ -104,11 +99,10 @@ async def reshape(api: Api, request: HttpRequest) -> Response:
     item = _reshape(await api.parse(kind, request.body), unowned)
     outcome = await api.reshape(item)
     if outcome is not None:
-        if outcome.why is Why.NO_PROVIDER and outcome.about in item.inventories:
-            raise refused(outcome, status=400, code=PROVIDER_NOT_FOUND)
-        if outcome.why is Why.IN_USE:
-            raise refused(outcome, words="update conflict: {}")
-        raise _refused(outcome, "malformed reshaper data: {}")
+        answers = {**_answers("malformed reshaper data: {}"), Why.IN_USE: RefusedAnswer("update conflict: {}")}
+        if outcome.about in item.inventories:
+            answers[Why.NO_PROVIDER] = RefusedAnswer(status=400, code=PROVIDER_NOT_FOUND)
+        raise refused(outcome, answers)
     return Response(204)
 
 
@@ -117,7 +111,7 @@ def _unowned(api: Api) -> tuple[str, str]:
     return api.config.incomplete_project_id, api.config.incomplete_user_id
 
 
-def _reshape(body: ReshapeBody, unowned: tuple[str, str]) -> Reshape:
+def _reshape(body: ReshapeBody[Allocations28], unowned: tuple[str, str]) -> Reshape:
     inventories = {}
     for uuid, requested in body.inventories.items():
         if not is_canonical(uuid):
@@ -140,15 +134,13 @@ def _writes(body: Mapping[str, AllocationBody], unowned: tuple[str, str]) -> tup
     return tuple(writes.values())
 
 
-def _refused(refusal: WriteRefusal, unknown: str) -> HttpFault:
-    """Return the answer to a refused write. unknown: the text for a class that does not exist."""
-    if refusal.why is Why.NO_SUCH:
-        return refused(refusal, words=unknown)
-    if refusal.why is Why.NO_PROVIDER:
-        return refused(refusal, status=400)
-    if refusal.why is Why.DOES_NOT_FIT:
-        return refused(refusal, words="Unable to allocate inventory: {}")
-    return refused(refusal)
+def _answers(unknown: str) -> dict[Why, RefusedAnswer]:
+    """Return the answers to refused writes of allocations. unknown: the text for a class that does not exist."""
+    return {
+        Why.NO_SUCH: RefusedAnswer(unknown),
+        Why.NO_PROVIDER: RefusedAnswer(status=400),
+        Why.DOES_NOT_FIT: RefusedAnswer("Unable to allocate inventory: {}"),
+    }
 
 
 ALL, UNKNOWN = "all", "unknown"

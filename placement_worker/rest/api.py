@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
+from functools import partial
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -15,7 +16,7 @@ from bus.clock import Clock
 from bus.turns import InParts
 from placement_worker.book import ResourceBook
 from placement_worker.domain.allocations import AllocationOutcome, AllocationWrite, Reshape, entries_of_allocations
-from placement_worker.domain.refusal import WriteRefusal
+from placement_worker.domain.refusal import WriteRefusal, no_provider
 from placement_worker.domain.trees import TreeOutcome, TreeWrite, entries_of_tree
 from placement_worker.domain.values import Provider
 from placement_worker.offload import OffloadThread
@@ -23,7 +24,7 @@ from placement_worker.replica.catch_up import LocalReplica
 from placement_worker.rest.bodies import Body
 from placement_worker.rest.candidates_query import is_canonical
 from placement_worker.rest.config import RestConfig
-from placement_worker.rest.faults import HttpFault, refused
+from placement_worker.rest.faults import NO_ANSWERS, Answers, HttpFault, refused
 from placement_worker.rest.groups import Groups
 from placement_worker.store.port import ProviderTimes
 
@@ -34,11 +35,6 @@ Row = TypeVar("Row")
 # turn: 2 to 5 ms each.
 EXPLAINED_AT_ONCE = 8 * 2**10
 LISTED_AT_ONCE = 500
-
-# One transaction of each kind runs at a time. The writes that arrive meanwhile make a larger group, which saves more
-# than a second concurrent transaction would gain (measured: 30 % less CPU). More processes increase the throughput.
-ALLOCATION_GROUPS = 1
-TREE_GROUPS = 1
 
 # The id of the request that is being answered: the caller's global request id, or else the id that this process gave.
 CAUSE: ContextVar[str] = ContextVar("cause", default="")
@@ -66,23 +62,10 @@ class Api:
         self.clock = clock
         self.rng = rng
         self.committed = committed
-        self._trees: Groups[TreeWrite, TreeOutcome] = Groups(
-            "trees",
-            store.write_trees,
-            max_group=config.max_group,
-            max_waiting=config.max_waiting,
-            under_way=TREE_GROUPS,
-            committed=committed,
-            entries=entries_of_tree,
-        )
-        self._allocations: Groups[AllocationWrite, AllocationOutcome] = Groups(
-            "allocations",
-            store.write_allocations,
-            max_group=config.max_group,
-            max_waiting=config.max_waiting,
-            under_way=ALLOCATION_GROUPS,
-            committed=committed,
-            entries=entries_of_allocations,
+        groups = partial(Groups, max_group=config.max_group, max_waiting=config.max_waiting, committed=committed)
+        self._trees: Groups[TreeWrite, TreeOutcome] = groups("trees", store.write_trees, entries=entries_of_tree)
+        self._allocations: Groups[AllocationWrite, AllocationOutcome] = groups(
+            "allocations", store.write_allocations, entries=entries_of_allocations
         )
 
     async def drain(self) -> None:
@@ -107,15 +90,22 @@ class Api:
         """Return the rows as text, separated by commas. Other requests are answered while many rows are rendered."""
         return b",".join([b",".join(map(text, part)) async for part in InParts(rows, LISTED_AT_ONCE)])
 
-    async def write_tree(self, write: TreeWrite) -> Provider | WriteRefusal:
-        """Write one provider, in one transaction with concurrent writes."""
-        if not is_canonical(write.uuid):
-            raise no_provider(write.uuid)
-        return await self._trees.submit(replace(write, cause=CAUSE.get()))
+    async def write_tree(self, write: TreeWrite, answers: Answers = NO_ANSWERS) -> Provider:
+        """Write one provider, in one transaction with concurrent writes. Returns the provider that was written. Raises
+        the HttpFault of a refusal.
+        """
+        outcome: TreeOutcome = no_provider(write.uuid)
+        if is_canonical(write.uuid):
+            outcome = await self._trees.submit(replace(write, cause=CAUSE.get()))
+        if isinstance(outcome, WriteRefusal):
+            raise refused(outcome, answers)
+        return outcome
 
-    async def write_allocations(self, write: AllocationWrite) -> WriteRefusal | None:
-        """Write allocations, in one transaction with concurrent writes."""
-        return await self._allocations.submit(replace(write, cause=CAUSE.get()))
+    async def write_allocations(self, write: AllocationWrite, answers: Answers = NO_ANSWERS) -> None:
+        """Write allocations, in one transaction with concurrent writes. Raises the HttpFault of a refusal."""
+        outcome = await self._allocations.submit(replace(write, cause=CAUSE.get()))
+        if outcome is not None:
+            raise refused(outcome, answers)
 
     async def reshape(self, item: Reshape) -> WriteRefusal | None:
         """Apply a reshape in a transaction of its own."""
@@ -135,15 +125,3 @@ class Api:
         if found is None:
             raise HttpFault(404, words.format(no_provider(uuid).words, uuid=uuid))
         return found
-
-
-def no_provider(uuid: str) -> HttpFault:
-    """The answer when no provider has this uuid."""
-    return HttpFault(404, f"No resource provider with uuid {uuid} found")
-
-
-def written(outcome: Provider | WriteRefusal) -> Provider:
-    """Return the provider that was written. Raises the HttpFault of a refusal, with its usual text."""
-    if isinstance(outcome, WriteRefusal):
-        raise refused(outcome)
-    return outcome

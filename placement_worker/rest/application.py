@@ -14,12 +14,12 @@ from bus.faults import BrokenInvariant, Transient
 from placement_worker.rest import metrics
 from placement_worker.rest.api import CAUSE, Api
 from placement_worker.rest.auth import Auth
-from placement_worker.rest.faults import STATUS, About, HttpFault, best, render
-from placement_worker.rest.http import JSON, HttpRequest, Response
+from placement_worker.rest.faults import STATUS, HttpFault, best, invalid_query
+from placement_worker.rest.http import JSON, HttpRequest, Response, render
 from placement_worker.rest.keystone import KeystoneForbidden
 from placement_worker.rest.openapi import OPENAPI
-from placement_worker.rest.policy import USAGES, Policy
-from placement_worker.rest.routes import ROUTES, Route, Router, parts_of
+from placement_worker.rest.policy import Policy
+from placement_worker.rest.routes import ROUTES, USAGES, Route, Router, parts_of
 from placement_worker.rest.versions import HEADER, RANGE, SERVICE, version_of
 from placement_worker.store.port import Unstorable
 
@@ -100,7 +100,7 @@ class Application:
         _check_types(route, request)
         self._check_policy(route, request)
         if len(request.query_string) > self._api.config.max_query_bytes:
-            raise HttpFault(400, f"Invalid query string parameters: more than {self._api.config.max_query_bytes} bytes")
+            raise invalid_query(f"more than {self._api.config.max_query_bytes} bytes")
         request.body = await self._body(receive, length)
         return await route.handler(self._api, request)
 
@@ -173,8 +173,8 @@ class _Exchange:
             scope["query_string"],
             JSON if accept in {"", "*/*"} else accept,
             content_type,
+            request_id,
         )
-        self.request.id = request_id
         self.version_known = False
         self.base = scope.get("scheme", "http").encode() + b"://" + headers.get(b"host", b"")
         self.route = "none"
@@ -199,8 +199,7 @@ class _Exchange:
         """Return the answer to a fault."""
         request = self.request
         version = request.version if self.version_known else None
-        about = About(request.method, request.accept, request.content_type, request.id, version)
-        content_type, body = render(fault, about, RANGE)
+        content_type, body = render(fault, request, version, RANGE)
         response = Response(fault.status, body, content_type)
         response.headers += [(name.encode(), value.encode()) for name, value in fault.headers.items()]
         return response

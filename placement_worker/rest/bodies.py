@@ -23,7 +23,6 @@ from placement_worker.rest import schemas
 from placement_worker.rest.candidates_query import canonical, is_canonical, is_uuid
 from placement_worker.rest.faults import HttpFault
 from placement_worker.rest.groups import MAX_ENTRIES
-from placement_worker.rest.schemas import Schema
 
 T = TypeVar("T")
 
@@ -46,15 +45,25 @@ def _whole(pattern: str) -> str:
 
 ClassKey = Annotated[str, Bound(pattern=_whole(schemas.NAME))]
 UuidKey = Annotated[str, Bound(pattern=_whole(schemas.UUID_KEY))]
+# The names are compared with their pattern afterwards (`_are_classes`): those of 1 MB take 20 ms, and during the
+# decoder's one call no other thread can run.
+ClassName = Annotated[str, Bound(extra_json_schema={"pattern": schemas.NAME})]
 Owner = Annotated[str, Bound(min_length=1, max_length=255)]
 Positive = Annotated[int, Bound(ge=1)]
 Whole = Annotated[int, Bound(ge=0, le=MAX_AMOUNT)]
 Counting = Annotated[int, Bound(ge=1, le=MAX_AMOUNT)]
-CanonicalUuid = Annotated[str, Bound(pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z")]
+# The schema takes other forms of a UUID, too.
+CanonicalUuid = Annotated[
+    str,
+    Bound(
+        pattern=r"^[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\Z",
+        extra_json_schema={"pattern": None, "format": "uuid"},
+    ),
+]
+Different = Annotated[list[CanonicalUuid], Bound(extra_json_schema={"uniqueItems": True})]
+OPEN = Bound(extra_json_schema={"additionalProperties": None})  # the schema takes other keys, too
 ProviderName = Annotated[str, Bound(max_length=200)]
-# The names are compared with their pattern afterwards (`_are_classes`): those of 1 MB take 20 ms, and during the
-# decoder's one call no other thread can run.
-Resources = Annotated[dict[str, Positive], Bound(min_length=1)]
+Resources = Annotated[dict[ClassName, Positive], Bound(min_length=1)]
 
 
 class _Strict(Struct, frozen=True, forbid_unknown_fields=True):
@@ -126,13 +135,13 @@ class PutInventories(_Strict, frozen=True):
     """PUT of all inventories."""
 
     resource_provider_generation: int
-    inventories: dict[str, InventoryBody]
+    inventories: Annotated[dict[ClassName, InventoryBody], OPEN]
 
 
 class Aggregates(_Strict, frozen=True):
     """PUT of aggregates from 1.19."""
 
-    aggregates: list[CanonicalUuid]
+    aggregates: Different
     resource_provider_generation: int
 
 
@@ -158,9 +167,9 @@ class _ListedAllocation(_Strict, frozen=True):
     resources: Resources
 
 
-class _OfProvider(_Strict, frozen=True):
-    resources: Resources
+class _OfProvider(_Strict, frozen=True, kw_only=True):
     generation: int = 0
+    resources: Resources
 
 
 class Allocations0(_Strict, frozen=True):
@@ -199,10 +208,8 @@ class Allocations28(Allocations13, frozen=True):
     consumer_generation: int | None
 
 
-Mappings = Annotated[
-    dict[Annotated[str, Bound(pattern="^[a-zA-Z0-9_-]{0,64}$")], Annotated[list[CanonicalUuid], Bound(min_length=1)]],
-    Bound(min_length=1),
-]
+_Suffix = Annotated[str, Bound(pattern="^[a-zA-Z0-9_-]{0,64}$", extra_json_schema={"pattern": schemas.WORD_SUFFIX})]
+Mappings = Annotated[dict[_Suffix, Annotated[list[CanonicalUuid], Bound(min_length=1)]], Bound(min_length=1), OPEN]
 
 
 class Allocations34(Allocations28, frozen=True):
@@ -213,39 +220,23 @@ class Allocations34(Allocations28, frozen=True):
     mappings: Mappings | UnsetType = UNSET
 
 
-class Allocations38(_Strict, frozen=True):
+class Allocations38(Allocations34, frozen=True, kw_only=True):
     """From 1.38."""
 
-    allocations: dict[UuidKey, _OfProvider]
-    project_id: Owner
-    user_id: Owner
-    consumer_generation: int | None
-    consumer_type: Annotated[str, Bound(pattern=_whole(schemas.NAME), max_length=255)]
-    mappings: Mappings | UnsetType = UNSET
+    consumer_type: Annotated[str, Bound(pattern=_whole(schemas.NAME), min_length=1, max_length=255)]
 
 
-AllocationBody = Allocations0 | Allocations8 | Allocations12 | Allocations13 | Allocations38
+AllocationBody = Allocations0 | Allocations8 | Allocations12 | Allocations13
 
 
-class ReshapeBody(_Strict, frozen=True):
-    """POST /reshaper 1.30 to 1.33."""
+Allocations = TypeVar("Allocations", bound=Allocations28)
+
+
+class ReshapeBody(_Strict, Generic[Allocations], frozen=True):
+    """POST /reshaper, with the allocations of its version."""
 
     inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations28]
-
-
-class ReshapeBody34(_Strict, frozen=True):
-    """From 1.34."""
-
-    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations34]
-
-
-class ReshapeBody38(_Strict, frozen=True):
-    """From 1.38."""
-
-    inventories: Annotated[dict[UuidKey, PutInventories], Bound(min_length=1)]
-    allocations: dict[UuidKey, Allocations38]
+    allocations: dict[UuidKey, Allocations]
 
 
 # --- decoding
@@ -266,15 +257,14 @@ _Validator = extend(Draft202012Validator, {"uniqueItems": _unique_items})
 
 
 class Body(Generic[T]):
-    """One kind of body: its type, and the schema that words its errors. holds: checks the rules that the schema can
-    express and the type cannot. amounts: the body's mappings whose keys are names of classes. entries: the consumers,
-    providers, classes, traits and aggregates of the body, at most MAX_ENTRIES.
+    """One kind of body: its type, and the schema of the type, which words its errors. holds: checks the rules that the
+    schema can express and the type cannot. amounts: the body's mappings whose keys are names of classes. entries: the
+    consumers, providers, classes, traits and aggregates of the body, at most MAX_ENTRIES.
     """
 
     def __init__(
         self,
         kind: Any,
-        schema: Schema,
         *,
         holds: Callable[[T], bool] = lambda _: True,
         amounts: Callable[[T], Iterable[Mapping[str, int]]] = lambda _: (),
@@ -285,7 +275,8 @@ class Body(Generic[T]):
         self._amounts = amounts
         self._entries = entries
         self._decode = msgspec.json.Decoder(kind).decode
-        self._validator = _Validator(schema, format_checker=_LENIENT)
+        self.schema = schemas.schema_of(kind)
+        self._validator = _Validator(self.schema, format_checker=_LENIENT)
 
     def parse(self, body: bytes) -> T:
         """Decode a body, by `decode` or else by `explain`. Raises HttpFault 400 and 413."""
@@ -356,7 +347,7 @@ def _entries_of_all(body: Mapping[str, AllocationBody]) -> int:
     return sum(map(_entries, body.values()))
 
 
-def _entries_of_reshape(body: ReshapeBody | ReshapeBody34 | ReshapeBody38) -> int:
+def _entries_of_reshape(body: ReshapeBody[Allocations28]) -> int:
     return _entries_of_all(body.allocations) + sum(1 + len(each.inventories) for each in body.inventories.values())
 
 
@@ -407,66 +398,54 @@ def text_of(value: str) -> str:
     return value
 
 
-POST_PROVIDER: Body[PostProvider] = Body(PostProvider, schemas.POST_PROVIDER)
-POST_PROVIDER_14: Body[PostProvider] = Body(PostProvider14, schemas.POST_PROVIDER_14)
-PUT_PROVIDER: Body[PutProvider] = Body(PutProvider, schemas.PUT_PROVIDER)
-PUT_PROVIDER_14: Body[PutProvider] = Body(PutProvider14, schemas.PUT_PROVIDER_14)
-PUT_INVENTORY: Body[PutInventory] = Body(PutInventory, schemas.PUT_INVENTORY)
-POST_INVENTORY: Body[PostInventory] = Body(PostInventory, schemas.POST_INVENTORY)
-PUT_INVENTORIES: Body[PutInventories] = Body(
-    PutInventories, schemas.PUT_INVENTORIES, entries=lambda body: len(body.inventories)
-)
-AGGREGATES: Body[list[str]] = Body(
-    list[CanonicalUuid], schemas.AGGREGATES, holds=lambda listed: len(set(listed)) == len(listed), entries=len
-)
+POST_PROVIDER: Body[PostProvider] = Body(PostProvider)
+POST_PROVIDER_14: Body[PostProvider] = Body(PostProvider14)
+PUT_PROVIDER: Body[PutProvider] = Body(PutProvider)
+PUT_PROVIDER_14: Body[PutProvider] = Body(PutProvider14)
+PUT_INVENTORY: Body[PutInventory] = Body(PutInventory)
+POST_INVENTORY: Body[PostInventory] = Body(PostInventory)
+PUT_INVENTORIES: Body[PutInventories] = Body(PutInventories, entries=lambda body: len(body.inventories))
+AGGREGATES: Body[list[str]] = Body(Different, holds=lambda listed: len(set(listed)) == len(listed), entries=len)
 AGGREGATES_19: Body[Aggregates] = Body(
     Aggregates,
-    schemas.AGGREGATES_19,
     holds=lambda body: len(set(body.aggregates)) == len(body.aggregates),
     entries=lambda body: len(body.aggregates),
 )
-PROVIDER_TRAITS: Body[ProviderTraits] = Body(
-    ProviderTraits, schemas.PROVIDER_TRAITS, entries=lambda body: len(body.traits)
-)
-RESOURCE_CLASS: Body[ClassBody] = Body(ClassBody, schemas.RESOURCE_CLASS)
+PROVIDER_TRAITS: Body[ProviderTraits] = Body(ProviderTraits, entries=lambda body: len(body.traits))
+RESOURCE_CLASS: Body[ClassBody] = Body(ClassBody)
 
 
-def _of_one(kind: Any, schema: Schema) -> Body[Any]:
-    return Body(kind, schema, amounts=_amounts, entries=_entries)
+def _of_one(kind: Any) -> Body[Any]:
+    return Body(kind, amounts=_amounts, entries=_entries)
 
 
-def _of_many(kind: Any, schema: Schema) -> Body[Any]:
+def _of_many(kind: Any) -> Body[Any]:
     of_all: Any = Annotated[dict[UuidKey, kind], Bound(min_length=1)]
-    return Body(of_all, schemas.many(schema), amounts=_amounts_of_all, entries=_entries_of_all)
+    return Body(of_all, amounts=_amounts_of_all, entries=_entries_of_all)
 
 
-def _of_reshape(kind: Any, schema: Schema) -> Body[Any]:
-    return Body(
-        kind,
-        schemas.reshape(schema),
-        amounts=lambda body: _amounts_of_all(body.allocations),
-        entries=_entries_of_reshape,
-    )
+def _of_reshape(kind: Any) -> Body[Any]:
+    return Body(ReshapeBody[kind], amounts=lambda body: _amounts_of_all(body.allocations), entries=_entries_of_reshape)
 
 
 PUT_ALLOCATIONS: tuple[tuple[int, Body[AllocationBody]], ...] = (
-    (38, _of_one(Allocations38, schemas.ALLOCATIONS_38)),
-    (34, _of_one(Allocations34, schemas.ALLOCATIONS_34)),
-    (28, _of_one(Allocations28, schemas.ALLOCATIONS_28)),
-    (12, _of_one(Allocations12, schemas.ALLOCATIONS_12)),
-    (8, _of_one(Allocations8, schemas.ALLOCATIONS_8)),
-    (0, _of_one(Allocations0, schemas.ALLOCATIONS_0)),
+    (38, _of_one(Allocations38)),
+    (34, _of_one(Allocations34)),
+    (28, _of_one(Allocations28)),
+    (12, _of_one(Allocations12)),
+    (8, _of_one(Allocations8)),
+    (0, _of_one(Allocations0)),
 )
 POST_ALLOCATIONS: tuple[tuple[int, Body[Mapping[str, AllocationBody]]], ...] = (
-    (38, _of_many(Allocations38, schemas.ALLOCATIONS_38)),
-    (34, _of_many(Allocations34, schemas.ALLOCATIONS_34)),
-    (28, _of_many(Allocations28, schemas.ALLOCATIONS_28)),
-    (13, _of_many(Allocations13, schemas.ALLOCATIONS_13)),
+    (38, _of_many(Allocations38)),
+    (34, _of_many(Allocations34)),
+    (28, _of_many(Allocations28)),
+    (13, _of_many(Allocations13)),
 )
-RESHAPE: tuple[tuple[int, Body[ReshapeBody]], ...] = (
-    (38, _of_reshape(ReshapeBody38, schemas.ALLOCATIONS_38)),
-    (34, _of_reshape(ReshapeBody34, schemas.ALLOCATIONS_34)),
-    (30, _of_reshape(ReshapeBody, schemas.ALLOCATIONS_28)),
+RESHAPE: tuple[tuple[int, Body[ReshapeBody[Allocations28]]], ...] = (
+    (38, _of_reshape(Allocations38)),
+    (34, _of_reshape(Allocations34)),
+    (30, _of_reshape(Allocations28)),
 )
 
 
@@ -485,8 +464,6 @@ def consumer_write(consumer: str, body: AllocationBody, unowned: tuple[str, str]
         for provider in holding:
             if not is_canonical(provider):
                 raise HttpFault(400, f"Allocation for resource provider '{provider}' that does not exist.")
-    expects: Expected = ANY
-    if isinstance(body, Allocations28 | Allocations38):
-        expects = body.consumer_generation
+    expects: Expected = body.consumer_generation if isinstance(body, Allocations28) else ANY
     consumer_type = body.consumer_type if isinstance(body, Allocations38) else None
     return ConsumerWrite(consumer, holding, project, user, consumer_type, expects)

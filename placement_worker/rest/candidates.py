@@ -11,11 +11,11 @@ import msgspec
 from placement_worker.replica.book import Book
 from placement_worker.replica.candidates import CandidateSet, candidates
 from placement_worker.replica.request import QueryTooWide
+from placement_worker.replica.search import warm_up_search
 from placement_worker.replica.tree_solver import TimeBudget, TooLong
-from placement_worker.replica.warm_up import warm_up_search
 from placement_worker.rest.api import Api
 from placement_worker.rest.candidates_query import ParsedQuery, parse_candidates
-from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.faults import HttpFault, invalid_query
 from placement_worker.rest.http import HttpRequest, QueryString, Response
 from placement_worker.rest.summaries import summaries
 from placement_worker.rest.versions import NEWEST
@@ -52,10 +52,10 @@ async def search(api: Api, request: HttpRequest) -> Response:
         # is not started again because the machine is busy.
         body = answer(book, TimeBudget(thread_time, AT_ONCE_S, keeps_partial=False))
     except QueryTooWide as error:
-        raise HttpFault(400, f"Invalid query string parameters: {error}") from None
+        raise invalid_query(str(error)) from None
     except TooLong:
-        body = await api.searches.read(
-            book, lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True))
+        body = await api.searches.run(
+            lambda copy: answer(copy, TimeBudget(monotonic, config.search_timeout_s, keeps_partial=True)), book
         )
     return Response(200, body).set_modified(request, api.clock.time())
 
@@ -75,11 +75,9 @@ def warm_up() -> None:
 def _rendered(book: Book, found: CandidateSet, requested: ParsedQuery, version: int, time_budget: TimeBudget) -> bytes:
     """Return the whole body. Raises HttpFault 400 when no candidate was found before the budget ended; TooLong."""
     if not len(found) and not found.exhausted:
-        raise HttpFault(
-            400,
-            "Invalid query string parameters: this many groups, or this many providers that could satisfy them, cannot "
-            "be searched through within the bounds of time and steps, and no candidate was found so far. Ask for less, "
-            "or for one tree (in_tree).",
+        raise invalid_query(
+            "this many groups, or this many providers that could satisfy them, cannot be searched through within the "
+            "bounds of time and steps, and no candidate was found so far. Ask for less, or for one tree (in_tree)."
         )
     if found.rows.size > CELLS_AT_ONCE and not time_budget.keeps_partial:
         raise TooLong

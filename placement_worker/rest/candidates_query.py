@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from placement_worker.replica.request import UNNUMBERED, CandidatesRequest, Group
 from placement_worker.rest import schemas
-from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, HttpFault
+from placement_worker.rest.faults import BAD_VALUE, DUPLICATE_KEY, MISSING_VALUE, HttpFault, invalid_query
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.schemas import Schema
 from placement_worker.rest.versions import at
@@ -54,18 +54,11 @@ class Checked:
         """Check a query string. Raises HttpFault 400 with the text of python-jsonschema."""
         wrong = best_match(self._validator.iter_errors(query.last()))
         if wrong is not None:
-            raise HttpFault(400, f"Invalid query string parameters: {wrong}")
+            raise invalid_query(str(wrong))
 
 
-class Traits(Struct, frozen=True):
-    """The conditions on traits. required: AND of any-of groups. forbidden: none of these traits."""
-
-    required: tuple[tuple[str, ...], ...] = ()
-    forbidden: tuple[str, ...] = ()
-
-
-class Members(Struct, frozen=True):
-    """The conditions on aggregates. required: AND of any-of groups. forbidden: none of these aggregates."""
+class Conditions(Struct, frozen=True):
+    """The conditions on traits or aggregates. required: AND of any-of groups. forbidden: none of these."""
 
     required: tuple[tuple[str, ...], ...] = ()
     forbidden: tuple[str, ...] = ()
@@ -97,7 +90,7 @@ def resources_of(text: str) -> dict[str, int]:
     return requested
 
 
-def traits_of(values: list[str], version: int) -> Traits:
+def traits_of(values: list[str], version: int) -> Conditions:
     """Parse all values of one `required` parameter. Below 1.39 only the last one counts."""
     required: dict[tuple[str, ...], None] = {}
     forbidden: dict[str, None] = {}
@@ -105,40 +98,35 @@ def traits_of(values: list[str], version: int) -> Traits:
         one = _one_required(value, allow_forbidden=version >= 22, allow_any=version >= 39)
         required.update(dict.fromkeys(one.required))
         forbidden.update(dict.fromkeys(one.forbidden))
-    return Traits(tuple(required), tuple(forbidden))
+    return Conditions(tuple(required), tuple(forbidden))
 
 
-def _one_required(value: str, *, allow_forbidden: bool, allow_any: bool) -> Traits:
-    start = "Invalid query string parameters: "
+def _one_required(value: str, *, allow_forbidden: bool, allow_any: bool) -> Conditions:
     if value.startswith("in:"):
         if not allow_any:
-            raise HttpFault(
-                400, f"{start}The format '{_ANY_FORM}' only supported since microversion 1.39. Got: {value}"
-            )
+            raise invalid_query(f"The format '{_ANY_FORM}' only supported since microversion 1.39. Got: {value}")
         names = [name.strip() for name in value[3:].split(",")]
         if not all(names):
-            raise HttpFault(
-                400,
-                f"{start}Expected 'required' parameter value of the form: {_ANY_FORM}. Got an empty trait in: {value}",
-            )
+            raise _no_traits(_ANY_FORM, f"an empty trait in: {value}")
         if any(name.startswith("!") for name in names):
-            raise HttpFault(400, f"{start}The format '{_ANY_FORM}' does not support forbidden traits. Got: {value}")
-        return Traits((tuple(sorted(set(names))),))
+            raise invalid_query(f"The format '{_ANY_FORM}' does not support forbidden traits. Got: {value}")
+        return Conditions((tuple(sorted(set(names))),))
     names = [name.strip() for name in value.split(",")]
     required = [name for name in names if not name.startswith("!")]
     forbidden = [name.lstrip("!") for name in names if name.startswith("!")]
     form = "HW_CPU_X86_VMX,!CUSTOM_MAGIC" if allow_forbidden else "HW_CPU_X86_VMX,CUSTOM_MAGIC"
     if not all(required + forbidden):
-        raise HttpFault(
-            400,
-            f"{start}Expected 'required' parameter value of the form: {form}. Got an empty trait in: {value}",
-        )
+        raise _no_traits(form, f"an empty trait in: {value}")
     if forbidden and not allow_forbidden:
-        raise HttpFault(400, f"{start}Expected 'required' parameter value of the form: {form}. Got: {value}")
-    return Traits(tuple((name,) for name in dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
+        raise _no_traits(form, value, ":")
+    return Conditions(tuple((name,) for name in dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
 
 
-def members_of(values: list[str], version: int, suffix: str = "") -> Members:
+def _no_traits(form: str, got: str, colon: str = "") -> HttpFault:
+    return invalid_query(f"Expected 'required' parameter value of the form: {form}. Got{colon} {got}")
+
+
+def members_of(values: list[str], version: int, suffix: str = "") -> Conditions:
     """Parse all values of one `member_of` parameter."""
     if version < 24 and len(values) > 1:
         raise HttpFault(400, f"Multiple member_of{suffix} parameters are not supported")
@@ -154,7 +142,7 @@ def members_of(values: list[str], version: int, suffix: str = "") -> Members:
             forbidden.update(dict.fromkeys(names))
         else:
             required.append(names)
-    return Members(tuple(required), tuple(forbidden))
+    return Conditions(tuple(required), tuple(forbidden))
 
 
 def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
@@ -170,11 +158,7 @@ def _one_member_of(value: str) -> tuple[bool, tuple[str, ...]]:
     names = listed[3:].split(",") if listed.startswith("in:") else [listed]
     for name in names:
         if not is_uuid(name):
-            raise HttpFault(
-                400,
-                "Invalid query string parameters: Expected 'member_of' parameter to contain valid UUID(s). "
-                f"Got: {name}",
-            )
+            raise invalid_query(f"Expected 'member_of' parameter to contain valid UUID(s). Got: {name}")
     return unwanted, tuple(dict.fromkeys(canonical(name) for name in names))
 
 
@@ -182,10 +166,7 @@ def in_tree_of(value: str) -> str:
     """Parse `in_tree`: the uuid of a provider of the requested tree."""
     text = value.strip()
     if not is_uuid(text):
-        raise HttpFault(
-            400,
-            f"Invalid query string parameters: Expected 'in_tree' parameter to be a format of uuid. Got: {value}",
-        )
+        raise invalid_query(f"Expected 'in_tree' parameter to be a format of uuid. Got: {value}")
     return canonical(text)
 
 
@@ -258,7 +239,7 @@ def _limit(values: list[str]) -> int | None:
     if not values:
         return None
     if _LIMIT.fullmatch(values[0]) is None:
-        raise HttpFault(400, f"Invalid query string parameters: '{values[0]}' is no limit")
+        raise invalid_query(f"'{values[0]}' is no limit")
     # A larger number than any number of candidates means all of them.
     return int(values[0]) if len(values[0]) <= MAX_AMOUNT_DIGITS else int(10**MAX_AMOUNT_DIGITS)
 
@@ -272,14 +253,14 @@ def _groups(query: QueryString, version: int) -> list[Group]:
         if match is not None:
             found.setdefault(match[2] or UNNUMBERED, set()).add(match[1])
     if len(found) > MAX_GROUPS:
-        raise HttpFault(400, f"Invalid query string parameters: more than {MAX_GROUPS} request groups")
+        raise invalid_query(f"more than {MAX_GROUPS} request groups")
     return [_group(query, version, suffix, kinds) for suffix, kinds in found.items()]
 
 
 def _group(query: QueryString, version: int, suffix: str, kinds: set[str]) -> Group:
     resources = resources_of(query.get("resources" + suffix) or "") if "resources" in kinds else {}
-    traits = traits_of(query.all("required" + suffix), version) if "required" in kinds else Traits()
-    members = members_of(query.all("member_of" + suffix), version, suffix) if "member_of" in kinds else Members()
+    traits = traits_of(query.all("required" + suffix), version) if "required" in kinds else Conditions()
+    members = members_of(query.all("member_of" + suffix), version, suffix) if "member_of" in kinds else Conditions()
     in_tree = in_tree_of(query.get("in_tree" + suffix) or "") if "in_tree" in kinds else None
     return Group(
         suffix=suffix,
@@ -338,25 +319,14 @@ def _check_subtrees(groups: list[Group], subtrees: tuple[tuple[str, ...], ...]) 
 
 def _check_orphans(groups: list[Group]) -> None:
     """Check that every group has resources, which is required below 1.36."""
-    orphans = [f"required{group.suffix}" for group in groups if group.required and not group.resources]
-    if orphans:
-        raise HttpFault(
-            400,
-            "All traits parameters must be associated with resources.  "
-            f"Found the following orphaned traits keys: {', '.join(orphans)}",
-        )
-    orphans = [
-        f"member_of{group.suffix}"
-        for group in groups
-        if (group.member_of or group.forbidden_aggregates) and not group.resources
-    ]
-    if orphans:
-        raise HttpFault(
-            400,
-            "All member_of parameters must be associated with resources. "
-            f"Found the following orphaned member_of keys: {', '.join(orphans)}",
-        )
-    if not all(group.resources for group in groups):
+    without = [group for group in groups if not group.resources]
+    traits = [f"required{group.suffix}" for group in without if group.required]
+    members = [f"member_of{group.suffix}" for group in without if group.member_of or group.forbidden_aggregates]
+    for kind, gap, orphans in (("traits", "  ", traits), ("member_of", " ", members)):
+        if orphans:
+            words = f"All {kind} parameters must be associated with resources.{gap}"
+            raise HttpFault(400, f"{words}Found the following orphaned {kind} keys: {', '.join(orphans)}")
+    if without:
         raise HttpFault(400, "All request groups must specify resources.")
     if not groups:
         raise HttpFault(400, "At least one request group (`resources` or `resources{$S}`) is required.")

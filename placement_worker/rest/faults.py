@@ -1,10 +1,9 @@
-"""The error answers of the API: a table of statuses and codes, and their rendering as the caller accepts it. The texts
-are Placement's, because clients show them and some match them.
+"""The error answers of the API: a table of statuses and codes, and which form the caller accepts. The texts are
+Placement's, because clients show them and some match them.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 
 import msgspec
@@ -83,54 +82,31 @@ class HttpFault(Exception):
         self.headers = headers
 
 
-def refused(refusal: WriteRefusal, *, words: str = "{}", status: int = 0, code: str = "") -> HttpFault:
-    """Return the answer to a refused write. words: the text, with a place for the refusal's own."""
-    usual_status, usual_code = REFUSED[refusal.why]
-    return HttpFault(status or usual_status, words.replace("{}", refusal.words), code or usual_code)
+def invalid_query(words: str, code: str = UNDEFINED) -> HttpFault:
+    """The answer to a query string that cannot be read."""
+    return HttpFault(400, f"Invalid query string parameters: {words}", code)
 
 
-class About(msgspec.Struct, frozen=True):
-    """The parts of the request that an error's text needs. version: the minor microversion, None before it is known."""
+class RefusedAnswer(msgspec.Struct, frozen=True):
+    """How a handler answers a refused write where it differs from REFUSED. words: the text, whose last `{}` is the
+    place of the refusal's own.
+    """
 
-    method: str
-    accept: str
-    content_type: str
-    request_id: str
-    version: int | None
-
-
-def render(fault: HttpFault, about: About, versions: tuple[str, str]) -> tuple[str, bytes]:
-    """Return (content type, body) of an error."""
-    title, explanation = STATUS[fault.status]
-    explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
-    kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
-    if kind == "application/json":
-        return kind, msgspec.json.encode(_json(fault, about, title, explanation, versions))
-    status = f"{fault.status} {title}"
-    if kind == "text/html":
-        page = (
-            f"<html>\n <head>\n  <title>{status}</title>\n </head>\n <body>\n  <h1>{status}</h1>\n"
-            f"  {html.escape(explanation)}<br /><br />\n{html.escape(fault.words)}\n </body>\n</html>"
-        )
-        return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
-    return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
+    words: str = "{}"
+    status: int = 0
+    code: str = ""
 
 
-def _json(
-    fault: HttpFault, about: About, title: str, explanation: str, versions: tuple[str, str]
-) -> dict[str, list[dict[str, object]]]:
-    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
-    error: dict[str, object] = {
-        "status": fault.status,
-        "title": title,
-        "detail": f"{explanation}\n\n {words}  ",
-    }
-    if about.version is not None and about.version >= SINCE_CODES:
-        error["code"] = fault.code
-    error["request_id"] = about.request_id
-    if fault.status == 406 and about.version is None:
-        error["min_version"], error["max_version"] = versions
-    return {"errors": [error]}
+Answers = Mapping[Why, RefusedAnswer]
+NO_ANSWERS: Answers = {}
+
+
+def refused(refusal: WriteRefusal, answers: Answers = NO_ANSWERS) -> HttpFault:
+    """Return the answer to a refused write."""
+    own = answers.get(refusal.why, RefusedAnswer())
+    status, code = REFUSED[refusal.why]
+    before, place, after = own.words.rpartition("{}")
+    return HttpFault(own.status or status, f"{before}{refusal.words if place else ''}{after}", own.code or code)
 
 
 def best(accept: str, offers: tuple[str, ...]) -> str | None:

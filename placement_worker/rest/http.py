@@ -1,16 +1,18 @@
-"""The request and the response of handlers."""
+"""The request and the response of handlers, and the rendering of an error."""
 
 from __future__ import annotations
 
+import html
 from email.utils import formatdate
 from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import Struct
 
 from placement_worker.rest.auth import Caller
-from placement_worker.rest.faults import HttpFault
+from placement_worker.rest.faults import SINCE_CODES, STATUS, HttpFault, best, invalid_query
 
 JSON = "application/json"
 SINCE_CACHE_HEADERS = 15
@@ -18,42 +20,26 @@ SINCE_CACHE_HEADERS = 15
 MAX_PARAMETERS = 1000
 
 
-class HttpRequest:
+class HttpRequest(Struct):
     """One request, whose version is negotiated and whose caller is known."""
 
-    __slots__ = (
-        "_query",
-        "accept",
-        "body",
-        "caller",
-        "content_type",
-        "id",
-        "method",
-        "parts",
-        "query_string",
-        "version",
-    )
-
-    def __init__(
-        self, method: str, parts: tuple[str, ...], query_string: bytes, accept: str, content_type: str
-    ) -> None:
-        self.method = method
-        self.parts = parts
-        self.query_string = query_string
-        self.accept = accept
-        self.content_type = content_type
-        self.id = ""
-        self.version = 0
-        self.body = b""
-        self.caller = Caller(user_id="")
-        self._query: QueryString | None = None
+    method: str
+    parts: tuple[str, ...]
+    query_string: bytes
+    accept: str
+    content_type: str
+    id: str
+    version: int = 0
+    body: bytes = b""
+    caller: Caller = Caller(user_id="")
+    parsed: QueryString | None = None
 
     @property
     def query(self) -> QueryString:
         """The query string, parsed once. Raises HttpFault 400."""
-        if self._query is None:
-            self._query = QueryString(self.query_string)
-        return self._query
+        if self.parsed is None:
+            self.parsed = QueryString(self.query_string)
+        return self.parsed
 
 
 class QueryString:
@@ -73,9 +59,9 @@ class QueryString:
             for name, value in self.pairs:  # a byte is not ASCII
                 (name + value).encode()
         except (UnicodeError, ValueError) as error:
-            raise HttpFault(400, f"Invalid query string parameters: {error}") from error
+            raise invalid_query(str(error)) from error
         if any("\x00" in name or "\x00" in value for name, value in self.pairs):
-            raise HttpFault(400, "Invalid query string parameters: NUL characters are not allowed")
+            raise invalid_query("NUL characters are not allowed")
 
     def last(self) -> dict[str, str]:
         """Each parameter's last value."""
@@ -91,17 +77,14 @@ class QueryString:
         return [value for key, value in self.pairs if key == name]
 
 
-class Response:
+class Response(Struct):
     """An answer: a status, a body (JSON text or empty), and headers."""
 
-    __slots__ = ("body", "content_type", "headers", "path", "status")
-
-    def __init__(self, status: int, body: bytes = b"", content_type: str = JSON) -> None:
-        self.status = status
-        self.body = body
-        self.content_type = content_type
-        self.headers: list[tuple[bytes, bytes]] = []
-        self.path = ""
+    status: int
+    body: bytes = b""
+    content_type: str = JSON
+    headers: list[tuple[bytes, bytes]] = []
+    path: str = ""
 
     def set_location(self, path: str) -> Response:
         """Set the Location header."""
@@ -130,3 +113,36 @@ def _http_date(second: int) -> bytes:
 def json_response(data: Any, status: int = 200) -> Response:
     """Return a response with this data as JSON."""
     return Response(status, msgspec.json.encode(data))
+
+
+def render(fault: HttpFault, about: HttpRequest, version: int | None, versions: tuple[str, str]) -> tuple[str, bytes]:
+    """Return (content type, body) of an error. version: the minor microversion, None before it is known."""
+    title, explanation = STATUS[fault.status]
+    explanation = explanation.format(method=about.method, accept=about.accept, content_type=about.content_type)
+    kind = best(about.accept, ("text/html", "application/json")) or "text/plain"
+    if kind == "application/json":
+        error = _json(fault, about, version, explanation)
+        if fault.status == 406 and version is None:
+            error["min_version"], error["max_version"] = versions
+        return kind, msgspec.json.encode({"errors": [error]})
+    status = f"{fault.status} {title}"
+    if kind == "text/html":
+        page = (
+            f"<html>\n <head>\n  <title>{status}</title>\n </head>\n <body>\n  <h1>{status}</h1>\n"
+            f"  {html.escape(explanation)}<br /><br />\n{html.escape(fault.words)}\n </body>\n</html>"
+        )
+        return "text/html; charset=UTF-8", page.encode("utf-8", "replace")
+    return "text/plain; charset=UTF-8", f"{status}\n\n{explanation}\n\n {fault.words}  ".encode("utf-8", "replace")
+
+
+def _json(fault: HttpFault, about: HttpRequest, version: int | None, explanation: str) -> dict[str, object]:
+    words = fault.words.replace("\n", " ").encode("utf-8", "replace").decode()
+    error: dict[str, object] = {
+        "status": fault.status,
+        "title": STATUS[fault.status][0],
+        "detail": f"{explanation}\n\n {words}  ",
+    }
+    if version is not None and version >= SINCE_CODES:
+        error["code"] = fault.code
+    error["request_id"] = about.id
+    return error

@@ -20,28 +20,12 @@ from placement_worker.rest.config import RestConfig
 from placement_worker.rest.policy import Policy
 
 
-def application_over(
-    store: ResourceBook,
-    config: RestConfig,
-    auth: Auth,
-    *,
-    clock: Clock,
-    rng: random.Random,
-    committed: Callable[[], None],
-    broken: Callable[[BrokenInvariant], None],
-) -> tuple[Api, Application]:
-    """Return the application for a book, closed until its server opens it, and its API object.
-
-    committed: a function that is called after each write. broken: a function that is called with a broken invariant.
-    """
-    api = Api(store, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
-    application = Application(api, auth, Policy(config.policy, clock), broken=broken)
-    application.opened = False
-    return api, application
-
-
 class InProcessRest:
-    """Opens the application while its placement worker runs. It accepts every caller, as noauth2 on loopback does."""
+    """The application for a book, which is open while its placement worker runs. It accepts every caller, as noauth2 on
+    loopback does, unless it gets another `auth`.
+
+    committed: a function that is called after each write.
+    """
 
     def __init__(
         self,
@@ -51,12 +35,14 @@ class InProcessRest:
         clock: Clock,
         rng: random.Random,
         committed: Callable[[], None],
+        auth: Auth | None = None,
     ) -> None:
         self._failed: BrokenInvariant | None = None
         self._ended = asyncio.Event()
-        self.api, self.application = application_over(
-            store, config, NoAuth2(), clock=clock, rng=rng, committed=committed, broken=self._fail
-        )
+        self.api = Api(store, LocalReplica(store), config, clock=clock, rng=rng, committed=committed)
+        policy = Policy(config.policy, clock)
+        self.application = Application(self.api, auth or NoAuth2(), policy, broken=self._fail)
+        self.application.opened = False
 
     @property
     def ready(self) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import Why
 from placement_worker.domain.trees import AddInventory, DeleteInventory, ReplaceInventory, SetInventories
 from placement_worker.domain.values import StoredInventory
 from placement_worker.rest import bodies
-from placement_worker.rest.api import Api, written
+from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import Body, InventoryBody, T
-from placement_worker.rest.faults import CONCURRENT_UPDATE, INVENTORY_IN_USE, HttpFault, refused
+from placement_worker.rest.faults import CONCURRENT_UPDATE, HttpFault, RefusedAnswer
 from placement_worker.rest.http import HttpRequest, Response, json_response
 
 SINCE_RESERVED_MAY_BE_TOTAL = 26
@@ -18,14 +18,8 @@ SINCE_RESERVED_MAY_BE_TOTAL = 26
 
 def shown(inventory: StoredInventory) -> dict[str, Any]:
     """Return an inventory as the API shows it."""
-    return {
-        "total": inventory.total,
-        "reserved": inventory.reserved,
-        "min_unit": inventory.min_unit,
-        "max_unit": inventory.max_unit,
-        "step_size": inventory.step_size,
-        "allocation_ratio": inventory.allocation_ratio,
-    }
+    fields = ("total", "reserved", "min_unit", "max_unit", "step_size", "allocation_ratio")
+    return {name: getattr(inventory, name) for name in fields}
 
 
 def flaw_of(name: str, body: InventoryBody, uuid: str, version: int) -> str:
@@ -78,15 +72,12 @@ async def set_all(api: Api, request: HttpRequest) -> Response:
     stored = {name: inventory.inventory() for name, inventory in body.inventories.items()}
     flaw = next(filter(None, flaws), "")
     write = SetInventories(uuid, stored, body.resource_provider_generation, flaw)
-    outcome = await api.write_tree(write)
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.NO_SUCH:
-            raise refused(outcome, words=f"Unknown resource class in inventory for resource provider {uuid}: {{}}")
-        if outcome.why is Why.IN_USE:
-            raise refused(outcome, words="update conflict: {}")
-        if outcome.why is Why.BAD_INVENTORY:
-            raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
-    provider = written(outcome)
+    answers = {
+        Why.NO_SUCH: RefusedAnswer(f"Unknown resource class in inventory for resource provider {uuid}: {{}}"),
+        Why.IN_USE: RefusedAnswer("update conflict: {}"),
+        Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
+    }
+    provider = await api.write_tree(write, answers)
     data = {
         "resource_provider_generation": provider.generation,
         "inventories": {name: shown(provider.inventories[name]) for name in write.inventories},
@@ -100,13 +91,10 @@ async def create(api: Api, request: HttpRequest) -> Response:
     body = await _parsed(api, uuid, bodies.POST_INVENTORY, request.body)
     name = body.resource_class
     flaw = flaw_of(name, body, uuid, request.version)
-    outcome = await api.write_tree(AddInventory(uuid, name, body.inventory(), flaw))
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.DUPLICATE:
-            raise refused(outcome, words="Update conflict: {}", code=CONCURRENT_UPDATE)
-        if outcome.why in {Why.BAD_INVENTORY, Why.NO_SUCH}:
-            raise refused(outcome, words=f"Unable to create inventory for resource provider {uuid}: {{}}")
-    provider = written(outcome)
+    unable = RefusedAnswer(f"Unable to create inventory for resource provider {uuid}: {{}}")
+    conflict = RefusedAnswer("Update conflict: {}", code=CONCURRENT_UPDATE)
+    answers = {Why.DUPLICATE: conflict, Why.BAD_INVENTORY: unable, Why.NO_SUCH: unable}
+    provider = await api.write_tree(AddInventory(uuid, name, body.inventory(), flaw), answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     path = f"/resource_providers/{uuid}/inventories/{name}"
     return json_response(data, 201).set_location(path).set_modified(request, api.clock.time())
@@ -117,18 +105,14 @@ async def update(api: Api, request: HttpRequest) -> Response:
     uuid, name = request.parts[1], request.parts[3]
     body = await _parsed(api, uuid, bodies.PUT_INVENTORY, request.body)
     flaw = flaw_of(name, body, uuid, request.version)
-    outcome = await api.write_tree(
-        ReplaceInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
-    )
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.NO_INVENTORY:
-            words = f"No inventory record with resource class for resource provider {uuid}: {{}}"
-            raise refused(outcome, words=words, status=400)
-        if outcome.why is Why.BAD_INVENTORY:
-            raise refused(outcome, words=f"Unable to update inventory for resource provider {uuid}: {{}}")
-        if outcome.why is Why.NO_SUCH:
-            raise refused(outcome, status=404)
-    provider = written(outcome)
+    no_inventory = f"No inventory record with resource class for resource provider {uuid}: {{}}"
+    answers = {
+        Why.NO_INVENTORY: RefusedAnswer(no_inventory, 400),
+        Why.BAD_INVENTORY: RefusedAnswer(f"Unable to update inventory for resource provider {uuid}: {{}}"),
+        Why.NO_SUCH: RefusedAnswer(status=404),
+    }
+    write = ReplaceInventory(uuid, name, body.inventory(), body.resource_provider_generation, flaw)
+    provider = await api.write_tree(write, answers)
     data = {**shown(provider.inventories[name]), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())
 
@@ -136,21 +120,15 @@ async def update(api: Api, request: HttpRequest) -> Response:
 async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE one inventory."""
     uuid, name = request.parts[1], request.parts[3]
-    outcome = await api.write_tree(DeleteInventory(uuid, name))
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.IN_USE:
-            words = f"Unable to delete inventory of class {name}: {{}}"
-            raise refused(outcome, words=words, code=CONCURRENT_UPDATE)
-        if outcome.why is Why.NO_INVENTORY:
-            raise refused(outcome, words=f"No inventory of class {name} found for delete: {{}}")
-        raise refused(outcome)
+    answers = {
+        Why.IN_USE: RefusedAnswer(f"Unable to delete inventory of class {name}: {{}}", code=CONCURRENT_UPDATE),
+        Why.NO_INVENTORY: RefusedAnswer(f"No inventory of class {name} found for delete: {{}}"),
+    }
+    await api.write_tree(DeleteInventory(uuid, name), answers)
     return Response(204)
 
 
 async def delete_all(api: Api, request: HttpRequest) -> Response:
     """DELETE all inventories of a provider."""
-    outcome = await api.write_tree(SetInventories(request.parts[1], {}))
-    if isinstance(outcome, WriteRefusal) and outcome.why is Why.IN_USE:
-        raise refused(outcome, code=INVENTORY_IN_USE)
-    written(outcome)
+    await api.write_tree(SetInventories(request.parts[1], {}))
     return Response(204)

@@ -27,10 +27,6 @@ LET_GO = Counter(
 )
 GATHERING = Gauge("berth_placement_rest_buffered_bytes", "Bytes of request bodies that are not whole yet.")
 
-# The labelled counters are cached: to look labels up costs as much as the rest of the counting, and there are only as
-# many as methods times routes times statuses.
-_requests: dict[tuple[str, str, int], Counter] = {}
-_seconds: dict[tuple[str, str], Histogram] = {}
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE"})
 
 
@@ -39,11 +35,5 @@ def count_answer(method: str, route: str, status: int, seconds: float) -> None:
     values.
     """
     method = method if method in METHODS else "other"
-    counter = _requests.get((method, route, status))
-    if counter is None:
-        counter = _requests[method, route, status] = REQUESTS.labels(method, route, status)
-    histogram = _seconds.get((method, route))
-    if histogram is None:
-        histogram = _seconds[method, route] = SECONDS.labels(method, route)
-    counter.inc()
-    histogram.observe(seconds)
+    REQUESTS.labels(method, route, status).inc()
+    SECONDS.labels(method, route).observe(seconds)

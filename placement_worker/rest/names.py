@@ -20,8 +20,16 @@ _CUSTOM = re.compile(schemas.CUSTOM_NAME)
 _LIST_TRAITS = Checked(schemas.LIST_TRAITS)
 
 
-def _may_exist(name: str) -> bool:
-    return _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
+async def _row(api: Api, kind: NameKind, name: str) -> NameRow:
+    may_exist = _NAME.fullmatch(name) is not None and len(name) <= MAX_NAME
+    row = await api.store.reads.name(kind, name) if may_exist else None
+    if row is None:
+        raise _absent(kind, name)
+    return row
+
+
+def _absent(kind: NameKind, name: str) -> HttpFault:
+    return HttpFault(404, f"No such {'resource class' if kind is NameKind.CLASS else 'trait(s):'} {name}.")
 
 
 # --- traits
@@ -45,17 +53,14 @@ async def put_trait(api: Api, request: HttpRequest) -> Response:
 async def show_trait(api: Api, request: HttpRequest) -> Response:
     """GET one trait. The status is 204 when it exists."""
     name = request.parts[1]
-    row = await api.store.reads.name(NameKind.TRAIT, name) if _may_exist(name) else None
-    if row is None:
-        raise _no_trait(name)
+    row = await _row(api, NameKind.TRAIT, name)
     return Response(204).set_modified(request, row.updated_at)
 
 
 async def delete_trait(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom trait that no provider has."""
     name = request.parts[1]
-    if not _may_exist(name) or await api.store.reads.name(NameKind.TRAIT, name) is None:
-        raise _no_trait(name)
+    await _row(api, NameKind.TRAIT, name)
     if not is_custom(name):
         raise HttpFault(400, f"Cannot delete standard trait {name}.")
     try:
@@ -90,10 +95,6 @@ async def list_traits(api: Api, request: HttpRequest) -> Response:
     return json_response({"traits": [row.name for row in rows]}).set_modified(request, _newest(api, rows))
 
 
-def _no_trait(name: str) -> HttpFault:
-    return HttpFault(404, f"No such trait(s): {name}.")
-
-
 def _newest(api: Api, rows: list[NameRow]) -> float:
     return max((row.updated_at for row in rows), default=api.clock.time())
 
@@ -103,10 +104,6 @@ def _newest(api: Api, rows: list[NameRow]) -> float:
 
 def _shown(name: str) -> dict[str, Any]:
     return {"name": name, "links": [{"rel": "self", "href": f"/resource_classes/{name}"}]}
-
-
-def _no_class(name: str) -> HttpFault:
-    return HttpFault(404, f"No such resource class {name}.")
 
 
 async def list_classes(api: Api, request: HttpRequest) -> Response:
@@ -126,7 +123,7 @@ async def create_class(api: Api, request: HttpRequest) -> Response:
 
 async def show_class(api: Api, request: HttpRequest) -> Response:
     """GET one resource class."""
-    row = await _class(api, request.parts[1])
+    row = await _row(api, NameKind.CLASS, request.parts[1])
     return json_response(_shown(row.name)).set_modified(request, row.updated_at)
 
 
@@ -134,14 +131,14 @@ async def rename_class(api: Api, request: HttpRequest) -> Response:
     """PUT below 1.7, which renames a custom class."""
     old = request.parts[1]
     new = (await api.parse(bodies.RESOURCE_CLASS, request.body)).name
-    await _class(api, old)
+    await _row(api, NameKind.CLASS, old)
     if old in STANDARD_CLASSES:
         raise HttpFault(400, f"Cannot update standard resource class {old}")
     renamed = await api.store.rename_class(old, new)
     if renamed is None:
         raise HttpFault(409, f"Resource class already exists: {new}")
     if not renamed:
-        raise _no_class(old)
+        raise _absent(NameKind.CLASS, old)
     api.committed()
     return json_response(_shown(new))
 
@@ -158,7 +155,7 @@ async def ensure_class(api: Api, request: HttpRequest) -> Response:
 async def delete_class(api: Api, request: HttpRequest) -> Response:
     """DELETE a custom class that no provider has an inventory of."""
     name = request.parts[1]
-    await _class(api, name)
+    await _row(api, NameKind.CLASS, name)
     if name in STANDARD_CLASSES:
         raise HttpFault(400, f"Error in delete resource class: Cannot delete standard resource class {name}.")
     try:
@@ -167,10 +164,3 @@ async def delete_class(api: Api, request: HttpRequest) -> Response:
         words = f"Cannot delete resource class {name}. Class is in use in inventory."
         raise HttpFault(409, f"Error in delete resource class: {words}") from None
     return Response(204)
-
-
-async def _class(api: Api, name: str) -> NameRow:
-    row = await api.store.reads.name(NameKind.CLASS, name) if _may_exist(name) else None
-    if row is None:
-        raise _no_class(name)
-    return row

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from placement_worker.rest import schemas
+from placement_worker.rest import bodies, schemas
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import STATUS
 from placement_worker.rest.http import HttpRequest, Response
@@ -22,17 +22,17 @@ _INVENTORIES = f"{_ONE}/inventories"
 
 # The schemas are those of each operation's newest version.
 BODIES: Mapping[tuple[str, str], Schema] = {
-    ("POST", "/resource_classes"): schemas.RESOURCE_CLASS,
-    ("POST", "/resource_providers"): schemas.POST_PROVIDER_14,
-    ("PUT", _ONE): schemas.PUT_PROVIDER_14,
-    ("POST", _INVENTORIES): schemas.POST_INVENTORY,
-    ("PUT", _INVENTORIES): schemas.PUT_INVENTORIES,
-    ("PUT", f"{_INVENTORIES}/{{class}}"): schemas.PUT_INVENTORY,
-    ("PUT", f"{_ONE}/aggregates"): schemas.AGGREGATES_19,
-    ("PUT", f"{_ONE}/traits"): schemas.PROVIDER_TRAITS,
-    ("POST", "/allocations"): schemas.many(schemas.ALLOCATIONS_38),
-    ("PUT", "/allocations/{consumer}"): schemas.ALLOCATIONS_38,
-    ("POST", "/reshaper"): schemas.reshape(schemas.ALLOCATIONS_38),
+    ("POST", "/resource_classes"): bodies.RESOURCE_CLASS.schema,
+    ("POST", "/resource_providers"): bodies.POST_PROVIDER_14.schema,
+    ("PUT", _ONE): bodies.PUT_PROVIDER_14.schema,
+    ("POST", _INVENTORIES): bodies.POST_INVENTORY.schema,
+    ("PUT", _INVENTORIES): bodies.PUT_INVENTORIES.schema,
+    ("PUT", f"{_INVENTORIES}/{{class}}"): bodies.PUT_INVENTORY.schema,
+    ("PUT", f"{_ONE}/aggregates"): bodies.AGGREGATES_19.schema,
+    ("PUT", f"{_ONE}/traits"): bodies.PROVIDER_TRAITS.schema,
+    ("POST", "/allocations"): bodies.POST_ALLOCATIONS[0][1].schema,
+    ("PUT", "/allocations/{consumer}"): bodies.PUT_ALLOCATIONS[0][1].schema,
+    ("POST", "/reshaper"): bodies.RESHAPE[0][1].schema,
 }
 QUERIES: Mapping[tuple[str, str], Schema] = {
     ("GET", "/resource_providers"): schemas.LIST_PROVIDERS[0][1],

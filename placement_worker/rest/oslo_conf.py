@@ -44,25 +44,19 @@ def with_oslo_conf(config: RestConfig) -> RestConfig:
 def _laid_over(config: RestConfig, sections: Mapping[str, Mapping[str, str]], folder: Path) -> RestConfig:
     placement = sections.get("placement", {})
     auth = sections.get("api", {}).get("auth_strategy", config.auth)
-    policy, cors = _policy(sections.get("oslo_policy", {}), folder), sections.get("cors", {})
-    known_policy = {key: policy[key] for key in config.policy.__struct_fields__ if key in policy}
+    cors = sections.get("cors", {})
     keystone = dict(sections.get("keystone_authtoken", {}))
     if keystone.get("auth_type", "password") not in SIGN_IN:
         raise ValueError(f"auth_type {keystone['auth_type']}: berth signs in with a password only")
     if "token_cache_time" in keystone:
         keystone["cache_s"] = keystone["token_cache_time"]
-    known_keystone = {key: keystone[key] for key in config.keystone.__struct_fields__ if key in keystone}
-    known_cors = {
-        key: _list(cors[key]) if isinstance(getattr(config.cors, key), tuple) else cors[key]
-        for key in config.cors.__struct_fields__
-        if key in cors
-    }
+    listed = {key: _list(cors[key]) for key in cors if isinstance(getattr(config.cors, key, None), tuple)}
     changed = replace(
         config,
         auth=auth,
-        keystone=_convert(config.keystone, known_keystone),
-        policy=_convert(config.policy, known_policy),
-        cors=_convert(config.cors, known_cors),
+        keystone=_convert(config.keystone, keystone),
+        policy=_convert(config.policy, _policy(sections.get("oslo_policy", {}), folder)),
+        cors=_convert(config.cors, {**cors, **listed}),
         incomplete_project_id=placement.get("incomplete_consumer_project_id", config.incomplete_project_id),
         incomplete_user_id=placement.get("incomplete_consumer_user_id", config.incomplete_user_id),
         randomize=_boolean(placement.get("randomize_allocation_candidates"), config.randomize),
@@ -85,7 +79,8 @@ def _policy(section: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def _convert(base: T, changes: Mapping[str, object]) -> T:
-    return msgspec.convert({**msgspec.to_builtins(base), **changes}, type(base), strict=False)
+    known = {key: changes[key] for key in base.__struct_fields__ if key in changes}
+    return msgspec.convert({**msgspec.to_builtins(base), **known}, type(base), strict=False)
 
 
 def _list(text: str) -> list[str]:

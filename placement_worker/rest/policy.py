@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import asdict
+
 from bus.clock import Clock
 from bus.service.settings import SettingsError
 from placement_worker.rest.auth import Caller
 from placement_worker.rest.config import PolicyConfig
+from placement_worker.rest.routes import RESHAPE, ROUTES, USAGES
 
 if TYPE_CHECKING:
     from oslo_policy import policy
@@ -30,43 +33,8 @@ _BASE = (
         True,
     ),
 )
-USAGES = "placement:usages"
-RESHAPE = "placement:reshaper:reshape"
-_ADMIN_OR_SERVICE = (
-    "placement:resource_providers:list",
-    "placement:resource_providers:create",
-    "placement:resource_providers:show",
-    "placement:resource_providers:update",
-    "placement:resource_providers:delete",
-    "placement:resource_classes:list",
-    "placement:resource_classes:create",
-    "placement:resource_classes:show",
-    "placement:resource_classes:update",
-    "placement:resource_classes:delete",
-    "placement:resource_providers:inventories:list",
-    "placement:resource_providers:inventories:create",
-    "placement:resource_providers:inventories:show",
-    "placement:resource_providers:inventories:update",
-    "placement:resource_providers:inventories:delete",
-    "placement:resource_providers:aggregates:list",
-    "placement:resource_providers:aggregates:update",
-    "placement:resource_providers:usages",
-    "placement:resource_providers:traits:list",
-    "placement:resource_providers:traits:update",
-    "placement:resource_providers:traits:delete",
-    "placement:traits:list",
-    "placement:traits:show",
-    "placement:traits:update",
-    "placement:traits:delete",
-    "placement:resource_providers:allocations:list",
-    "placement:allocations:list",
-    "placement:allocations:manage",
-    "placement:allocations:update",
-    "placement:allocations:delete",
-    "placement:allocation_candidates:list",
-)
 RULES = {
-    **dict.fromkeys(_ADMIN_OR_SERVICE, "rule:admin_or_service_api"),
+    **{route.rule: "rule:admin_or_service_api" for route in ROUTES if route.rule is not None},
     USAGES: "rule:admin_or_project_reader_or_service_api",
     RESHAPE: "rule:service_api",
 }
@@ -94,13 +62,7 @@ class Policy:
         return verdict
 
     def _ask(self, rule: str, caller: Caller, project_id: str | None) -> bool:
-        creds = {
-            "user_id": caller.user_id,
-            "project_id": caller.project_id,
-            "domain_id": caller.domain_id,
-            "roles": list(caller.roles),
-            "system_scope": caller.system_scope,
-        }
+        creds = {**asdict(caller), "roles": list(caller.roles)}
         target = {"project_id": project_id, "user_id": caller.user_id}
         # do_raise: a token of the wrong scope is refused like any other, without an exception of its own.
         return bool(self._enforcer.authorize(rule, target, creds, do_raise=False))

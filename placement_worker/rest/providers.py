@@ -9,14 +9,14 @@ import msgspec
 from msgspec import UNSET
 
 from bus.clock import new_uuid
-from placement_worker.domain.refusal import Why, WriteRefusal
+from placement_worker.domain.refusal import Why
 from placement_worker.domain.trees import CreateProvider, DeleteProvider, SetAggregates, SetTraits, UpdateProvider
 from placement_worker.domain.values import Provider
 from placement_worker.rest import bodies, schemas
-from placement_worker.rest.api import Api, written
+from placement_worker.rest.api import Api
 from placement_worker.rest.bodies import text_of
 from placement_worker.rest.candidates_query import Checked, members_of, resources_of, traits_of
-from placement_worker.rest.faults import CANNOT_DELETE_PARENT, PROVIDER_IN_USE, HttpFault, refused
+from placement_worker.rest.faults import HttpFault, RefusedAnswer
 from placement_worker.rest.http import HttpRequest, QueryString, Response, json_response
 from placement_worker.rest.versions import at
 from placement_worker.store.port import Listing, ProviderRow
@@ -54,23 +54,18 @@ async def create(api: Api, request: HttpRequest) -> Response:
     parent = None
     if isinstance(body, bodies.PostProvider14) and isinstance(body.parent_provider_uuid, str):
         parent = body.parent_provider_uuid
+    unable = f'Unable to create resource provider "{body.name}", {uuid}: '
     if not body.name:
-        raise HttpFault(
-            400, _cannot("create", body.name, uuid, "Object action create failed because: name is required")
-        )
-    outcome = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent))
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.DUPLICATE:
-            raise refused(outcome, words="Conflicting resource provider {} already exists.")
-        raise HttpFault(400, _cannot("create", body.name, uuid, outcome.words))
+        raise HttpFault(400, f"{unable}Object action create failed because: name is required")
+    answers = {
+        Why.DUPLICATE: RefusedAnswer("Conflicting resource provider {} already exists."),
+        Why.BAD_PARENT: RefusedAnswer(unable + "{}"),
+    }
+    provider = await api.write_tree(CreateProvider(uuid, text_of(body.name), parent), answers)
     path = f"/resource_providers/{uuid}"
     if request.version < SINCE_BODY:
         return Response(201).set_location(path)
-    return json_response(shown(outcome, request.version)).set_location(path).set_modified(request, api.clock.time())
-
-
-def _cannot(action: str, name: str, uuid: str, why: str) -> str:
-    return f'Unable to {action} resource provider "{name}", {uuid}: {why}'
+    return json_response(shown(provider, request.version)).set_location(path).set_modified(request, api.clock.time())
 
 
 async def show(api: Api, request: HttpRequest) -> Response:
@@ -90,35 +85,24 @@ async def update(api: Api, request: HttpRequest) -> Response:
         raise
     parent = body.parent_provider_uuid if isinstance(body, bodies.PutProvider14) else UNSET
     write = UpdateProvider(uuid, text_of(body.name), parent, may_move=request.version >= SINCE_MOVES)
-    outcome = await api.write_tree(write)
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.DUPLICATE:
-            raise refused(outcome, words=f"Conflicting resource provider {body.name} already exists.")
-        if outcome.why is Why.BAD_PARENT:
-            raise refused(outcome, words=f"Unable to save resource provider {uuid}: {{}}")
-        raise refused(outcome)
-    return json_response(shown(outcome, request.version)).set_modified(request, api.clock.time())
+    answers = {
+        Why.DUPLICATE: RefusedAnswer(f"Conflicting resource provider {body.name} already exists."),
+        Why.BAD_PARENT: RefusedAnswer(f"Unable to save resource provider {uuid}: {{}}"),
+    }
+    provider = await api.write_tree(write, answers)
+    return json_response(shown(provider, request.version)).set_modified(request, api.clock.time())
 
 
 async def delete(api: Api, request: HttpRequest) -> Response:
     """DELETE a provider."""
     uuid = request.parts[1]
-    try:
-        outcome = await api.write_tree(DeleteProvider(uuid))
-    except HttpFault:
-        raise _not_there(uuid) from None
-    if isinstance(outcome, WriteRefusal):
-        if outcome.why is Why.NO_PROVIDER:
-            raise _not_there(uuid)
-        if outcome.why is Why.IS_PARENT:
-            words = f"Unable to delete parent resource provider {uuid}: It has child resource providers."
-            raise HttpFault(409, words, CANNOT_DELETE_PARENT)
-        raise refused(outcome, words=f"Unable to delete resource provider {uuid}: {{}}", code=PROVIDER_IN_USE)
+    answers = {
+        Why.NO_PROVIDER: RefusedAnswer("{} for delete"),
+        Why.IS_PARENT: RefusedAnswer(f"Unable to delete parent resource provider {uuid}: {{}}"),
+        Why.PROVIDER_IN_USE: RefusedAnswer(f"Unable to delete resource provider {uuid}: {{}}"),
+    }
+    await api.write_tree(DeleteProvider(uuid), answers)
     return Response(204)
-
-
-def _not_there(uuid: str) -> HttpFault:
-    return HttpFault(404, f"No resource provider with uuid {uuid} found for delete")
 
 
 async def list_all(api: Api, request: HttpRequest) -> Response:
@@ -187,7 +171,7 @@ async def set_aggregates(api: Api, request: HttpRequest) -> Response:
     except HttpFault:
         await api.provider(uuid)
         raise
-    provider = written(await api.write_tree(SetAggregates(uuid, listed, generation)))
+    provider = await api.write_tree(SetAggregates(uuid, listed, generation))
     return _aggregates(api, request, listed, provider.generation)
 
 
@@ -209,12 +193,12 @@ async def set_traits(api: Api, request: HttpRequest) -> Response:
     """PUT the traits of a provider."""
     body = await api.parse(bodies.PROVIDER_TRAITS, request.body)
     write = SetTraits(request.parts[1], [*map(text_of, body.traits)], body.resource_provider_generation)
-    provider = written(await api.write_tree(write))
+    provider = await api.write_tree(write)
     data = {"traits": list(provider.traits), "resource_provider_generation": provider.generation}
     return json_response(data).set_modified(request, api.clock.time())
 
 
 async def delete_traits(api: Api, request: HttpRequest) -> Response:
     """DELETE all traits of a provider."""
-    written(await api.write_tree(SetTraits(request.parts[1], ())))
+    await api.write_tree(SetTraits(request.parts[1], ()))
     return Response(204)

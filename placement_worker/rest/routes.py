@@ -6,12 +6,11 @@ from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
-from placement_worker.rest import allocations, candidates, inventories, names, providers, root
+from placement_worker.rest import allocations, candidates, inventories, names, providers
 from placement_worker.rest.api import Api
 from placement_worker.rest.faults import HttpFault
-from placement_worker.rest.http import HttpRequest, Response
-from placement_worker.rest.policy import RESHAPE, USAGES
-from placement_worker.rest.versions import NEWEST
+from placement_worker.rest.http import HttpRequest, Response, json_response
+from placement_worker.rest.versions import NEWEST, RANGE
 
 Handler = Callable[[Api, HttpRequest], Awaitable[Response]]
 
@@ -32,6 +31,19 @@ class Route(Struct, frozen=True):
     too_new: int = 404
 
 
+async def home(api: Api, request: HttpRequest) -> Response:
+    """GET the version document, which needs no token."""
+    version = {
+        "id": f"v{RANGE[0]}",
+        "max_version": RANGE[1],
+        "min_version": RANGE[0],
+        "status": "CURRENT",
+        "links": [{"rel": "self", "href": ""}],
+    }
+    return json_response({"versions": [version]}).set_modified(request, api.clock.time())
+
+
+USAGES, RESHAPE = "placement:usages", "placement:reshaper:reshape"
 _P = "placement:resource_providers:"
 _RP = "/resource_providers"
 _ONE = "/resource_providers/{uuid}"
@@ -40,7 +52,7 @@ _CLASS = "/resource_classes/{name}"
 
 # fmt: off
 ROUTES = (
-    Route("GET", "/", root.home),
+    Route("GET", "/", home),
     Route("GET", "/resource_classes", names.list_classes, "placement:resource_classes:list", 2, gives=True),
     Route("POST", "/resource_classes", names.create_class, "placement:resource_classes:create", 2, takes=True),
     Route("GET", _CLASS, names.show_class, "placement:resource_classes:show", 2, gives=True),

@@ -1,11 +1,13 @@
-"""The JSON schemas of bodies and query strings, by microversion. Their errors have the texts of Placement."""
+"""The JSON schemas of bodies, derived from their types, and of query strings, by microversion. Their errors have the
+texts of Placement.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bus.contracts.base import MAX_AMOUNT
+from msgspec import inspect
 
 Schema = dict[str, Any]
 
@@ -17,10 +19,8 @@ WORD_SUFFIX = "[a-zA-Z0-9_-]{1,64}"
 MAX_RATIO = 3.40282e38  # the largest value of a single-precision column
 
 TEXT: Schema = {"type": "string"}
-INTEGER: Schema = {"type": "integer"}
 UUID: Schema = {"type": "string", "format": "uuid"}
 OWNER: Schema = {"type": "string", "minLength": 1, "maxLength": 255}
-TRAIT: Schema = {"type": "string", "minLength": 1, "maxLength": 255}
 
 
 def record(properties: Mapping[str, Schema], *required: str) -> Schema:
@@ -32,28 +32,51 @@ def record(properties: Mapping[str, Schema], *required: str) -> Schema:
     return schema
 
 
-def mapping(pattern: str, value: Schema, *, at_least: int = 0, closed: bool = True) -> Schema:
+def mapping(pattern: str, value: Schema, *, at_least: int) -> Schema:
     """Return the schema of an object whose keys match the pattern."""
-    schema: Schema = {"type": "object", "patternProperties": {pattern: value}}
-    if at_least:
-        schema["minProperties"] = at_least
-    if closed:
-        schema["additionalProperties"] = False
-    return schema
+    least = {"minProperties": at_least} if at_least else {}
+    return {"type": "object", "patternProperties": {pattern: value}, **least, "additionalProperties": False}
 
 
-def _whole(minimum: int) -> Schema:
-    return {"type": "integer", "maximum": MAX_AMOUNT, "minimum": minimum}
+def schema_of(kind: Any) -> Schema:
+    """Return the schema of a body's type. An `extra_json_schema` of the type replaces what is derived, None leaves it
+    out.
+    """
+    return _derived(inspect.type_info(kind))
+
+
+def _derived(kind: inspect.Type) -> Schema:
+    match kind:
+        case inspect.Metadata():
+            found = {**_derived(kind.type), **(kind.extra_json_schema or {})}
+            return {name: value for name, value in found.items() if value is not None}
+        case inspect.StructType():
+            required = [field.encode_name for field in kind.fields if field.required]
+            return record({field.encode_name: _derived(field.type) for field in kind.fields}, *required)
+        case inspect.DictType():
+            return mapping(_derived(kind.key_type)["pattern"], _derived(kind.value_type), at_least=kind.min_length or 0)
+        case inspect.ListType():
+            return _bounded("array", minItems=kind.min_length, items=_derived(kind.item_type))
+        case inspect.UnionType():
+            each = [_derived(one) for one in kind.types]
+            simple = all(one.keys() == {"type"} for one in each)
+            return {"type": [one["type"] for one in each]} if simple else {"anyOf": each}
+        case inspect.StrType():
+            pattern = None if kind.pattern is None else kind.pattern.replace(r"\Z", "$")
+            return _bounded("string", pattern=pattern, minLength=kind.min_length, maxLength=kind.max_length)
+        case inspect.IntType():
+            return _bounded("integer", maximum=kind.le, minimum=kind.ge)
+        case inspect.FloatType():
+            return _bounded("number", maximum=kind.le, minimum=kind.ge)
+    assert isinstance(kind, inspect.NoneType), kind
+    return {"type": "null"}
+
+
+def _bounded(kind: str, **bounds: object) -> Schema:
+    return {"type": kind, **{name: value for name, value in bounds.items() if value is not None}}
 
 
 # --- providers
-
-_NAME_OF_PROVIDER: Schema = {"type": "string", "maxLength": 200}
-_PARENT: Schema = {"anyOf": [UUID, {"type": "null"}]}
-POST_PROVIDER = record({"name": _NAME_OF_PROVIDER, "uuid": UUID}, "name")
-POST_PROVIDER_14 = record({"name": _NAME_OF_PROVIDER, "uuid": UUID, "parent_provider_uuid": _PARENT}, "name")
-PUT_PROVIDER = record({"name": _NAME_OF_PROVIDER}, "name")
-PUT_PROVIDER_14 = record({"name": _NAME_OF_PROVIDER, "parent_provider_uuid": _PARENT}, "name")
 
 _LIST = {"name": TEXT, "uuid": UUID}
 LIST_PROVIDERS = (
@@ -64,43 +87,9 @@ LIST_PROVIDERS = (
     (0, record(_LIST)),
 )
 
-# --- inventories
+# --- traits
 
-_INVENTORY = {
-    "resource_provider_generation": INTEGER,
-    "total": _whole(1),
-    "reserved": _whole(0),
-    "min_unit": _whole(1),
-    "max_unit": _whole(1),
-    "step_size": _whole(1),
-    "allocation_ratio": {"type": "number", "maximum": MAX_RATIO},
-}
-PUT_INVENTORY = record(_INVENTORY, "total", "resource_provider_generation")
-POST_INVENTORY = record(
-    {**_INVENTORY, "resource_class": {"type": "string", "pattern": NAME}}, "total", "resource_class"
-)
-PUT_INVENTORIES = record(
-    {
-        "resource_provider_generation": INTEGER,
-        "inventories": mapping(NAME, record(_INVENTORY, "total"), closed=False),
-    },
-    "resource_provider_generation",
-    "inventories",
-)
-
-# --- aggregates, traits, classes
-
-AGGREGATES: Schema = {"type": "array", "items": UUID, "uniqueItems": True}
-AGGREGATES_19 = record(
-    {"aggregates": AGGREGATES, "resource_provider_generation": INTEGER}, "aggregates", "resource_provider_generation"
-)
-PROVIDER_TRAITS = record(
-    {"traits": {"type": "array", "items": TRAIT}, "resource_provider_generation": INTEGER},
-    "traits",
-    "resource_provider_generation",
-)
 LIST_TRAITS = record({"name": TEXT, "associated": TEXT})
-RESOURCE_CLASS = record({"name": {"type": "string", "pattern": CUSTOM_NAME, "maxLength": 255}}, "name")
 
 # --- usages
 
@@ -113,70 +102,6 @@ USAGES_38 = record(
     },
     "project_id",
 )
-
-# --- allocations
-
-_RESOURCES = mapping(NAME, {"type": "integer", "minimum": 1}, at_least=1)
-_ALLOCATION_LIST: Schema = {
-    "type": "array",
-    "minItems": 1,
-    "items": record(
-        {"resource_provider": record({"uuid": UUID}, "uuid"), "resources": _RESOURCES},
-        "resource_provider",
-        "resources",
-    ),
-}
-_OF_PROVIDER = record({"generation": INTEGER, "resources": _RESOURCES}, "resources")
-_OWNERS = {"project_id": OWNER, "user_id": OWNER}
-_ANY_ALLOCATIONS = {"allocations": mapping(UUID_KEY, _OF_PROVIDER)}
-_GENERATION = {"consumer_generation": {"type": ["integer", "null"]}}
-_MAPPINGS = {
-    "mappings": mapping(WORD_SUFFIX, {"type": "array", "minItems": 1, "items": UUID}, at_least=1, closed=False)
-}
-_TYPE = {"consumer_type": {"type": "string", "pattern": NAME, "minLength": 1, "maxLength": 255}}
-
-ALLOCATIONS_0 = record({"allocations": _ALLOCATION_LIST}, "allocations")
-ALLOCATIONS_8 = record({"allocations": _ALLOCATION_LIST, **_OWNERS}, "allocations", "project_id", "user_id")
-ALLOCATIONS_12 = record(
-    {"allocations": mapping(UUID_KEY, _OF_PROVIDER, at_least=1), **_OWNERS}, "allocations", "project_id", "user_id"
-)
-ALLOCATIONS_13 = record({**_ANY_ALLOCATIONS, **_OWNERS}, "allocations", "project_id", "user_id")
-ALLOCATIONS_28 = record(
-    {**_ANY_ALLOCATIONS, **_OWNERS, **_GENERATION}, "allocations", "project_id", "user_id", "consumer_generation"
-)
-ALLOCATIONS_34 = record(
-    {**_ANY_ALLOCATIONS, **_OWNERS, **_GENERATION, **_MAPPINGS},
-    "allocations",
-    "project_id",
-    "user_id",
-    "consumer_generation",
-)
-ALLOCATIONS_38 = record(
-    {**_ANY_ALLOCATIONS, **_OWNERS, **_GENERATION, **_MAPPINGS, **_TYPE},
-    "allocations",
-    "project_id",
-    "user_id",
-    "consumer_generation",
-    "consumer_type",
-)
-
-
-def many(allocations: Schema, *, at_least: int = 1) -> Schema:
-    """Return the schema of POST /allocations: an object with allocations for each consumer."""
-    return mapping(UUID_KEY, allocations, at_least=at_least)
-
-
-def reshape(allocations: Schema) -> Schema:
-    """Return the schema of POST /reshaper."""
-    return record(
-        {
-            "inventories": mapping(UUID_KEY, PUT_INVENTORIES, at_least=1),
-            "allocations": many(allocations, at_least=0),
-        },
-        "inventories",
-        "allocations",
-    )
-
 
 # --- allocation candidates
 

@@ -25,7 +25,7 @@ from placement_worker.rest.application import App, Receive, Scope, Send
 from placement_worker.rest.auth import Auth, local_auth
 from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.config import CorsConfig, RestConfig
-from placement_worker.rest.in_process import application_over
+from placement_worker.rest.in_process import InProcessRest
 from placement_worker.rest.keystone import Keystone
 from placement_worker.rest.oslo_conf import with_oslo_conf
 
@@ -98,7 +98,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class RestServer:
+class RestServer(InProcessRest):
     """Serves the API at `config.listen`. With port 0 the system chooses a free port, which `port` then names."""
 
     def __init__(
@@ -113,14 +113,11 @@ class RestServer:
         self.config = with_oslo_conf(config)
         self.host, self.port = address_of(self.config.listen)
         self._auth = _auth_of(self.config, self.host, clock)
-        self._failed: BrokenInvariant | None = None
-        self.api, self.application = application_over(
-            store, self.config, self._auth, clock=clock, rng=rng, committed=committed, broken=self._fail
-        )
+        super().__init__(store, self.config, clock=clock, rng=rng, committed=committed, auth=self._auth)
         self._served: App = with_cors(self.application, self.config.cors)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._opened, self._ended = asyncio.Event(), asyncio.Event()
+        self._opened = asyncio.Event()
 
     def add_health(self, health: Health) -> None:
         """Serve /healthz, /readyz and /metrics, too."""

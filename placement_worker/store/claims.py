@@ -5,19 +5,14 @@ Every writer takes locks in one order (`store.port`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import asyncpg
 import msgspec
 
-from bus.contracts.feed import Change
-from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
-from bus.faults import BrokenInvariant
-from bus.turns import turn_for
-from placement_worker.domain.claim_ledger import Decision, Lacking
+from placement_worker.domain.claim_ledger import Decision
 from placement_worker.domain.values import NOTHING, ClaimedProvider, ConsumerState, InventoryUsage
-from placement_worker.store import feed, limits
-from placement_worker.store.port import Locked, PassedMeanwhile
+from placement_worker.store import limits
+from placement_worker.store.port import Locked
 from placement_worker.store.rows import transposed
 
 # Both call functions of 0001_functions.sql, so that each takes one round trip.
@@ -40,22 +35,7 @@ _RoomRow = tuple[int, int, int, int, int, int]
 _ProviderRow = tuple[int, str, int, int, str, str | None, list[_RoomRow] | None]
 _UsageRow = tuple[str, int, int]
 Rows = tuple[list[_ConsumerRow], list[_HoldingRow], list[_ProviderRow], list[_UsageRow]]
-_rows = msgspec.json.Decoder(Rows).decode
-
-
-async def lock(
-    connection: asyncpg.Connection,
-    expected: Mapping[str, ConsumerState],
-    wanted: Collection[str] | None,
-    *,
-    limited: Sequence[str] = (),
-    alone: bool = False,
-) -> Rows:
-    """Lock and read consumers by uuid, then providers by id; see `BookTransaction.lock_claims`."""
-    uuids = None if wanted is None else list(wanted)
-    answer: str = await connection.fetchval(LOCK, *columns(sorted(expected.items())), uuids, limited, alone)
-    rows: Rows = _rows(answer)
-    return rows
+decode = msgspec.json.Decoder(Rows).decode
 
 
 def classes_used(rows: Rows) -> set[int]:
@@ -91,109 +71,51 @@ def as_locked(rows: Rows, expected: Mapping[str, ConsumerState], class_names: Ma
     )
 
 
-async def write(
-    connection: asyncpg.Connection,
-    decision: Decision,
-    locked: Locked,
-    changes: Sequence[Change],
-    most: Mapping[tuple[str, str], int],
-    *,
-    ids: Mapping[str, int],
-    class_ids: Mapping[str, int],
-) -> int:
-    """Write a decision and append the changes; see `BookTransaction.write_claims`. ids: the row ids of its providers.
-    Raises PassedMeanwhile and BrokenInvariant.
-    """
-    size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
-    await turn_for(size)
-    columns = _columns(decision, locked, ids, class_ids)
-    if not any(columns) and not changes:
-        return 0
-    usage = transposed(limits.rows_of(locked.found, decision.consumers, class_ids, most), 4)
-    answer = feed.rows(changes) if changes else ([], [], [])
-    await turn_for(size)
-    try:
-        sequence, written = await connection.fetchval(WRITE, *columns, *answer, *usage)
-    except asyncpg.RaiseError as error:
-        raise PassedMeanwhile from error
-    wanted = sum(map(len, decision.used.values()))
-    if written != wanted:
-        raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
-    number: int = sequence
-    return number
+def columns(rows: Sequence[tuple[str, ConsumerState]]) -> list[list[object]]:
+    """Return consumers as the columns that the statements take."""
+    return transposed([_row_of(uuid, consumer) for uuid, consumer in rows], 7)
 
 
-def _columns(
+def _row_of(uuid: str, c: ConsumerState) -> tuple[object, ...]:
+    return (uuid, c.project_id, c.user_id, c.consumer_type, c.generation, c.attempt, c.run)
+
+
+def written_columns(
     decision: Decision, locked: Locked, ids: Mapping[str, int], class_ids: Mapping[str, int]
 ) -> tuple[list[object], ...]:
-    """Return the columns of WRITE's rows: consumers to delete, consumers to change, consumers whose allocations are
-    deleted, allocations, usage, generations.
+    """Return the columns of WRITE's rows: consumers to delete, consumers whose rows differ from the found or inserted
+    ones, consumers whose allocations are deleted, allocations, usage, generations.
     """
+    changed, found, inserted = decision.consumers, locked.found, locked.inserted
+    gone: list[object] = [uuid for uuid in inserted if changed.get(uuid) is None]
+    gone += [uuid for uuid in found if uuid in changed and changed[uuid] is None]
+    kept = [
+        (uuid, after)
+        for uuid, after in changed.items()
+        if after is not None
+        and (uuid not in inserted or not after.holding or _row_of(uuid, after) != _row_of(uuid, inserted[uuid]))
+    ]
+    stale: list[object] = [uuid for uuid in changed if uuid in found and found[uuid].holding]
+    held = [
+        (uuid, ids[provider], class_ids[name], amount)
+        for uuid, consumer in changed.items()
+        if consumer is not None
+        for provider, resources in consumer.holding.items()
+        for name, amount in resources.items()
+    ]
     used = [
         (ids[provider], class_ids[name], amount)
         for provider, resources in decision.used.items()
         for name, amount in resources.items()
     ]
     generations = [(ids[provider], generation) for provider, generation in decision.generations.items()]
+    released: list[object] = [not after.holding for _, after in kept]
     return (
-        *_consumer_columns(decision, locked.found, locked.inserted),
-        *_holding_columns(decision, locked.found, ids, class_ids),
+        *(gone, *columns(kept), released),
+        *(stale, *transposed(held, 4)),
         *transposed(used, 3),
         *transposed(generations, 2),
     )
-
-
-def columns(rows: Sequence[tuple[str, ConsumerState]]) -> tuple[list[object], ...]:
-    """Return consumers as the columns that the statements take."""
-    return (
-        [uuid for uuid, _ in rows],
-        [c.project_id for _, c in rows],
-        [c.user_id for _, c in rows],
-        [c.consumer_type for _, c in rows],
-        [c.generation for _, c in rows],
-        [c.attempt for _, c in rows],
-        [c.run for _, c in rows],
-    )
-
-
-def _consumer_columns(
-    decision: Decision, found: Mapping[str, ConsumerState], inserted: Mapping[str, ConsumerState]
-) -> tuple[list[object], ...]:
-    """Return the consumers to delete, and the columns of those whose rows differ from the found or inserted ones."""
-    changed = decision.consumers
-    gone: list[object] = [uuid for uuid in inserted if changed.get(uuid) is None]
-    gone += [uuid for uuid in found if uuid in changed and changed[uuid] is None]
-    rows = [
-        (uuid, after)
-        for uuid, after in changed.items()
-        if after is not None and (uuid not in inserted or not after.holding or not _same(after, inserted[uuid]))
-    ]
-    return (gone, *columns(rows), [not after.holding for _, after in rows])
-
-
-def _same(a: ConsumerState, b: ConsumerState) -> bool:
-    return (a.generation, a.attempt, a.project_id, a.user_id, a.consumer_type, a.run) == (
-        b.generation,
-        b.attempt,
-        b.project_id,
-        b.user_id,
-        b.consumer_type,
-        b.run,
-    )
-
-
-def _holding_columns(
-    decision: Decision, found: Mapping[str, ConsumerState], ids: Mapping[str, int], class_ids: Mapping[str, int]
-) -> tuple[list[object], ...]:
-    """Return the consumers whose allocations are deleted, and the columns of the new allocations."""
-    stale: list[object] = [uuid for uuid in decision.consumers if uuid in found and found[uuid].holding]
-    rows = [
-        (uuid, ids[provider], class_ids[name], amount)
-        for uuid, consumer in decision.consumers.items()
-        for provider, resources in (consumer.holding if consumer is not None else NOTHING).items()
-        for name, amount in resources.items()
-    ]
-    return (stale, *transposed(rows, 4))
 
 
 # Allocations of one provider that are searched. For a provider with more, the newest holders are not looked up, because
@@ -217,18 +139,3 @@ WITH lacking AS (
 )
 SELECT claim, uuid::text, project_id FROM ranked WHERE place <= $6 ORDER BY claim, place
 """
-
-
-async def newest_holders(
-    connection: asyncpg.Connection, lost: Mapping[int, tuple[str, Lacking]], class_ids: Mapping[str, int]
-) -> dict[int, tuple[ClaimHolder, ...]]:
-    """Return, by place, the newest holders of the amounts that claims lacked."""
-    rows = [
-        (place, consumer, provider, class_ids[name])
-        for place, (consumer, lacking) in lost.items()
-        for provider, name in lacking
-    ]
-    found: dict[int, tuple[ClaimHolder, ...]] = {}
-    for place, consumer, project in await connection.fetch(NEWEST, *transposed(rows, 4), MAX_ALLOCATIONS, MAX_HOLDERS):
-        found[place] = (*found.get(place, ()), ClaimHolder(consumer=consumer, project_id=project))
-    return found

@@ -1,4 +1,4 @@
-"""The rows of the change feed: numbered and read in commit order, and trimmed by a bound. `publishing` publishes them.
+"""The rows of the change feed: numbered and read in commit order, and trimmed by a bound.
 
 The numbers do not come from an SQL sequence, because transactions may commit in another order than they draw numbers,
 so readers would see holes that are filled later. Instead every writing transaction locks one counter row as its last
@@ -91,26 +91,17 @@ def rows(changes: Sequence[Change]) -> tuple[list[int], list[int], list[bytes]]:
     """Return the arguments of the SQL function `append_changes`: each row's first and last change, counted from 1, and
     its body.
     """
-    counts, bodies = _rows(changes)
-    ends = list(accumulate(counts, initial=0))
-    return [end + 1 for end in ends[:-1]], ends[1:], bodies
-
-
-def _rows(changes: Sequence[Change]) -> tuple[list[int], list[bytes]]:
-    """Return (the number of changes in each row, the body of each row)."""
-    counts: list[int] = []
-    bodies: list[bytes] = []
-    parts: list[bytes] = []
+    parts: list[list[bytes]] = []
     size = 0
     for change in changes:
         part = encode(change)
-        if parts and (len(parts) >= MAX_CHANGES_PER_ROW or size + len(part) > MAX_BYTES_PER_ROW):
-            counts.append(len(parts))
-            bodies.append(b"[" + b",".join(parts) + b"]")
-            parts, size = [], 0
-        parts.append(part)
+        if not parts or len(parts[-1]) >= MAX_CHANGES_PER_ROW or size + len(part) > MAX_BYTES_PER_ROW:
+            parts.append([])
+            size = 0
+        parts[-1].append(part)
         size += len(part)
-    return [*counts, len(parts)], [*bodies, b"[" + b",".join(parts) + b"]"]
+    ends = list(accumulate(map(len, parts), initial=0))
+    return [end + 1 for end in ends[:-1]], ends[1:], [b"[" + b",".join(row) + b"]" for row in parts]
 
 
 async def read(

@@ -11,19 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import (
-    BigInteger,
-    Integer,
-    Select,
-    and_,
-    cast,
-    delete,
-    exists,
-    func,
-    literal,
-    select,
-    tuple_,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete
 
@@ -40,37 +28,39 @@ _EMPTY = project_usage.alias("empty")
 
 def purge_empty(limit: int) -> ReturningDelete[Any]:
     """Delete rows whose amount is 0. Rows that another transaction has locked are skipped."""
-    keys = tuple_(project_usage.c.project_id, project_usage.c.class_id)
-    empty = select(_EMPTY.c.project_id, _EMPTY.c.class_id).where(_EMPTY.c.amount == 0).limit(limit)
+    keys = sa.tuple_(project_usage.c.project_id, project_usage.c.class_id)
+    empty = sa.select(_EMPTY.c.project_id, _EMPTY.c.class_id).where(_EMPTY.c.amount == 0).limit(limit)
     return (
-        delete(project_usage)
+        sa.delete(project_usage)
         .where(project_usage.c.amount == 0, keys.in_(empty.with_for_update(skip_locked=True)))
         .returning(project_usage.c.class_id)
     )
 
 
-def _wrong() -> Select[Any]:
+def _wrong() -> sa.Select[Any]:
     """(project, class id, recorded amount, correct amount) where the amounts differ."""
     usage, held = project_usage.c, allocations.c
-    counts = and_(consumers.c.released_at.is_(None), consumers.c.consumer_type != MIGRATION_TYPE)
+    counts = sa.and_(consumers.c.released_at.is_(None), consumers.c.consumer_type != MIGRATION_TYPE)
     by_class = (
-        select(consumers.c.project_id, held.class_id, cast(func.sum(held.amount), BigInteger).label("amount"))
+        sa.select(
+            consumers.c.project_id, held.class_id, sa.cast(sa.func.sum(held.amount), sa.BigInteger).label("amount")
+        )
         .select_from(consumers.join(allocations, held.consumer == consumers.c.uuid))
         .where(counts)
         .group_by(consumers.c.project_id, held.class_id)
     )
     instances = (
-        select(consumers.c.project_id, literal(INSTANCES_ID, Integer), func.count())
-        .where(counts, exists().where(held.consumer == consumers.c.uuid))
+        sa.select(consumers.c.project_id, sa.literal(INSTANCES_ID, sa.Integer), sa.func.count())
+        .where(counts, sa.exists().where(held.consumer == consumers.c.uuid))
         .group_by(consumers.c.project_id)
     )
     right = by_class.union_all(instances).subquery()
-    same = and_(right.c.project_id == usage.project_id, right.c.class_id == usage.class_id)
-    recorded, correct = func.coalesce(usage.amount, 0), func.coalesce(right.c.amount, 0)
+    same = sa.and_(right.c.project_id == usage.project_id, right.c.class_id == usage.class_id)
+    recorded, correct = sa.func.coalesce(usage.amount, 0), sa.func.coalesce(right.c.amount, 0)
     return (
-        select(
-            func.coalesce(usage.project_id, right.c.project_id).label("project_id"),
-            func.coalesce(usage.class_id, right.c.class_id).label("class_id"),
+        sa.select(
+            sa.func.coalesce(usage.project_id, right.c.project_id).label("project_id"),
+            sa.func.coalesce(usage.class_id, right.c.class_id).label("class_id"),
             recorded.label("amount"),
             correct.label("held"),
         )
@@ -81,7 +71,7 @@ def _wrong() -> Select[Any]:
 
 WRONG = _wrong().subquery("wrong")
 _ANEW = insert(project_usage).from_select(
-    ["project_id", "class_id", "amount"], select(WRONG.c.project_id, WRONG.c.class_id, WRONG.c.held)
+    ["project_id", "class_id", "amount"], sa.select(WRONG.c.project_id, WRONG.c.class_id, WRONG.c.held)
 )
 # Correct the wrong rows. The caller ensures that no consumer changes meanwhile.
 COUNT_ANEW = _ANEW.on_conflict_do_update(
@@ -109,11 +99,6 @@ def rows_of(
     most: the limits to compare once more when the rows are written.
     """
     return [
-        (project, class_number(name, class_ids), more, most.get((project, name)))
+        (project, INSTANCES_ID if name == INSTANCES else class_ids[name], more, most.get((project, name)))
         for (project, name), more in usage_changes(before, after).items()
     ]
-
-
-def class_number(name: str, class_ids: Mapping[str, int]) -> int:
-    """The class id under which a project's usage of a class is stored."""
-    return INSTANCES_ID if name == INSTANCES else class_ids[name]

@@ -8,15 +8,8 @@ forgotten, it is trimmed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import asyncpg
-
-from bus.contracts.book import GroupMembersPage, GroupMembersQuery
-from bus.contracts.placement import MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
 from placement_worker.domain.server_groups import SHARING
-from placement_worker.domain.values import GroupKey
 from placement_worker.store.rows import transposed
 
 # These locks come before those of consumers, in the order of the keys. Two groups with the same hash wait for each
@@ -128,64 +121,7 @@ GROUP BY member.consumer ORDER BY member.consumer
 """
 
 
-async def lock(connection: asyncpg.Connection, keys: Sequence[GroupKey]) -> None:
-    """Lock server groups, so that claims of one group are decided one after the other."""
-    hashed = await connection.fetch(HASHED, ["/".join(key) for key in keys])
-    await connection.execute(LOCK, [row["key"] for row in hashed])
-
-
-async def read(connection: asyncpg.Connection, wanted: WantedMembers) -> dict[GroupKey, dict[str, Sequence[str]]]:
-    """Return {consumer: hosts} of the members that a decision needs."""
-    members: dict[GroupKey, dict[str, Sequence[str]]] = {}
-    for project, group, consumer, hosts in await connection.fetch(READ, *columns(wanted)):
-        members.setdefault((project, group), {})[consumer] = hosts
-    return members
-
-
 def columns(wanted: WantedMembers) -> list[object]:
     """Return the columns of READ."""
     rows = ((wanted.hosts, 3), (wanted.moved, 3), (wanted.together, 2))
     return [*(column for some, width in rows for column in transposed(some, width)), wanted.most]
-
-
-async def write(connection: asyncpg.Connection, joined: Mapping[GroupKey, Iterable[str]]) -> None:
-    """Insert the new members, each once."""
-    rows = [(*key, consumer) for key, members in joined.items() for consumer in members]
-    await connection.execute(WRITE, *transposed(rows, 3))
-
-
-async def purge(connection: asyncpg.Connection, limit: int) -> int:
-    """Delete rows of consumers without allocations, inside the caller's transaction. Returns the number of rows
-    examined.
-    """
-    left = await connection.fetch(LOCK_LEFT, limit)
-    if left:
-        await connection.execute(DELETE_LEFT, *map(list, zip(*left, strict=True)))
-    return len(left)
-
-
-async def page(connection: asyncpg.Connection, requested: GroupMembersQuery) -> GroupMembersPage:
-    """The members of a server group, in one statement."""
-    parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
-    rows = await connection.fetch(PAGE, *parameters)
-    found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
-    return GroupMembersPage(members=found, more=len(rows) > requested.limit)
-
-
-async def where(connection: asyncpg.Connection, requested: Sequence[LocateRequest]) -> list[LocatePage]:
-    """Return the hosts for each request, in order. There are at most two statements for all requests."""
-    groups = [
-        (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
-    ]
-    consumers = [
-        (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
-    ]
-    counted = await connection.fetch(COUNT, *transposed(groups, 4), MAX_LOCATED_HOSTS) if groups else []
-    found = await connection.fetch(HOSTS, *transposed(consumers, 3)) if consumers else []
-    members: list[dict[str, int]] = [{} for _ in requested]
-    hosts: list[dict[str, tuple[str, ...]]] = [{} for _ in requested]
-    for at, host, count in counted:
-        members[at][host] = count
-    for at, consumer, its_hosts in found:
-        hosts[at][consumer] = tuple(its_hosts)
-    return [LocatePage(members=one, hosts=its) for one, its in zip(members, hosts, strict=True)]

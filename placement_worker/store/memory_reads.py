@@ -6,34 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from bus.contracts.book import (
-    MAX_TREE,
-    GroupMembersPage,
-    GroupMembersQuery,
-    HeldAllocation,
-    HostTree,
-    HostTreeQuery,
-    ProjectUsagePage,
-    ProjectUsageQuery,
-    ServiceHostsPage,
-    ServiceHostsQuery,
-    TreeHolder,
-)
+from bus.contracts import book as queries
 from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.memory_database import MemorySession
 from placement_worker.domain.moves import is_migration
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, ConsumerState, Fit, Provider, fit, state_of
+from placement_worker.store import port
 from placement_worker.store.memory_table import ConsumerRow, MemoryBookTable, provider_key
-from placement_worker.store.port import (
-    AllocationRow,
-    Listing,
-    NameKind,
-    NameRow,
-    ProviderTimes,
-    Unstorable,
-    UsageRow,
-)
 
 
 class MemoryReads:
@@ -64,14 +44,14 @@ class MemoryReads:
             }
             return LocatePage(members=dict(sorted(counted.items())[:MAX_LOCATED_HOSTS]), hosts=hosts)
 
-    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         table = self._table
         async with self._session.transaction():
             kept = {uuid: row.consumer for uuid in sorted(set(named)) if (row := table.consumers.get(uuid))}
             return [_held(table, uuid, one) for uuid, one in kept.items() if one.holding]
 
-    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
         table, mine = self._table, f"{COMPUTE_SOURCE}{requested.service}"
         async with self._session.transaction():
@@ -80,18 +60,18 @@ class MemoryReads:
             ]
             found = [table.providers[root] for root in roots if root in table.providers]
             names = sorted(one.name for one in found if one.cell in (None, requested.cell))
-            return ServiceHostsPage(hosts=tuple(names[: requested.limit]))
+            return queries.ServiceHostsPage(hosts=tuple(names[: requested.limit]))
 
-    async def tree(self, requested: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations, as of one moment."""
         table = self._table
         async with self._session.transaction():
             if (known := table.providers.get(requested.provider)) is None:
-                return HostTree()
+                return queries.HostTree()
             every = sorted(uuid for uuid, one in table.providers.items() if one.root == known.root)
-            shown = every[:MAX_TREE]
+            shown = every[: queries.MAX_TREE]
             holders = [
-                TreeHolder(
+                queries.TreeHolder(
                     consumer=uuid,
                     project_id=state.project_id,
                     user_id=state.user_id,
@@ -104,13 +84,13 @@ class MemoryReads:
                 and (held := {one: dict(state.holding[one]) for one in every if one in state.holding})
                 and (requested.after is None or uuid > requested.after)
             ]
-            return HostTree(
+            return queries.HostTree(
                 providers=tuple(state_of(table.providers[uuid]) for uuid in shown),
                 holders=tuple(holders[: requested.limit]),
-                more=len(every) > MAX_TREE or len(holders) > requested.limit,
+                more=len(every) > queries.MAX_TREE or len(holders) > requested.limit,
             )
 
-    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+    async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """The members of a server group, and their hosts."""
         table = self._table
         async with self._session.transaction():
@@ -120,9 +100,9 @@ class MemoryReads:
                 uuid: tuple(sorted(table.providers[host].name for host in alive[uuid]))
                 for uuid in found[: requested.limit]
             }
-            return GroupMembersPage(members=members, more=len(found) > requested.limit)
+            return queries.GroupMembersPage(members=members, more=len(found) > requested.limit)
 
-    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """The usage of projects, as of one moment."""
         async with self._session.transaction():
             usage: dict[str, dict[str, int]] = {}
@@ -132,33 +112,35 @@ class MemoryReads:
                 if (requested.after is None or project > requested.after) and any(held.values()):
                     usage[project] = {name: amount for name, amount in sorted(held.items()) if amount}
             shown = dict(list(usage.items())[: requested.limit])
-            return ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
+            return queries.ProjectUsagePage(usage=shown, more=len(usage) > requested.limit)
 
-    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+    async def name(self, kind: port.NameKind, name: str) -> port.NameRow | None:
         """A class or trait by name."""
         async with self._session.transaction():
-            return NameRow(name, self._table.made[kind, name]) if name in self._table.names(kind) else None
+            return port.NameRow(name, self._table.made[kind, name]) if name in self._table.names(kind) else None
 
-    async def resource_classes(self) -> list[NameRow]:
+    async def resource_classes(self) -> list[port.NameRow]:
         """All classes, standard ones first."""
         async with self._session.transaction():
-            rows = [NameRow(name, self._table.made[NameKind.CLASS, name]) for name in self._table.classes]
+            rows = [port.NameRow(name, self._table.made[port.NameKind.CLASS, name]) for name in self._table.classes]
             return sorted(rows, key=lambda row: row.name not in STANDARD_CLASSES)
 
-    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+    async def trait_names(
+        self, names: list[str] | None, prefix: str | None, associated: bool | None
+    ) -> list[port.NameRow]:
         """All traits with one of these names, with this prefix, that some provider has, or that none has."""
         check_storable(prefix, *(names or ()))
         async with self._session.transaction():
             held = {trait for provider in self._table.providers.values() for trait in provider.traits}
             return [
-                NameRow(name, self._table.made[NameKind.TRAIT, name])
+                port.NameRow(name, self._table.made[port.NameKind.TRAIT, name])
                 for name in self._table.traits
                 if (names is None or name in names)
                 and (prefix is None or name.startswith(prefix))
                 and (associated is None or (name in held) is associated)
             ]
 
-    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+    async def providers(self, listing: port.Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first. Each is a sequence of the fields of
         ProviderRow.
         """
@@ -173,17 +155,17 @@ class MemoryReads:
                 if (listing.in_tree is None or (top is not None and p.root == top.root)) and _is_listed(p, listing)
             ]
 
-    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+    async def provider(self, uuid: str) -> tuple[Provider, port.ProviderTimes] | None:
         """Return a provider and when its rows were written, None when it does not exist."""
         table = self._table
         async with self._session.transaction():
             if (provider := table.providers.get(uuid)) is None:
                 return None
             inventories = {name: table.written["inventory", uuid, name] for name in provider.inventories}
-            traits = max((table.made[NameKind.TRAIT, name] for name in provider.traits), default=None)
-            return provider, ProviderTimes(table.written[provider_key(uuid)], traits, inventories)
+            traits = max((table.made[port.NameKind.TRAIT, name] for name in provider.traits), default=None)
+            return provider, port.ProviderTimes(table.written[provider_key(uuid)], traits, inventories)
 
-    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+    async def allocations_of_consumer(self, uuid: str) -> list[port.AllocationRow]:
         """The allocations of a consumer, by provider and class."""
         table = self._table
         async with self._session.transaction():
@@ -191,7 +173,7 @@ class MemoryReads:
             held = table.by_number(list(row.consumer.holding)) if row is not None else []
             return [each for provider in held if row is not None for each in self._allocations(uuid, row, provider)]
 
-    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[port.AllocationRow]] | None:
         """(generation, allocations of a provider, by consumer and class), None when it does not exist."""
         table = self._table
         async with self._session.transaction():
@@ -200,10 +182,10 @@ class MemoryReads:
             held = [(name, row) for name, row in sorted(table.consumers.items()) if uuid in row.consumer.holding]
             return provider.generation, [each for name, row in held for each in self._allocations(name, row, uuid)]
 
-    def _allocations(self, consumer: str, row: ConsumerRow, provider: str) -> list[AllocationRow]:
+    def _allocations(self, consumer: str, row: ConsumerRow, provider: str) -> list[port.AllocationRow]:
         state = row.consumer
         return [
-            AllocationRow(
+            port.AllocationRow(
                 consumer,
                 provider,
                 self._table.providers[provider].generation,
@@ -218,7 +200,7 @@ class MemoryReads:
             for name, amount in sorted(state.holding[provider].items())
         ]
 
-    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[port.UsageRow]:
         """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
 
         "" is the unknown type.
@@ -237,16 +219,16 @@ class MemoryReads:
                     for name, amount in resources.items():
                         key = (held.consumer_type, name)
                         amounts[key] = amounts.get(key, 0) + amount
-            return [UsageRow(kind, name, amount, counts[kind]) for (kind, name), amount in sorted(amounts.items())]
+            return [port.UsageRow(kind, name, amount, counts[kind]) for (kind, name), amount in sorted(amounts.items())]
 
 
 def check_storable(*texts: str | None) -> None:
     """Raise Unstorable for a text with a NUL, as PostgreSQL cannot store one."""
     if any(text is not None and "\x00" in text for text in texts):
-        raise Unstorable("a text has a NUL in it")
+        raise port.Unstorable("a text has a NUL in it")
 
 
-def _is_listed(p: Provider, listing: Listing) -> bool:
+def _is_listed(p: Provider, listing: port.Listing) -> bool:
     traits, aggregates = set(p.traits), set(p.aggregates)
     return (
         listing.uuid in (None, p.uuid)
@@ -263,10 +245,10 @@ def _has_left(provider: Provider, name: str, amount: int) -> bool:
     return fit(amount, provider.inventories.get(name), provider.used.get(name, 0), amount) is Fit.FITS
 
 
-def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> HeldAllocation:
+def _held(table: MemoryBookTable, uuid: str, consumer: ConsumerState) -> queries.HeldAllocation:
     roots = sorted({table.providers[provider].root for provider in consumer.holding})
     cells = [cell for root in roots if (cell := table.cell(root)) is not None and cell != ABOVE_CELLS]
-    return HeldAllocation(
+    return queries.HeldAllocation(
         consumer=uuid,
         project_id=consumer.project_id,
         run=consumer.run,

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from bus.clock import Clock
 from bus.contracts.feed import Change, FeedHead, FeedRow, feed_rows
 from bus.contracts.placement import ClaimHolder
 from bus.faults import BrokenInvariant
@@ -31,22 +30,10 @@ from placement_worker.domain.values import (
     Provider,
     claimed_provider,
 )
+from placement_worker.store import port
 from placement_worker.store.memory_reads import MemoryReads, check_storable
 from placement_worker.store.memory_table import TREES, MemoryBookTable, provider_key, renamed_key
 from placement_worker.store.names import NameTable, StaleNames
-from placement_worker.store.port import (
-    NO_LIMITS,
-    NO_SOURCES,
-    Leaving,
-    Locked,
-    Named,
-    NameExists,
-    NameInUse,
-    NameKind,
-    NewestHead,
-    PassedMeanwhile,
-    Taken,
-)
 
 __all__ = ["MemoryBookRows", "MemoryBookTable"]
 
@@ -64,11 +51,6 @@ class MemoryBookRows:
         self.reads = MemoryReads(session, self.table)
         self.names = NameTable(self.transaction, self.table.clock)
         self.ready = False
-
-    @property
-    def clock(self) -> Clock:
-        """The clock of the database."""
-        return self.table.clock
 
     async def open(self) -> None:
         """Open the book. There is nothing to migrate."""
@@ -95,7 +77,7 @@ class MemoryBookRows:
         async with self.session.transaction():
             return self.table.newest
 
-    async def newest(self, seen: FeedHead | None) -> NewestHead:
+    async def newest(self, seen: FeedHead | None) -> port.NewestHead:
         """Return the head. The history gets a new id when the table was replaced, or is behind `seen`."""
         async with self.session.transaction() as transaction:
             await transaction.lock([HEAD])
@@ -105,9 +87,9 @@ class MemoryBookRows:
             if is_another:
                 transaction.will(self.table.renew_history)
         newest = self.table.newest
-        return NewestHead(newest, is_another, newest.sequence > self.table.position)
+        return port.NewestHead(newest, is_another, newest.sequence > self.table.position)
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.Taken | None:
         """Take the next unpublished changes."""
         table = self.table
         async with self.session.transaction() as transaction:
@@ -118,11 +100,11 @@ class MemoryBookRows:
             now = table.clock.time()
             is_taken = table.taken_until != lease and now <= table.taken_until <= now + lease_s
             if table.position != position or is_taken:
-                return Taken((), True, table.history, None)
+                return port.Taken((), True, table.history, None)
             until = now + lease_s
             transaction.durable = False  # if a crash loses this, the changes are published again
             transaction.will(lambda: setattr(table, "taken_until", until))
-            return Taken(feed_rows(changes), len(changes) >= limit, table.history, until)
+            return port.Taken(feed_rows(changes), len(changes) >= limit, table.history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
@@ -157,19 +139,9 @@ class MemoryBookTransaction:
     def __init__(self, table: MemoryBookTable, transaction: MemoryDatabaseTransaction, names: NameTable) -> None:
         self._table = table
         self._rows = transaction
-        self._names = names
+        self.names = names
         self._changed: dict[str, ConsumerState | None] = {}
         self._written: dict[str, Provider] = {}
-
-    @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-        return self._names.class_ids
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
-        return self._names.trait_ids
 
     # --- claims
 
@@ -185,7 +157,7 @@ class MemoryBookTransaction:
         *,
         limited: Sequence[str] = (),
         alone: bool = False,
-    ) -> Locked:
+    ) -> port.Locked:
         """Lock and read consumers, then providers. A new consumer has no row before the commit, but is locked."""
         table = self._table
         for each in expected.values():
@@ -201,7 +173,7 @@ class MemoryBookTransaction:
             providers = {uuid: claimed_provider(provider) for uuid, provider in locked.items()}
         if alone:
             await self._lock_usage(limited)
-        return Locked(
+        return port.Locked(
             inserted={uuid: new for uuid, new in expected.items() if uuid not in found},
             found=found,
             providers=providers,
@@ -253,9 +225,9 @@ class MemoryBookTransaction:
     async def write_claims(
         self,
         decision: Decision,
-        locked: Locked,
+        locked: port.Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+        most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
     ) -> int:
         """Write a decision about the locked rows. Raises PassedMeanwhile."""
         if not decision.consumers and not decision.generations and not changes:
@@ -267,7 +239,7 @@ class MemoryBookTransaction:
         await self._lock_usage(project for project, _ in more)
         for key, amount in more.items():
             if key in most and amount > 0 and table.held_by(key[0]).get(key[1], 0) + amount > most[key]:
-                raise PassedMeanwhile
+                raise port.PassedMeanwhile
         self._changed.update(decision.consumers)
         self._rows.will(lambda: table.keep(decision.consumers))
         self._rows.will(lambda: table.put_usage(decision.generations, decision.used))
@@ -306,7 +278,7 @@ class MemoryBookTransaction:
         keys = [(root, source) for root in roots if self._table.cell(root) == cell]
         self._rows.will(lambda: self._table.free_roots(keys))
 
-    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+    async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
         await self._rows.statement()
         return self._table.holders(leaving)
@@ -335,7 +307,7 @@ class MemoryBookTransaction:
         after: Mapping[str, Provider],
         changes: Sequence[Change] = (),
         *,
-        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        sources: Mapping[Key, ReportSource] = port.NO_SOURCES,
         disowned: Sequence[str] = (),
     ) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources. Raises StaleNames."""
@@ -371,7 +343,7 @@ class MemoryBookTransaction:
 
     # --- names
 
-    async def read_names(self) -> tuple[Named, Named]:
+    async def read_names(self) -> tuple[port.Named, port.Named]:
         """The numbers of (all classes, all traits)."""
         await self._rows.statement()
         return dict(self._table.classes), dict(self._table.traits)
@@ -379,7 +351,7 @@ class MemoryBookTransaction:
     async def add_names(self, classes: Sequence[str], traits: Sequence[str]) -> int:
         """Insert the names that are missing."""
         table, new = self._table, 0
-        for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
+        for kind, names in ((port.NameKind.CLASS, classes), (port.NameKind.TRAIT, traits)):
             wanted = [name for name in sorted(names) if name not in table.names(kind)]
             await self._rows.lock([("name", name) for name in wanted])
             missing = [name for name in wanted if name not in table.names(kind)]
@@ -388,14 +360,14 @@ class MemoryBookTransaction:
                 self._rows.will(partial(table.add_names, kind, missing))
         return new
 
-    async def delete_name(self, kind: NameKind, name: str) -> bool:
+    async def delete_name(self, kind: port.NameKind, name: str) -> bool:
         """Remove a class or trait. Raises NameInUse."""
         table = self._table
         await self._rows.lock([TREES, ("name", name)])
         if name not in table.names(kind):
             return False
-        if any(name in (p.inventories if kind is NameKind.CLASS else p.traits) for p in table.providers.values()):
-            raise NameInUse(name)
+        if any(name in (p.inventories if kind is port.NameKind.CLASS else p.traits) for p in table.providers.values()):
+            raise port.NameInUse(name)
         self._rows.will(lambda: table.remove_name(kind, name))
         return True
 
@@ -407,7 +379,7 @@ class MemoryBookTransaction:
         if old not in table.classes:
             return None
         if new in table.classes:
-            raise NameExists(new)
+            raise port.NameExists(new)
         after = {uuid: _renamed(provider, old, new) for uuid, provider in before.items()}
         self._rows.will(lambda: table.rename_class(old, new, after))
         return after

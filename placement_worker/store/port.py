@@ -11,18 +11,7 @@ from typing import Any, Protocol
 
 from msgspec import Struct
 
-from bus.clock import Clock
-from bus.contracts.book import (
-    GroupMembersPage,
-    GroupMembersQuery,
-    HeldAllocation,
-    HostTree,
-    HostTreeQuery,
-    ProjectUsagePage,
-    ProjectUsageQuery,
-    ServiceHostsPage,
-    ServiceHostsQuery,
-)
+from bus.contracts import book as queries
 from bus.contracts.feed import Change, FeedHead, FeedRow
 from bus.contracts.placement import ClaimHolder, LocatePage, LocateRequest
 from placement_worker.domain.claim_group import WantedMembers
@@ -178,12 +167,8 @@ class BookTransaction(NameRows, Protocol):
     """
 
     @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
+    def names(self) -> NameTable:
+        """The names that this process knows."""
 
     # --- claims
 
@@ -315,19 +300,19 @@ class BookReads(Protocol):
         group by host.
         """
 
-    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
 
-    async def tree(self, requested: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
 
-    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
 
-    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+    async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""
 
-    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """Return the usage of projects."""
 
     async def name(self, kind: NameKind, name: str) -> NameRow | None:
@@ -372,10 +357,6 @@ class BookRows(Protocol):
     @property
     def deployment(self) -> str:
         """The identity of the database, a uuid that was created with its schema. It is known after `open`."""
-
-    @property
-    def clock(self) -> Clock:
-        """The process's clock."""
 
     @property
     def reads(self) -> BookReads:

@@ -9,54 +9,16 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import asyncpg
-from sqlalchemy import (
-    ARRAY,
-    BigInteger,
-    ColumnElement,
-    Integer,
-    Select,
-    Table,
-    Text,
-    any_,
-    bindparam,
-    case,
-    cast,
-    collate,
-    distinct,
-    exists,
-    func,
-    literal,
-    select,
-)
+import sqlalchemy as sa
 
-from bus.contracts.book import (
-    MAX_TREE,
-    GroupMembersPage,
-    GroupMembersQuery,
-    HeldAllocation,
-    HostTree,
-    HostTreeQuery,
-    ProjectUsagePage,
-    ProjectUsageQuery,
-    ServiceHostsPage,
-    ServiceHostsQuery,
-    TreeHolder,
-)
-from bus.contracts.placement import COMPUTE_SOURCE, LocatePage, LocateRequest
+from bus.contracts import book as queries
+from bus.contracts.placement import COMPUTE_SOURCE, MAX_LOCATED_HOSTS, LocatePage, LocateRequest
 from bus.persistence.tables import UUID, fetch
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.domain.names import STANDARD_CLASSES
 from placement_worker.domain.values import ABOVE_CELLS, Provider, is_in_units, state_of
-from placement_worker.store import limits, members
+from placement_worker.store import limits, members, port
 from placement_worker.store.names import NameRows, NameTable
-from placement_worker.store.port import (
-    AllocationRow,
-    Listing,
-    NameKind,
-    NameRow,
-    ProviderTimes,
-    UsageRow,
-)
 from placement_worker.store.rows import (
     CLASSES,
     HELD,
@@ -64,12 +26,11 @@ from placement_worker.store.rows import (
     PARENT,
     PROVIDERS,
     ROOT,
-    ids,
+    one_of,
     read_provider,
     read_providers,
     seconds,
-    texts,
-    uuids,
+    transposed,
 )
 from placement_worker.store.tables import (
     allocations,
@@ -95,7 +56,7 @@ Opens = Callable[[], AbstractAsyncContextManager[Reading]]
 
 NO_NUMBER = 0  # no class or trait has this id
 
-_ALLOCATION: Select[Any] = select(
+_ALLOCATION: sa.Select[Any] = sa.select(
     consumers.c.uuid,
     providers.c.uuid,
     providers.c.generation,
@@ -107,10 +68,10 @@ _ALLOCATION: Select[Any] = select(
     consumers.c.consumer_type,
     seconds(consumers),
 )
-_THIS = providers.c.uuid == bindparam("uuid", type_=UUID)
+_THIS = providers.c.uuid == sa.bindparam("uuid", type_=UUID)
 _BY_CONSUMER = (
     _ALLOCATION.select_from(HELD)
-    .where(allocations.c.consumer == bindparam("uuid", type_=UUID))
+    .where(allocations.c.consumer == sa.bindparam("uuid", type_=UUID))
     .order_by(providers.c.id, CLASSES.name)
 )
 _BY_PROVIDER = (
@@ -122,8 +83,8 @@ _BY_PROVIDER = (
     .where(_THIS)
     .order_by(consumers.c.uuid, CLASSES.name)
 )
-_LISTED: Select[Any] = (
-    select(
+_LISTED: sa.Select[Any] = (
+    sa.select(
         providers.c.uuid,
         providers.c.name,
         providers.c.generation,
@@ -135,10 +96,10 @@ _LISTED: Select[Any] = (
     .order_by(providers.c.id)
 )
 _TREE = providers.alias("tree")
-_SAME_TREE = select(_TREE.c.root_id).where(_TREE.c.uuid == bindparam("tree", type_=UUID)).scalar_subquery()
-_TREE_IDS = select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
+_SAME_TREE = sa.select(_TREE.c.root_id).where(_TREE.c.uuid == sa.bindparam("tree", type_=UUID)).scalar_subquery()
+_TREE_IDS = sa.select(providers.c.id).where(providers.c.root_id == _SAME_TREE).order_by(providers.c.uuid)
 _TREE_HELD = (
-    select(
+    sa.select(
         allocations.c.consumer,
         providers.c.uuid,
         CLASSES.name,
@@ -149,30 +110,30 @@ _TREE_HELD = (
         consumers.c.attempt,
     )
     .select_from(HELD)
-    .where(ids(allocations.c.provider_id), uuids(allocations.c.consumer))
+    .where(one_of(allocations.c.provider_id, "ids"), one_of(allocations.c.consumer, "uuids"))
     .order_by(allocations.c.consumer, providers.c.uuid, CLASSES.name)
 )
-_MIGRATIONS = literal(sorted(MIGRATION_TYPES), ARRAY(Text))
+_MIGRATIONS = sa.literal(sorted(MIGRATION_TYPES), sa.ARRAY(sa.Text))
 _HOLDING = (
-    select(
+    sa.select(
         consumers.c.uuid,
         consumers.c.project_id,
         consumers.c.run,
-        case((consumers.c.consumer_type == any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
+        sa.case((consumers.c.consumer_type == sa.any_(_MIGRATIONS), 0), else_=consumers.c.attempt),
         consumers.c.generation,
-        func.array_agg(providers.c.uuid),
-        func.array_agg(CLASSES.name),
-        func.array_agg(allocations.c.amount),
-        func.array_agg(distinct(ROOT.c.uuid)),
-        func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
+        sa.func.array_agg(providers.c.uuid),
+        sa.func.array_agg(CLASSES.name),
+        sa.func.array_agg(allocations.c.amount),
+        sa.func.array_agg(sa.distinct(ROOT.c.uuid)),
+        sa.func.min(ROOT.c.cell).filter(ROOT.c.cell != ABOVE_CELLS),
     )
     .select_from(HELD.join(ROOT, ROOT.c.id == providers.c.root_id))
-    .where(uuids(consumers.c.uuid))
+    .where(one_of(consumers.c.uuid, "uuids"))
     .group_by(consumers.c.uuid)
     .order_by(consumers.c.uuid)
 )
-_USAGE = select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
-    texts(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
+_USAGE = sa.select(project_usage.c.project_id, project_usage.c.class_id, project_usage.c.amount).where(
+    one_of(project_usage.c.project_id, "projects"), project_usage.c.amount > 0
 )
 
 
@@ -184,19 +145,33 @@ class PostgresReads:
         self._snapshot = snapshot
         self._names = names
 
-    async def _fetch(self, statement: Select[Any], **values: object) -> Sequence[asyncpg.Record]:
+    async def _fetch(self, statement: sa.Select[Any], **values: object) -> Sequence[asyncpg.Record]:
         async with self._transaction() as transaction:
             return await fetch(transaction.connection, statement, **values)
 
     async def locate(self, requested: Sequence[LocateRequest]) -> list[LocatePage]:
         """For each: on which hosts consumers are, and the members of a server group."""
-        async with self._transaction() as transaction:
-            return await members.where(transaction.connection, requested)
+        groups = [
+            (at, one.project_id, one.server_group, one.besides) for at, one in enumerate(requested) if one.server_group
+        ]
+        named = [
+            (at, one.project_id, uuid) for at, one in enumerate(requested) for uuid in dict.fromkeys(one.consumers)
+        ]
+        async with self._transaction() as view:
+            fetched = view.connection.fetch
+            counted = await fetched(members.COUNT, *transposed(groups, 4), MAX_LOCATED_HOSTS) if groups else []
+            found = await fetched(members.HOSTS, *transposed(named, 3)) if named else []
+        pages = [LocatePage(members={}, hosts={}) for _ in requested]
+        for at, host, count in counted:
+            pages[at].members[host] = count
+        for at, consumer, its_hosts in found:
+            pages[at].hosts[consumer] = tuple(its_hosts)
+        return pages
 
-    async def holding(self, named: Sequence[str]) -> list[HeldAllocation]:
+    async def holding(self, named: Sequence[str]) -> list[queries.HeldAllocation]:
         """Return what each of these consumers holds, and whose it is, in the order of their uuids."""
         return [
-            HeldAllocation(
+            queries.HeldAllocation(
                 consumer=uuid,
                 project_id=project,
                 run=run,
@@ -211,22 +186,50 @@ class PostgresReads:
             )
         ]
 
-    async def tree(self, requested: HostTreeQuery) -> HostTree:
+    async def tree(self, requested: queries.HostTreeQuery) -> queries.HostTree:
         """Return the tree that a provider is in, and its holders with their allocations."""
         async with self._snapshot() as view:
-            return await _tree(view.connection, requested)
+            connection = view.connection
+            numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
+            of_tree = await read_providers(connection, numbers[: queries.MAX_TREE])
+            holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
+            more, holding = (
+                len(numbers) > queries.MAX_TREE or len(holding) > requested.limit,
+                holding[: requested.limit],
+            )
+            found: dict[str, queries.TreeHolder] = {}
+            for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
+                connection, _TREE_HELD, ids=numbers, uuids=holding
+            ):
+                holder = found.setdefault(
+                    consumer,
+                    queries.TreeHolder(
+                        consumer=consumer,
+                        project_id=project,
+                        user_id=user,
+                        consumer_type=kind,
+                        attempt=attempt,
+                        holding={},
+                    ),
+                )
+                holder.holding.setdefault(provider, {})[name] = amount
+            states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
+            return queries.HostTree(providers=states, holders=tuple(found.values()), more=more)
 
-    async def hosts_of_service(self, requested: ServiceHostsQuery) -> ServiceHostsPage:
+    async def hosts_of_service(self, requested: queries.ServiceHostsQuery) -> queries.ServiceHostsPage:
         """Return the hosts that belong to a compute service by its reports."""
         rows = await self._fetch(_hosts_of_service(requested))
-        return ServiceHostsPage(hosts=tuple(row[0] for row in rows))
+        return queries.ServiceHostsPage(hosts=tuple(row[0] for row in rows))
 
-    async def members(self, requested: GroupMembersQuery) -> GroupMembersPage:
+    async def members(self, requested: queries.GroupMembersQuery) -> queries.GroupMembersPage:
         """Return a page of the members of a server group, with their hosts."""
-        async with self._transaction() as transaction:
-            return await members.page(transaction.connection, requested)
+        parameters = (requested.project_id, requested.server_group, requested.after, requested.limit + 1)
+        async with self._transaction() as view:
+            rows = await view.connection.fetch(members.PAGE, *parameters)
+        found = {consumer: tuple(hosts) for consumer, hosts in rows[: requested.limit]}
+        return queries.GroupMembersPage(members=found, more=len(rows) > requested.limit)
 
-    async def usage(self, requested: ProjectUsageQuery) -> ProjectUsagePage:
+    async def usage(self, requested: queries.ProjectUsageQuery) -> queries.ProjectUsagePage:
         """Return the usage of projects."""
         async with self._snapshot() as view:
             rows = await fetch(view.connection, _projects(requested))
@@ -235,64 +238,66 @@ class PostgresReads:
             used = {row[1] for row in held if row[1] != limits.INSTANCES_ID}
             by_project = limits.by_project(held, await self._names.names_of(view, used))
         usage = {project: dict(sorted(by_project[project].items())) for project in projects}
-        return ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
+        return queries.ProjectUsagePage(usage=usage, more=len(rows) > requested.limit)
 
-    async def name(self, kind: NameKind, name: str) -> NameRow | None:
+    async def name(self, kind: port.NameKind, name: str) -> port.NameRow | None:
         """A class or trait by name."""
         table = NAMES[kind]
         rows = await self._fetch(_named(table).where(table.c.name == name))
-        return NameRow(*rows[0]) if rows else None
+        return port.NameRow(*rows[0]) if rows else None
 
-    async def resource_classes(self) -> list[NameRow]:
+    async def resource_classes(self) -> list[port.NameRow]:
         """All classes, standard ones first."""
         rows = await self._fetch(_named(resource_classes))
-        return sorted((NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
+        return sorted((port.NameRow(*row) for row in rows), key=lambda row: row.name not in STANDARD_CLASSES)
 
-    async def trait_names(self, names: list[str] | None, prefix: str | None, associated: bool | None) -> list[NameRow]:
+    async def trait_names(
+        self, names: list[str] | None, prefix: str | None, associated: bool | None
+    ) -> list[port.NameRow]:
         """All traits with one of these names, with this prefix, that some provider has, or that none has."""
         found = _named(traits)
         if names is not None:
-            found = found.where(texts(traits.c.name, "names"))
+            found = found.where(one_of(traits.c.name, "names"))
         if prefix is not None:
-            found = found.where(func.starts_with(traits.c.name, prefix))
+            found = found.where(sa.func.starts_with(traits.c.name, prefix))
         if associated is not None:
-            held = exists().where(provider_traits.c.trait_id == traits.c.id)
+            held = sa.exists().where(provider_traits.c.trait_id == traits.c.id)
             found = found.where(held if associated else ~held)
-        return [NameRow(*row) for row in await self._fetch(found, names=names)]
+        return [port.NameRow(*row) for row in await self._fetch(found, names=names)]
 
-    async def providers(self, listing: Listing) -> Sequence[Sequence[Any]]:
+    async def providers(self, listing: port.Listing) -> Sequence[Sequence[Any]]:
         """Return the providers that meet the conditions, oldest first, each as the fields of ProviderRow. A name that
         the book does not know matches nothing.
         """
         return await self._fetch(_LISTED.where(*_conditions(listing, self._names)), tree=listing.in_tree)
 
-    async def provider(self, uuid: str) -> tuple[Provider, ProviderTimes] | None:
+    async def provider(self, uuid: str) -> tuple[Provider, port.ProviderTimes] | None:
         """Return a provider and when its rows were written, None when it does not exist."""
         async with self._transaction() as transaction:
             return await read_provider(transaction.connection, uuid)
 
-    async def allocations_of_consumer(self, uuid: str) -> list[AllocationRow]:
+    async def allocations_of_consumer(self, uuid: str) -> list[port.AllocationRow]:
         """The allocations of a consumer."""
-        return [AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid=uuid)]
+        return [port.AllocationRow(*row) for row in await self._fetch(_BY_CONSUMER, uuid=uuid)]
 
-    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[AllocationRow]] | None:
+    async def allocations_of_provider(self, uuid: str) -> tuple[int, list[port.AllocationRow]] | None:
         """(generation, allocations of a provider), None when it does not exist."""
         rows = await self._fetch(_BY_PROVIDER, uuid=uuid)
-        return (rows[0][2], [AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
+        return (rows[0][2], [port.AllocationRow(*row) for row in rows if row[0] is not None]) if rows else None
 
-    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[UsageRow]:
+    async def totals(self, project_id: str, user_id: str | None, consumer_type: str | None) -> Sequence[port.UsageRow]:
         """The amounts that a project's (and user's, and type's) consumers hold, by type and class.
 
         "" is the unknown type.
         """
-        return [UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
+        return [port.UsageRow(*row) for row in await self._fetch(_totals(project_id, user_id, consumer_type))]
 
 
-def _named(table: Table) -> Select[Any]:
-    return select(table.c.name, seconds(table)).order_by(table.c.id)
+def _named(table: sa.Table) -> sa.Select[Any]:
+    return sa.select(table.c.name, seconds(table)).order_by(table.c.id)
 
 
-def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bool]]:
+def _conditions(listing: port.Listing, names: NameTable) -> Iterator[sa.ColumnElement[bool]]:
     """Yield the conditions of a listing."""
     if listing.uuid is not None:
         yield providers.c.uuid == listing.uuid
@@ -311,9 +316,9 @@ def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bo
     for name, amount in listing.resources:
         left = inventories.c.capacity - inventories.c.used
         number = names.class_ids.get(name, NO_NUMBER)
-        wanted = literal(amount, BigInteger)
+        wanted = sa.literal(amount, sa.BigInteger)
         limits_of_one = (inventories.c.min_unit, inventories.c.max_unit, inventories.c.step_size)
-        yield exists().where(
+        yield sa.exists().where(
             inventories.c.provider_id == providers.c.id,
             inventories.c.class_id == number,
             left >= wanted,
@@ -321,48 +326,50 @@ def _conditions(listing: Listing, names: NameTable) -> Iterator[ColumnElement[bo
         )
 
 
-def _has_trait(group: Sequence[str], names: NameTable) -> ColumnElement[bool]:
+def _has_trait(group: Sequence[str], names: NameTable) -> sa.ColumnElement[bool]:
     numbers = [names.trait_ids.get(name, NO_NUMBER) for name in group]
-    return exists().where(
+    return sa.exists().where(
         provider_traits.c.provider_id == providers.c.id,
-        provider_traits.c.trait_id == any_(literal(numbers, ARRAY(Integer))),
+        provider_traits.c.trait_id == sa.any_(sa.literal(numbers, sa.ARRAY(sa.Integer))),
     )
 
 
-def _is_member(group: Sequence[str]) -> ColumnElement[bool]:
-    return exists().where(
+def _is_member(group: Sequence[str]) -> sa.ColumnElement[bool]:
+    return sa.exists().where(
         provider_aggregates.c.provider_id == providers.c.id,
-        provider_aggregates.c.aggregate == any_(literal(list(group), ARRAY(UUID))),
+        provider_aggregates.c.aggregate == sa.any_(sa.literal(list(group), sa.ARRAY(UUID))),
     )
 
 
-def _hosts_of_service(requested: ServiceHostsQuery) -> Select[Any]:
+def _hosts_of_service(requested: queries.ServiceHostsQuery) -> sa.Select[Any]:
     """As `report_group.refuse_owned` decides whose a root is; it reads every row of `sources`, once an order of an
     operator.
     """
     return (
-        select(providers.c.name)
+        sa.select(providers.c.name)
         .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
         .where(
             sources.c.source == f"{COMPUTE_SOURCE}{requested.service}",
-            func.coalesce(providers.c.cell, requested.cell) == requested.cell,
-            sources.c.root == any_(sources.c.providers),
+            sa.func.coalesce(providers.c.cell, requested.cell) == requested.cell,
+            sources.c.root == sa.any_(sources.c.providers),
         )
-        .order_by(collate(providers.c.name, "C"))
+        .order_by(sa.collate(providers.c.name, "C"))
         .limit(requested.limit)
     )
 
 
-def _projects(requested: ProjectUsageQuery) -> Select[Any]:
+def _projects(requested: queries.ProjectUsageQuery) -> sa.Select[Any]:
     """The projects of a page of usage, and one more."""
-    name = collate(project_usage.c.project_id, "C")
-    found = select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
+    name = sa.collate(project_usage.c.project_id, "C")
+    found = sa.select(name).distinct().where(project_usage.c.amount > 0).order_by(name).limit(requested.limit + 1)
     if requested.projects:
-        found = found.where(project_usage.c.project_id == any_(literal(list(requested.projects), ARRAY(Text))))
+        found = found.where(
+            project_usage.c.project_id == sa.any_(sa.literal(list(requested.projects), sa.ARRAY(sa.Text)))
+        )
     return found if requested.after is None else found.where(name > requested.after)
 
 
-def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> Select[Any]:
+def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> sa.Select[Any]:
     """The amounts that a project's (and user's, and type's) consumers hold, by type and class, with the number of
     consumers of the type.
     """
@@ -372,14 +379,14 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     wanted += [] if consumer_type is None else [kind == consumer_type]
     held = consumers.join(allocations, allocations.c.consumer == consumers.c.uuid)
     counted = (
-        select(kind, func.count(distinct(allocations.c.consumer)).label("count"))
+        sa.select(kind, sa.func.count(sa.distinct(allocations.c.consumer)).label("count"))
         .select_from(held)
         .where(*wanted)
         .group_by(kind)
         .subquery()
     )
     return (
-        select(kind, CLASSES.name, cast(func.sum(allocations.c.amount), BigInteger), counted.c["count"])
+        sa.select(kind, CLASSES.name, sa.cast(sa.func.sum(allocations.c.amount), sa.BigInteger), counted.c["count"])
         .select_from(
             held.join(counted, counted.c.consumer_type == kind).join(
                 resource_classes, CLASSES.id == allocations.c.class_id
@@ -391,9 +398,9 @@ def _totals(project_id: str, user_id: str | None, consumer_type: str | None) -> 
     )
 
 
-def _holders(requested: HostTreeQuery) -> Select[Any]:
+def _holders(requested: queries.HostTreeQuery) -> sa.Select[Any]:
     """The consumers of a page of a tree's holders, and one more."""
-    found = select(allocations.c.consumer).distinct().where(ids(allocations.c.provider_id))
+    found = sa.select(allocations.c.consumer).distinct().where(one_of(allocations.c.provider_id, "ids"))
     found = found.order_by(allocations.c.consumer).limit(requested.limit + 1)
     return found if requested.after is None else found.where(allocations.c.consumer > requested.after)
 
@@ -403,23 +410,3 @@ def _by_provider(providers: Sequence[str], names: Sequence[str], amounts: Sequen
     for provider, name, amount in zip(providers, names, amounts, strict=True):
         held.setdefault(provider, {})[name] = amount
     return held
-
-
-async def _tree(connection: asyncpg.Connection, requested: HostTreeQuery) -> HostTree:
-    numbers = [row[0] for row in await fetch(connection, _TREE_IDS, tree=requested.provider)]
-    of_tree = await read_providers(connection, numbers[:MAX_TREE])
-    holding = [row[0] for row in await fetch(connection, _holders(requested), ids=numbers)]
-    more, holding = len(numbers) > MAX_TREE or len(holding) > requested.limit, holding[: requested.limit]
-    found: dict[str, TreeHolder] = {}
-    for consumer, provider, name, amount, project, user, kind, attempt in await fetch(
-        connection, _TREE_HELD, ids=numbers, uuids=holding
-    ):
-        holder = found.setdefault(
-            consumer,
-            TreeHolder(
-                consumer=consumer, project_id=project, user_id=user, consumer_type=kind, attempt=attempt, holding={}
-            ),
-        )
-        holder.holding.setdefault(provider, {})[name] = amount
-    states = tuple(state_of(of_tree[uuid]) for uuid in sorted(of_tree))
-    return HostTree(providers=states, holders=tuple(found.values()), more=more)

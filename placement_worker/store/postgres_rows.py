@@ -12,13 +12,14 @@ from typing import Any
 
 import asyncpg
 import msgspec
-from sqlalchemy import ARRAY, Text, bindparam, delete, exists, func, literal, or_, select, tuple_, update
+import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.dml import ReturningDelete
 
 from bus.clock import SystemClock
 from bus.contracts.feed import Change, FeedHead, FeedRow
-from bus.contracts.placement import ClaimHolder
+from bus.contracts.placement import MAX_HOLDERS, ClaimHolder
+from bus.faults import BrokenInvariant
 from bus.persistence.database import Database
 from bus.persistence.identity import read_identity
 from bus.persistence.tables import fetch
@@ -28,23 +29,10 @@ from placement_worker.domain.claim_ledger import Decision, Lacking
 from placement_worker.domain.report_group import Key, ReportSource, Sources
 from placement_worker.domain.trees import WantedTrees
 from placement_worker.domain.values import ConsumerState, GroupKey, Members, Provider
-from placement_worker.store import claims, feed, limits, members, trees
+from placement_worker.store import claims, feed, limits, members, port, trees
 from placement_worker.store.names import NameTable, StaleNames
-from placement_worker.store.port import (
-    NO_LIMITS,
-    NO_SOURCES,
-    Leaving,
-    Locked,
-    Named,
-    NameExists,
-    NameInUse,
-    NameKind,
-    NewestHead,
-    Taken,
-    Unstorable,
-)
 from placement_worker.store.postgres_reads import PostgresReads
-from placement_worker.store.rows import CLASSES, NAMES, read_providers
+from placement_worker.store.rows import CLASSES, NAMES, read_providers, transposed
 from placement_worker.store.tables import (
     allocations,
     changes,
@@ -60,14 +48,14 @@ from placement_worker.store.tables import (
 )
 
 # Processes that start at the same time insert one after the other; otherwise they could deadlock on unique keys.
-ONE_WRITER_OF_NAMES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.names", 0)))
+ONE_WRITER_OF_NAMES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.names", 0)))
 HAVING = (
-    select(providers.c.id)
+    sa.select(providers.c.id)
     .where(
-        exists().where(
+        sa.exists().where(
             inventories.c.provider_id == providers.c.id,
             inventories.c.class_id == CLASSES.id,
-            CLASSES.name == bindparam("name"),
+            CLASSES.name == sa.bindparam("name"),
         )
     )
     .order_by(providers.c.id)
@@ -80,25 +68,16 @@ class PostgresBookTransaction:
 
     def __init__(self, connection: asyncpg.Connection, names: NameTable) -> None:
         self.connection = connection
-        self._names = names
+        self.names = names
         self._ids: dict[str, int] = {}  # the row ids of the providers that were read or created
         self._new_ids: list[int] = []
-
-    @property
-    def class_ids(self) -> Named:
-        """The classes that this process knows."""
-        return self._names.class_ids
-
-    @property
-    def trait_ids(self) -> Named:
-        """The traits that this process knows."""
-        return self._names.trait_ids
 
     # --- claims
 
     async def lock_groups(self, keys: Sequence[GroupKey]) -> None:
         """Lock server groups."""
-        await members.lock(self.connection, keys)
+        hashed = await self.connection.fetch(members.HASHED, ["/".join(key) for key in keys])
+        await self.connection.execute(members.LOCK, [row["key"] for row in hashed])
 
     async def lock_claims(
         self,
@@ -107,45 +86,69 @@ class PostgresBookTransaction:
         *,
         limited: Sequence[str] = (),
         alone: bool = False,
-    ) -> Locked:
+    ) -> port.Locked:
         """Lock and read consumers, then providers. New consumers are inserted as they are expected to be written."""
-        rows = await claims.lock(self.connection, expected, wanted, limited=limited, alone=alone)
+        columns = claims.columns(sorted(expected.items()))
+        providers = None if wanted is None else list(wanted)
+        rows = claims.decode(await self.connection.fetchval(claims.LOCK, *columns, providers, limited, alone))
         await turn_for(len(rows[0]) + len(rows[1]) + len(rows[2]) + len(expected))
-        class_names = await self._names.names_of(self, claims.classes_used(rows))
+        class_names = await self.names.names_of(self, claims.classes_used(rows))
         self._ids.update((row[1], row[0]) for row in rows[2])
         return claims.as_locked(rows, expected, class_names)
 
     async def members(self, wanted: WantedMembers) -> Mapping[GroupKey, Members]:
         """The members that a decision needs."""
-        return await members.read(self.connection, wanted)
+        found: dict[GroupKey, dict[str, Sequence[str]]] = {}
+        for project, group, consumer, hosts in await self.connection.fetch(members.READ, *members.columns(wanted)):
+            found.setdefault((project, group), {})[consumer] = hosts
+        return found
 
     async def newest_holders(self, lost: Mapping[int, tuple[str, Lacking]]) -> Mapping[int, tuple[ClaimHolder, ...]]:
         """The newest consumers that hold what claims lacked."""
-        return await claims.newest_holders(self.connection, lost, self.class_ids)
+        rows = [
+            (place, consumer, provider, self.names.class_ids[name])
+            for place, (consumer, lacking) in lost.items()
+            for provider, name in lacking
+        ]
+        found: dict[int, tuple[ClaimHolder, ...]] = {}
+        for place, consumer, project in await self.connection.fetch(
+            claims.NEWEST, *transposed(rows, 4), claims.MAX_ALLOCATIONS, MAX_HOLDERS
+        ):
+            found[place] = (*found.get(place, ()), ClaimHolder(consumer=consumer, project_id=project))
+        return found
 
     async def join(self, joined: Mapping[GroupKey, Collection[str]]) -> None:
         """Insert the new members of server groups."""
-        await members.write(self.connection, joined)
+        rows = [(*key, consumer) for key, consumers in joined.items() for consumer in consumers]
+        await self.connection.execute(members.WRITE, *transposed(rows, 3))
 
     async def write_claims(
         self,
         decision: Decision,
-        locked: Locked,
+        locked: port.Locked,
         changes: Sequence[Change] = (),
-        most: Mapping[tuple[str, str], int] = NO_LIMITS,
+        most: Mapping[tuple[str, str], int] = port.NO_LIMITS,
     ) -> int:
-        """Write a decision about the locked rows."""
+        """Write a decision about the locked rows. Raises PassedMeanwhile and BrokenInvariant."""
         held = (consumer.holding for consumer in decision.consumers.values() if consumer is not None)
         await self.ids_of({provider for holding in held for provider in holding})
-        return await claims.write(
-            self.connection,
-            decision,
-            locked,
-            changes,
-            most,
-            ids=self._ids,
-            class_ids=self.class_ids,
-        )
+        size = len(decision.consumers) + len(decision.used) + len(locked.inserted)
+        await turn_for(size)
+        columns = claims.written_columns(decision, locked, self._ids, self.names.class_ids)
+        if not any(columns) and not changes:
+            return 0
+        usage = transposed(limits.rows_of(locked.found, decision.consumers, self.names.class_ids, most), 4)
+        numbered = feed.rows(changes)
+        await turn_for(size)
+        try:
+            sequence, written = await self.connection.fetchval(claims.WRITE, *columns, *numbered, *usage)
+        except asyncpg.RaiseError as error:
+            raise port.PassedMeanwhile from error
+        wanted = sum(map(len, decision.used.values()))
+        if written != wanted:
+            raise BrokenInvariant(f"usage past capacity, or an inventory is gone: {written} of {wanted}")
+        number: int = sequence
+        return number
 
     async def ids_of(self, uuids: Collection[str]) -> Mapping[str, int]:
         """The row ids of providers, at least of those of these that exist."""
@@ -170,9 +173,9 @@ class PostgresBookTransaction:
         """Record that another compute service may take over these roots of a source, those of the cell."""
         await fetch(self.connection, trees.release(source, roots, cell))
 
-    async def holders(self, leaving: Sequence[Leaving]) -> list[str]:
+    async def holders(self, leaving: Sequence[port.Leaving]) -> list[str]:
         """The consumers that hold allocations of these classes of these providers."""
-        known = [(uuid, self.class_ids[name]) for uuid, name in leaving if name in self.class_ids]
+        known = [(uuid, self.names.class_ids[name]) for uuid, name in leaving if name in self.names.class_ids]
         rows = await self.connection.fetch(trees.HOLDERS, [uuid for uuid, _ in known], [number for _, number in known])
         return [row[0] for row in rows]
 
@@ -196,7 +199,7 @@ class PostgresBookTransaction:
         after: Mapping[str, Provider],
         changes: Sequence[Change] = (),
         *,
-        sources: Mapping[Key, ReportSource] = NO_SOURCES,
+        sources: Mapping[Key, ReportSource] = port.NO_SOURCES,
         disowned: Sequence[str] = (),
     ) -> int:
         """Write the differences between `before` and `after`, and the last reports of sources."""
@@ -205,13 +208,13 @@ class PostgresBookTransaction:
         del self._new_ids[: len(new)]
         await self.ids_of(trees.named_above(before, after))
         await turn_for(len(before) + len(after))
-        rows = trees.rows_of(self._ids, before, after, (self.class_ids, self.trait_ids))
+        rows = trees.rows_of(self._ids, before, after, (self.names.class_ids, self.names.trait_ids))
         rows |= {"sources": trees.rows_of_sources(sources)} if sources else {}
         rows |= {"disowned": list(disowned)} if disowned else {}
         if not rows:
             return 0
-        numbered = feed.rows(changes) if changes else ([], [], [])
-        number: int = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *numbered)
+        answer = await self.connection.fetchval(trees.WRITE, msgspec.json.encode(rows).decode(), *feed.rows(changes))
+        number: int = answer
         return number
 
     async def append(self, changes: Sequence[Change]) -> int:
@@ -220,10 +223,11 @@ class PostgresBookTransaction:
 
     # --- names
 
-    async def read_names(self) -> tuple[Named, Named]:
+    async def read_names(self) -> tuple[port.Named, port.Named]:
         """The numbers of (all classes, all traits)."""
         classes, names = [
-            dict(await fetch(self.connection, select(table.c.name, table.c.id))) for table in (resource_classes, traits)
+            dict(await fetch(self.connection, sa.select(table.c.name, table.c.id)))
+            for table in (resource_classes, traits)
         ]
         return classes, names
 
@@ -231,20 +235,22 @@ class PostgresBookTransaction:
         """Insert the names that are missing."""
         await fetch(self.connection, ONE_WRITER_OF_NAMES)
         added = 0
-        for kind, names in ((NameKind.CLASS, classes), (NameKind.TRAIT, traits)):
+        for kind, names in ((port.NameKind.CLASS, classes), (port.NameKind.TRAIT, traits)):
             if names:
-                wanted = select(func.unnest(literal(sorted(names), ARRAY(Text))))
+                wanted = sa.select(sa.func.unnest(sa.literal(sorted(names), sa.ARRAY(sa.Text))))
                 new = insert(NAMES[kind]).from_select(["name"], wanted).on_conflict_do_nothing(index_elements=["name"])
                 added += len(await fetch(self.connection, new.returning(NAMES[kind].c.id)))
         return added
 
-    async def delete_name(self, kind: NameKind, name: str) -> bool:
+    async def delete_name(self, kind: port.NameKind, name: str) -> bool:
         """Remove a class or trait. Raises NameInUse."""
         table = NAMES[kind]
         try:  # a foreign key refuses it while a provider has the class or trait
-            return bool(await fetch(self.connection, delete(table).where(table.c.name == name).returning(table.c.id)))
+            return bool(
+                await fetch(self.connection, sa.delete(table).where(table.c.name == name).returning(table.c.id))
+            )
         except asyncpg.ForeignKeyViolationError as error:
-            raise NameInUse(name) from error
+            raise port.NameInUse(name) from error
 
     async def rename_class(self, old: str, new: str) -> dict[str, Provider] | None:
         """Give a class another name. Returns the providers that have it. Raises NameExists.
@@ -253,17 +259,17 @@ class PostgresBookTransaction:
         name. They can no longer write the old id, and they look up the new one, which they have not cached.
         """
         having = [row[0] for row in await fetch(self.connection, HAVING, name=old)]
-        former = [row[0] for row in await fetch(self.connection, select(CLASSES.id).where(CLASSES.name == old))]
+        former = [row[0] for row in await fetch(self.connection, sa.select(CLASSES.id).where(CLASSES.name == old))]
         if not former:
             return None
         try:
             [(number,)] = await fetch(self.connection, insert(resource_classes).values(name=new).returning(CLASSES.id))
         except asyncpg.UniqueViolationError as error:
-            raise NameExists(new) from error
+            raise port.NameExists(new) from error
         for table in (inventories, allocations, project_usage):
-            moved = update(table).where(table.c.class_id == former[0]).values(class_id=number)
+            moved = sa.update(table).where(table.c.class_id == former[0]).values(class_id=number)
             await fetch(self.connection, moved)
-        await self.delete_name(NameKind.CLASS, old)
+        await self.delete_name(port.NameKind.CLASS, old)
         return await read_providers(self.connection, having)
 
     # --- the feed
@@ -283,7 +289,7 @@ class PostgresBookTransaction:
 
     async def providers_after(self, after: str | None, limit: int) -> list[Provider]:
         """Whole providers in the order of their uuids."""
-        found = select(providers.c.id).order_by(providers.c.uuid).limit(limit)
+        found = sa.select(providers.c.id).order_by(providers.c.uuid).limit(limit)
         rows = await fetch(self.connection, found if after is None else found.where(providers.c.uuid > after))
         found_of = await read_providers(self.connection, [row[0] for row in rows])
         return [found_of[uuid] for uuid in sorted(found_of)]
@@ -294,23 +300,23 @@ REPEATABLE = "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"
 
 
 def _purge_changes(keep: int, limit: int) -> ReturningDelete[Any]:
-    head = select(feed_head.c.number).scalar_subquery()
-    published = select(feed_position.c.number).scalar_subquery()
+    head = sa.select(feed_head.c.number).scalar_subquery()
+    published = sa.select(feed_position.c.number).scalar_subquery()
     old = changes.alias("old").c
-    some = select(old.last).where(old.last <= func.least(head - keep, published)).order_by(old.last).limit(limit)
-    return delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
+    some = sa.select(old.last).where(old.last <= sa.func.least(head - keep, published)).order_by(old.last).limit(limit)
+    return sa.delete(changes).where(changes.c.last.in_(some)).returning(changes.c.last)
 
 
 def _purge_fences(keep_s: float, limit: int) -> ReturningDelete[Any]:
     fence = consumers.alias("fence").c
     some = (
-        select(fence.uuid)
-        .where(fence.released_at < func.now() - timedelta(seconds=keep_s))
+        sa.select(fence.uuid)
+        .where(fence.released_at < sa.func.now() - timedelta(seconds=keep_s))
         .order_by(fence.released_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
-    return delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
+    return sa.delete(consumers).where(consumers.c.uuid.in_(some)).returning(consumers.c.uuid)
 
 
 def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
@@ -319,17 +325,17 @@ def _purge_sources(keep_s: float, limit: int) -> ReturningDelete[Any]:
     providers.
     """
     silent, newer = sources.alias("silent").c, sources.alias("newer").c
-    exist = exists().where(providers.c.uuid == silent.root)
-    covered = exists().where(
+    exist = sa.exists().where(providers.c.uuid == silent.root)
+    covered = sa.exists().where(
         newer.root == silent.root, newer.updated_at > silent.updated_at, newer.providers.op("@>")(silent.providers)
     )
     some = (
-        select(silent.root, silent.source)
-        .where(silent.updated_at < func.now() - timedelta(seconds=keep_s), or_(~exist, covered))
+        sa.select(silent.root, silent.source)
+        .where(silent.updated_at < sa.func.now() - timedelta(seconds=keep_s), sa.or_(~exist, covered))
         .limit(limit)
         .with_for_update(skip_locked=True, of=silent.root.table)
     )
-    return delete(sources).where(tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
+    return sa.delete(sources).where(sa.tuple_(sources.c.root, sources.c.source).in_(some)).returning(sources.c.root)
 
 
 class PostgresBookRows:
@@ -378,19 +384,19 @@ class PostgresBookRows:
         except asyncpg.ForeignKeyViolationError as error:
             raise StaleNames(str(error)) from error
         except asyncpg.DataError as error:
-            raise Unstorable(str(error)) from error
+            raise port.Unstorable(str(error)) from error
 
     async def head(self) -> FeedHead:
         """The number of the newest committed change, and the id of its history."""
         async with self.database.single() as connection:
             return await feed.head(connection)
 
-    async def newest(self, seen: FeedHead | None) -> NewestHead:
+    async def newest(self, seen: FeedHead | None) -> port.NewestHead:
         """Return the newest head, of a new history when the database was restored or promoted, or is behind `seen`."""
         async with self.database.single() as connection:
             return await feed.newest(connection, seen)
 
-    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> Taken | None:
+    async def take_changes(self, limit: int, lease_s: float, lease: Any) -> port.Taken | None:
         """Take the next unpublished changes."""
         async with self.database.single() as connection:
             found = await connection.fetch(feed.TAKE, min(limit, feed.ROWS_AT_ONCE), lease_s, lease)
@@ -398,9 +404,9 @@ class PostgresBookRows:
                 return None
             history, until = found[0]["history"], found[0]["until"]
             if until is None:
-                return Taken((), True, history, None)
+                return port.Taken((), True, history, None)
             rows, more = await feed.read(connection, found[0]["number"], limit, found)
-            return Taken(rows, more, history, until)
+            return port.Taken(rows, more, history, until)
 
     async def move_position(self, number: int, lease: Any) -> None:
         """Record that the changes up to this number are published, and end the lease."""
@@ -419,5 +425,7 @@ class PostgresBookRows:
             async with self.database.raw() as connection:
                 more |= len(await fetch(connection, statement)) >= limit
         async with self.database.raw() as connection:
-            more |= await members.purge(connection, limit) >= limit
+            left = await connection.fetch(members.LOCK_LEFT, limit)
+            await connection.execute(members.DELETE_LEFT, *transposed(left, 3))
+            more |= len(left) >= limit
         return more

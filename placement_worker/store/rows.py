@@ -7,22 +7,9 @@ from typing import Any
 
 import asyncpg
 import msgspec
-from sqlalchemy import (
-    ARRAY,
-    BigInteger,
-    Column,
-    ColumnElement,
-    Double,
-    Table,
-    Text,
-    any_,
-    bindparam,
-    cast,
-    extract,
-)
+import sqlalchemy as sa
 from sqlalchemy.sql.selectable import FromClause
 
-from bus.persistence.tables import UUID
 from placement_worker.domain.values import Provider
 from placement_worker.store.port import NameKind, ProviderTimes
 from placement_worker.store.tables import (
@@ -49,37 +36,27 @@ HELD: FromClause = (
 NAMES = {NameKind.CLASS: resource_classes, NameKind.TRAIT: traits}
 
 
-def columns_of(table: Table, *names: str) -> list[Column[Any]]:
+def columns_of(table: sa.Table, *names: str) -> list[sa.Column[Any]]:
     """These columns of a table."""
     return [table.c[name] for name in names]
 
 
-def seconds(table: Table) -> ColumnElement[float]:
+def seconds(table: sa.Table) -> sa.ColumnElement[float]:
     """When a row was last written, in seconds since the epoch."""
-    return cast(extract("epoch", table.c.updated_at), Double)
+    return sa.cast(sa.extract("epoch", table.c.updated_at), sa.Double)
 
 
-def ids(column: ColumnElement[int], name: str = "ids") -> ColumnElement[bool]:
-    """Whether the column has one of the numbers of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(BigInteger)))
-
-
-def uuids(column: ColumnElement[str], name: str = "uuids") -> ColumnElement[bool]:
-    """Whether the column has one of the uuids of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(UUID)))
-
-
-def texts(column: ColumnElement[str], name: str) -> ColumnElement[bool]:
-    """Whether the column has one of the texts of this parameter."""
-    return column == any_(bindparam(name, type_=ARRAY(Text)))
+def one_of(column: sa.ColumnElement[Any], name: str) -> sa.ColumnElement[bool]:
+    """Whether the column has one of the values of this parameter."""
+    return column == sa.any_(sa.bindparam(name, type_=sa.ARRAY(column.type)))
 
 
 # A provider as the function `read_providers` returns it: with the numbers of its own, its parent's and its root's row.
-ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes]
+ProviderRow = tuple[int, int | None, int, Provider, ProviderTimes | None]
 _decode = msgspec.json.Decoder(list[ProviderRow]).decode
 
-READ_PROVIDERS = "SELECT read_providers($1::bigint[])"
-READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1))"
+READ_PROVIDERS = "SELECT read_providers($1::bigint[], false)"
+READ_PROVIDER = "SELECT read_providers(ARRAY(SELECT id FROM providers WHERE uuid = $1), true)"
 
 
 async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> dict[str, Provider]:
@@ -90,8 +67,10 @@ async def read_providers(connection: asyncpg.Connection, ids: Sequence[int]) -> 
 
 async def read_provider(connection: asyncpg.Connection, uuid: str) -> tuple[Provider, ProviderTimes] | None:
     """One provider, with the times of its rows; None when it does not exist."""
-    rows = _decode(await connection.fetchval(READ_PROVIDER, uuid))
-    return (rows[0][3], rows[0][4]) if rows else None
+    for _, _, _, provider, times in _decode(await connection.fetchval(READ_PROVIDER, uuid)):
+        assert times is not None
+        return provider, times
+    return None
 
 
 def transposed(rows: Sequence[tuple[object, ...]], width: int) -> list[list[object]]:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 from msgspec.structs import asdict
-from sqlalchemy import ARRAY, Select, Update, any_, exists, func, literal, select, update
 
 from bus.persistence.tables import UUID
 from placement_worker.domain.report_group import RELEASED, TAKEN_OUT, Sources
@@ -20,7 +20,7 @@ from placement_worker.domain.values import Provider, StoredInventory
 from placement_worker.store.rows import ProviderRow
 from placement_worker.store.tables import inventories, providers, sources
 
-ONE_WRITER_OF_TREES = select(func.pg_advisory_xact_lock(func.hashtextextended("berth.placement.trees", 0)))
+ONE_WRITER_OF_TREES = sa.select(sa.func.pg_advisory_xact_lock(sa.func.hashtextextended("berth.placement.trees", 0)))
 
 # Functions of 0001_functions.sql.
 LOCK_SOURCES = "SELECT root, source, cell, version, digest, settled, providers FROM lock_sources($1::uuid[])"
@@ -29,13 +29,13 @@ WRITE = "SELECT write_trees($1, $2::bigint[], $3::bigint[], $4::bytea[])"
 READ_IDS = "SELECT uuid, id FROM providers WHERE uuid = ANY($1::uuid[])"
 
 
-def release(source: str, roots: Sequence[str], cell: str) -> Update:
+def release(source: str, roots: Sequence[str], cell: str) -> sa.Update:
     """Another compute service may take over these roots of a source, those of the cell."""
     return (
-        update(sources)
+        sa.update(sources)
         .where(
             sources.c.source == source,
-            sources.c.root == any_(literal(list(roots), ARRAY(UUID))),
+            sources.c.root == sa.any_(sa.literal(list(roots), sa.ARRAY(UUID))),
             sources.c.digest != TAKEN_OUT,
             providers.c.uuid == sources.c.root,
             providers.c.cell == cell,
@@ -44,21 +44,21 @@ def release(source: str, roots: Sequence[str], cell: str) -> Update:
     )
 
 
-def retired(limit: int) -> Select[Any]:
+def retired(limit: int) -> sa.Select[Any]:
     """Sources whose tree was removed while it was in use, is no longer in use, and was reported by no source since."""
     later, every = sources.alias("later"), providers.alias("every")
     is_empty = (
-        select(func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
+        sa.select(sa.func.bool_and(inventories.c.stranded & (inventories.c.used == 0)))
         .select_from(every.join(inventories, inventories.c.provider_id == every.c.id))
         .where(every.c.root_id == providers.c.id)
         .scalar_subquery()
     )
-    reported = exists().where(
+    reported = sa.exists().where(
         later.c.root == sources.c.root, later.c.digest != TAKEN_OUT, later.c.updated_at >= sources.c.updated_at
     )
     columns = ("root", "source", "version", "digest", "settled", "providers")
     return (
-        select(*(sources.c[name] for name in columns))
+        sa.select(*(sources.c[name] for name in columns))
         .select_from(sources.join(providers, providers.c.uuid == sources.c.root))
         .where(
             providers.c.root_id == providers.c.id,

@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Retry
 from bus.contracts.base import Refusal
-from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.build import BuildState
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import OFF_RECORD, BuildStatus, RecordedBuild
+from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
 from scheduler_worker.domain.pending import PendingBuild, accepted
+from scheduler_worker.domain.requests import refused_build
 
 DUPLICATE = "request.duplicate"
 
@@ -50,14 +50,15 @@ Admission = Start | Continue | Answered
 
 
 def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | None:
-    """A build whose time was over at the broker, as it is processed; None: it is left by its requester.
+    """A build whose time is over, as it is processed; None: it is left by its requester.
 
     may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
     that claim is it is built, or runs already. Another one ends with its event.
     """
+    delivery = pending.delivery
     if may_be_begun:
-        return replace(pending, delivery=pending.delivery.going_on())
-    return None if pending.delivery.is_left else pending
+        return replace(pending, delivery=delivery.going_on())
+    return None if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -148,19 +149,11 @@ def admit_without_first(pending: PendingBuild) -> Answered:
     return replace(_clash(pending), event=None)
 
 
+def clash(event: OutboxMessage, why: Refusal) -> Answered:
+    """It is refused, and nothing goes on record."""
+    return Answered(outcome=Done(reply=why), label="duplicate", event=event)
+
+
 def _clash(pending: PendingBuild) -> Answered:
-    """Its event has the lowest sequence: outdated for a client that follows the request on record."""
-    refusal = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
-    event = BuildEvent(
-        instance_uuid=pending.instance_uuid,
-        project_id=pending.request.project_id,
-        state=BuildState.REFUSED,
-        sequence=OFF_RECORD,
-        terminal=True,
-        code=refusal.code,
-        reason=refusal.reason,
-        at=pending.taken_at,
-    )
-    return Answered(
-        outcome=Done(reply=refusal), label="duplicate", event=OutboxMessage(API, event, pending.instance_uuid)
-    )
+    why = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
+    return clash(refused_build(pending.instance_uuid, pending.request.project_id, why, pending.taken_at), why)

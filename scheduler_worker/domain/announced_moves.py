@@ -10,8 +10,7 @@ from bus.bus import API
 from bus.contracts.build import TimelineEntry
 from bus.contracts.moves import MoveEvent
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.move_events import apply_announcement
-from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, apply_announcement
 from scheduler_worker.domain.transfers import is_departure, transfer
 
 

@@ -20,10 +20,11 @@ from bus.contracts.build import (
     FunnelStep,
     TimelineEntry,
 )
+from scheduler_worker.domain.requests import is_newer
 
-# The scheduler's own sequence numbers; a conductor starts at 10, so the stream of one instance always rises.
-# OFF_RECORD: unreadable, a clash with another request of the same uuid, or a refused delete.
-OFF_RECORD, ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 0, 1, 2, 3, 4
+# The scheduler's own sequence numbers, of builds and of moves; a conductor starts at 10, so the stream of one instance
+# always rises.
+ACCEPTED, SCHEDULED, FAILED_OR_REFUSED, DELETED = 1, 2, 3, 4
 
 # A build in one of these states has no machine and never will.
 ENDED_WITHOUT_MACHINE = (BuildState.FAILED, BuildState.REFUSED, BuildState.DELETED)
@@ -140,10 +141,10 @@ def apply_announcement(build: RecordedBuild, event: BuildEvent, cell: str) -> tu
     """
     if build.state is BuildState.DELETED or build.cell != cell:
         return build, None
-    if event.state is BuildState.DELETED and event.sequence <= build.sequence:
-        event = replace(event, sequence=build.sequence + 1)
-    if event.sequence <= build.sequence:
+    if not is_newer(event, build, ends=event.state is BuildState.DELETED):
         return build, None
+    if event.sequence <= build.sequence:
+        event = replace(event, sequence=build.sequence + 1)
     # The state is compared too: the event that the cell called the terminal one may have been overtaken, and is
     # outdated.
     ends = event.terminal or event.state in TERMINAL_STATES
@@ -176,32 +177,5 @@ def is_early(build: RecordedBuild, event: BuildEvent, cell: str) -> bool:
     That event is on its way: it was overtaken, or clients had it and a database that crashed lost it, and its message
     is delivered again. If it were announced now, this event would be a second terminal one.
     """
-    applies = event.sequence > build.sequence and build.state is not BuildState.DELETED and build.cell == cell
+    applies = is_newer(event, build) and build.state is not BuildState.DELETED and build.cell == cell
     return applies and event.state is BuildState.FAILED and not event.terminal and not build.terminal
-
-
-def timeline_entries(event: BuildEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
-    """One announcement as lines of the build's timeline: the attempts that it reports for the first time, then itself.
-
-    known: how many attempts are on record already. Each entry has its own time; the timeline is sorted by it.
-    """
-    who = f"conductor {event.cell}" if event.cell else "conductor"
-    attempts = tuple(
-        TimelineEntry(at=tried.at or now, who=who, what=tried.outcome, detail=_detail(tried.host, tried))
-        for tried in event.history[known:]
-        if tried.outcome != "active"  # the announcement itself is the entry of this attempt
-    )
-    itself = TimelineEntry(
-        at=event.at or now,
-        who=who,
-        what=event.state.value,
-        detail=_detail(event.host, event),
-        stamps=event.stamps,
-    )
-    return (*attempts, itself)
-
-
-def _detail(host: str | None, event: BuildEvent | AttemptRecord) -> str:
-    where = f"{host} (attempt {event.attempt})" if host else ""
-    why = f"{event.code}: {event.reason}" if event.code and event.reason else event.code or event.reason
-    return "; ".join(part for part in (where, why) if part)

@@ -1,24 +1,15 @@
-"""The command to the cell that a build is dispatched to, the query of it, and events of requests that are not on
-record. Pure.
-"""
+"""The command to the cell that a build is dispatched to, and the query of it. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
-from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.contracts.base import MAX_REASON
-from bus.contracts.build import BuildEvent, BuildRequest, BuildState
-from bus.contracts.catalogue import project_of
+from bus.contracts.build import BuildRequest
 from bus.contracts.cell import CellBuild, InstanceSpec
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.wire import Malformed
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.builds import OFF_RECORD, RecordedBuild
+from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.fences import for_cell, policy_of
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, HostClaimed
 
@@ -79,35 +70,3 @@ def build_query(request: BuildRequest, build: RecordedBuild, at: float, config: 
         sequence=build.sequence,
         requested_at=at,
     )
-
-
-class _Named(Struct):
-    """The field of an unreadable request that an answer on the event stream needs."""
-
-    instance_uuid: str
-
-
-def refused_event(malformed: Malformed) -> Sequence[BuildEvent]:
-    """An unreadable request, answered on the event stream of the project whose routing key it came under.
-
-    The broker has permitted its publisher to use that key; the body's project may be forged, so no other project gets
-    an event of it. Sequence 0 is below every event that a build on record has announced, so the event of a clash with a
-    good request is outdated for a client that follows that one.
-    """
-    project_id = project_of(malformed.key)
-    if not project_id:
-        return ()
-    try:
-        event = BuildEvent(
-            instance_uuid=msgspec.json.decode(malformed.body, type=_Named).instance_uuid,
-            project_id=project_id,
-            state=BuildState.REFUSED,
-            sequence=OFF_RECORD,
-            terminal=True,
-            code=malformed.code,
-            reason=malformed.reason[:MAX_REASON],
-        )
-        # Only the parts that the contract allows.
-        return (msgspec.convert(msgspec.to_builtins(event), BuildEvent),)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()

@@ -12,17 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.consuming.outcome import Done, Outcome, Received, Refuse, Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import HeldAllocation
-from bus.contracts.build import BuildAccepted, BuildEvent, BuildRequest, BuildState, DeleteRequest, TimelineEntry
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     DELETED,
     FAILED_OR_REFUSED,
-    OFF_RECORD,
     Author,
     BuildUpdate,
     NewBuild,
@@ -32,6 +30,7 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.delivery import HOSTS_UNKNOWN, RequestDelivery
 from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, STRANDED
+from scheduler_worker.domain.requests import refused_build
 
 UNKNOWN = "instance.unknown"
 STRANDED_REASON = "the instance holds an allocation of an earlier request, on a host of no known cell"
@@ -85,19 +84,16 @@ def plan_deletes(
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
-        if pending.delivery.why is not None:
+        if (why := pending.delivery.ends_with()) is not None:
             plan.outcomes[pending.position] = Done()
-            plan.messages.extend(_end_of(pending, pending.delivery.why, build, author))
+            plan.messages.extend(_end_of(pending, why, build, author))
         elif held and pending.key in held and held[pending.key].cell is None and pending.delivery.awaits_hosts:
             plan.outcomes[pending.position] = HOSTS_UNKNOWN  # the cell that can be told may be announced yet
-        elif build is None or build.code == UNKNOWN:
+        elif build is None or build.code == UNKNOWN or _is_anothers(build, request.project_id):
+            # Another project's build is no record of this one's: it neither shows, nor hides what was claimed for it.
             plan.outcomes[pending.position] = Retry(UNKNOWN, "not on record (yet)")
             if not pending.delivery.may_be_early:
                 _delete_unknown(plan, pending, author, held)
-        elif build.project_id != request.project_id:
-            # The answer reveals nothing to another project, and no event is published: the instance's event stream is
-            # its owner's.
-            plan.outcomes[pending.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
         elif held is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
@@ -121,8 +117,7 @@ def _delete_unknown(
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
         plan.outcomes[pending.position] = Done(reply=why)
-        refused = _end(pending.request, BuildState.REFUSED, OFF_RECORD, author, why)
-        plan.messages.append(OutboxMessage(API, refused, pending.request.instance_uuid))
+        plan.messages.append(refused_build(*pending.key, why, author.at))
 
 
 def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
@@ -130,6 +125,7 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
     claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
     """
     cell = build.cell or (None if held is None else held.cell)
+    claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         pass  # it was requested before
@@ -138,16 +134,14 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         lines = (author.entry("delete_requested", f"passed to cell {cell}"),)
     elif held is None:
         detail = "while it was being scheduled" if build.awaits_decision else "it was never built"
-        attempt = FIRST_ATTEMPT if build.awaits_decision else 0  # a scheduler may be claiming for it
-        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=attempt)
+        after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
         lines = (author.entry("deleted", detail),)
     else:
         why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        refused = OutboxMessage(API, _end(build, BuildState.REFUSED, OFF_RECORD, author, why), build.instance_uuid)
-        plan.messages.append(refused)  # of the delete
+        plan.messages.append(refused_build(build.instance_uuid, build.project_id, why, author.at))
         after, what = build, "delete_refused"
         if build.awaits_decision:
-            after, what = _failed(build, why), "failed"
+            after, what = _failed(replace(build, attempt=claimed), why), "failed"
         lines = (author.entry(what, f"{STRANDED}: {STRANDED_REASON}"),)
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
@@ -173,44 +167,46 @@ def tombstones(unknown: Sequence[PendingDelete], on_record: Collection[str], aut
 
 def refuse_unknown(
     unknown: Sequence[PendingDelete],
-    on_record: Collection[str],
+    on_record: Mapping[str, RecordedBuild],
     author: Author,
     held: Mapping[ProjectsBuild, HeldAllocation],
 ) -> tuple[dict[int, Outcome], list[OutboxMessage]]:
     """The outcomes of deletes of unknown instances, their events, and the deletes for the cells of what is held: they
     destroy and release what there is.
 
-    Where no tombstone is on record, the build request has just been recorded.
+    on_record: the tombstones included. An instance without a record has just been recorded by its build request.
     """
-    why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
-    final = [one for one in unknown if one.request.instance_uuid in on_record]
-    refused: dict[int, Outcome] = {one.position: Done(reply=why) for one in final}
-    messages = [
-        OutboxMessage(API, _end(one.request, BuildState.REFUSED, DELETED, author, why), one.request.instance_uuid)
-        for one in final
-    ]
-    for one in final:
+    refused: dict[int, Outcome] = {}
+    messages: list[OutboxMessage] = []
+    for one in (one for one in unknown if one.request.instance_uuid in on_record):
+        uuid, project = one.key
+        if _is_anothers(on_record[uuid], project):  # no event: those about an instance are its owner's
+            refused[one.position] = Refuse(UNKNOWN, UNKNOWN_REASON)
+        else:
+            why = Refusal(code=UNKNOWN, reason=UNKNOWN_REASON)
+            refused[one.position] = Done(reply=why)
+            messages.append(refused_build(uuid, project, why, author.at, DELETED))
         if one.key in held and (cell := held[one.key].cell) is not None:
-            uuid, project = one.key
             messages.append(OutboxMessage(cell, CellDelete(instance_uuid=uuid, project_id=project, begun=True), uuid))
     return refused, messages
 
 
 def _end_of(pending: PendingDelete, why: Refusal, build: RecordedBuild | None, author: Author) -> list[OutboxMessage]:
-    """The end of a delete that is not carried out; none: its requester has left it, it has ended, another scheduler
-    will end it, or the project has no such build.
+    """The end of a delete that is not carried out; none: its requester has left it, it has ended, or will, or the
+    project has no such build.
 
     Sequence 0: the build goes on as it is, and its events with it.
     """
-    request = pending.request
-    is_anothers = build is not None and build.project_id != request.project_id
-    has_ended = build is not None and (
-        build.code == UNKNOWN or build.state in (BuildState.DELETING, BuildState.DELETED)
-    )
+    has_ended = build is not None and build.state in (BuildState.DELETING, BuildState.DELETED)
+    is_anothers = build is not None and _is_anothers(build, pending.request.project_id)
     if pending.delivery.is_left or is_anothers or has_ended:
         return []
-    refused = _end(request, BuildState.REFUSED, OFF_RECORD, author, why)
-    return [OutboxMessage(API, refused, request.instance_uuid)]
+    return [refused_build(*pending.key, why, author.at)]
+
+
+def _is_anothers(build: RecordedBuild, project: str) -> bool:
+    """Whether it is a build of another project than this one, and no tombstone."""
+    return build.code != UNKNOWN and build.project_id != project
 
 
 def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
@@ -227,20 +223,4 @@ def _tombstone(request: DeleteRequest, author: Author) -> NewBuild:
             reason=UNKNOWN_REASON,
         ),
         timeline=(author.entry("refused", "a delete came, and no build"),),
-    )
-
-
-def _end(
-    of: RecordedBuild | DeleteRequest, state: BuildState, sequence: int, author: Author, why: Refusal | None = None
-) -> BuildEvent:
-    """The terminal event of a build or of a delete."""
-    return BuildEvent(
-        instance_uuid=of.instance_uuid,
-        project_id=of.project_id,
-        state=state,
-        sequence=sequence,
-        terminal=True,
-        code="" if why is None else why.code,
-        reason="" if why is None else why.reason,
-        at=author.at,
     )

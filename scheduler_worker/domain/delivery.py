@@ -25,16 +25,16 @@ HOSTS_UNKNOWN = Retry("hosts.unknown", "not every host has been announced yet")
 class RequestDelivery(Struct, frozen=True, kw_only=True):
     """How a request came.
 
-    attempt: how often its queue has had it retried. is_letter: its queue has given it up. last: it is not retried any
-    more; it ends now. why: it ends with this, unless it is on record and goes on (None: it does not end).
-    has_requester: one waits for an answer, and knows that a request whose time is over may be carried out. is_late:
-    whether its time is over, whenever it is asked. is_old: it was sent so long ago that its record may be purged.
-    awaits_hosts: this process has just started, so hosts that were not announced yet may still be, and "no host" would
-    be a guess.
+    attempt: how often its queue has had it retried. has_letter: if its handling crashes its queue gives it up, and its
+    letter ends it; a letter has none. last: it is not retried any more; it ends now. why: it ends with this, unless it
+    is on record and goes on (None: it does not end). has_requester: one waits for an answer, and knows that a request
+    whose time is over may be carried out. is_late: whether its time is over, whenever it is asked. is_old: it was sent
+    so long ago that its record may be purged. awaits_hosts: this process has just started, so hosts that were not
+    announced yet may still be, and "no host" would be a guess.
     """
 
     attempt: int = 0
-    is_letter: bool = False
+    has_letter: bool = True
     last: bool = False
     why: Refusal | None = None
     has_requester: bool = False
@@ -46,11 +46,6 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
     def may_be_early(self) -> bool:
         """Whether what it refers to may not be on record yet."""
         return self.attempt < OVERTAKES and not self.last
-
-    @property
-    def is_expired(self) -> bool:
-        """Whether its time was over before any scheduler had room for it."""
-        return self.is_letter and self.is_late()
 
     @property
     def is_left(self) -> bool:
@@ -66,7 +61,7 @@ class RequestDelivery(Struct, frozen=True, kw_only=True):
         return replace(self, why=None, is_late=never)
 
     def crashed(self) -> RequestDelivery:
-        """Of a letter whose handling has crashed: it ends now, because it has no letter."""
+        """Of one without a letter, whose handling has crashed: it ends now."""
         return replace(self, why=GIVEN_UP_BY_BROKER, is_late=never)
 
 
@@ -84,7 +79,7 @@ def delivery_of(received: Received, *, is_warming_up: bool = False, kept_since: 
     last = is_letter or why is not None or received.meta.attempt >= RETRIES
     return RequestDelivery(
         attempt=received.meta.attempt,
-        is_letter=is_letter,
+        has_letter=not is_letter,
         last=last,
         why=why,
         has_requester=received.meta.reply_to is not None,

@@ -62,7 +62,7 @@ def effects(  # noqa: PLR0917  (hot, so no keywords)
     if command is not None:
         assert after.cell is not None, after
         return [OutboxMessage(after.cell, command, uuid), to_clients]
-    if before is BuildState.ACCEPTED and after.attempt:
+    if after.attempt and not _is_over(before, after):
         return [to_clients, *releases_of(after)]
     return [to_clients]
 
@@ -72,9 +72,16 @@ def releases_of(build: RecordedBuild) -> list[OutboxMessage]:
     it has ended and no cell has it, no claim of its run is granted any more. Its instance held nothing when it ended,
     so what it holds now was never dispatched.
     """
-    is_over = build.state in (BuildState.FAILED, BuildState.DELETED) and build.cell is None
-    if not is_over or not build.run or build.code == STRANDED:
+    if not _is_over(build.state, build) or not build.run:
         return []
     uuid = build.instance_uuid
     release = ReleaseRun(consumer=uuid, attempt=FIRST_ATTEMPT, project_id=build.project_id, by=build.run)
     return [OutboxMessage(API, release, uuid)]
+
+
+def _is_over(state: BuildState | None, build: RecordedBuild) -> bool:
+    """Whether in this state of it the instance held nothing, and no cell has it. What a stranded one holds stays until
+    its delete finds nothing any more.
+    """
+    has_failed = state is BuildState.FAILED and build.code != STRANDED
+    return build.cell is None and (has_failed or state is BuildState.DELETED)

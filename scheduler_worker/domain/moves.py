@@ -7,14 +7,11 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
 
-import msgspec
 from msgspec.structs import replace
 
-from bus.bus import API
 from bus.consuming.outcome import Done, Received, Retry
-from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.moves import (
     CHOOSES_HOSTS,
@@ -25,11 +22,8 @@ from bus.contracts.moves import (
     MoveState,
     ResizePolicy,
 )
-from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.admission import DUPLICATE, Answered
+from scheduler_worker.domain.admission import DUPLICATE, Answered, clash
 from scheduler_worker.domain.delivery import RequestDelivery
-from scheduler_worker.domain.move_events import clash_event
-from scheduler_worker.domain.pending import TOO_OLD, FlavorAccess
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
     MoveContext,
@@ -38,6 +32,7 @@ from scheduler_worker.domain.recorded_moves import (
     image_of,
     image_properties_of,
 )
+from scheduler_worker.domain.requests import TOO_OLD, FlavorAccess, digest_of, refused_move, unknown_flavor
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"
@@ -50,8 +45,6 @@ DRAIN_USER = "drain"  # the user_id of the requests of drains
 # End states of an instance: no further request is accepted for it.
 _ENDED = frozenset({Condition.DELETED, Condition.FAILED})
 
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
 
 def pending_move(received: Received, delivery: RequestDelivery, position: int, *, now: float) -> PendingMove:
     """A request that has just been taken."""
@@ -60,17 +53,16 @@ def pending_move(received: Received, delivery: RequestDelivery, position: int, *
     return PendingMove(
         position=position,
         request=request,
-        digest=blake2b(_encode(request), digest_size=16).digest(),
+        digest=digest_of(request),
         taken_at=now,
         delivery=delivery,
     )
 
 
 def _clash(pending: PendingMove, reason: str) -> Answered:
-    """It is refused, and nothing goes on record."""
-    refusal = Refusal(code=DUPLICATE, reason=reason)
-    event = OutboxMessage(API, clash_event(pending, refusal), pending.request.request_id)
-    return Answered(outcome=Done(reply=refusal), label="duplicate", event=event)
+    request, why = pending.request, Refusal(code=DUPLICATE, reason=reason)
+    names = (request.request_id, request.instance_uuid, request.project_id, request.kind)
+    return clash(refused_move(*names, why=why, at=pending.taken_at), why)
 
 
 def check_move(
@@ -98,7 +90,7 @@ def check_move(
             return Answered(outcome=Retry(UNKNOWN, "not on record (yet)"))
         return Refusal(code=UNKNOWN, reason="there is no such instance in this project")
     if delivery.is_old:
-        return Refusal(code=TOO_OLD, reason="it was sent so long ago that it may have been carried out already")
+        return TOO_OLD
     return delivery.ends_with() or _misfit(request, known, flavors, same_host=same_host)
 
 
@@ -114,10 +106,8 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     if request.kind is MoveKind.RESIZE:
         if request.flavor is None:
             return Refusal(code=INCOMPLETE, reason="a resize names a flavor")
-        if not flavors.allows(request.flavor, request.project_id):
-            there_are = ", ".join(sorted(flavors.flavors_for(request.project_id)))
-            reason = f"there is no flavor {request.flavor} (there are: {there_are})"
-            return Refusal(code="flavor.unknown", reason=reason[:MAX_REASON])
+        if (unknown := unknown_flavor([request.flavor], request.project_id, flavors)) is not None:
+            return unknown
         if request.flavor == flavor_of(known):
             return Refusal(code="flavor.same", reason=f"the instance has flavor {request.flavor}")
         if request.policy is ResizePolicy.SAME_HOST and not same_host:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from hashlib import blake2b
-from typing import Protocol
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
-from bus.contracts.groups import ServerGroup
 from bus.contracts.stages import Stamps
 from scheduler_worker.domain.builds import (
     ACCEPTED,
@@ -25,30 +21,11 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.delivery import RETRIES, RequestDelivery
 from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.requests import TOO_OLD, FlavorAccess, digest_of, unknown_flavor
 
-TOO_OLD = "request.too_old"
-FLAVOR_UNKNOWN = "flavor.unknown"
 GROUP_UNKNOWN = "group.unknown"
 GROUP_INVALID = "group.invalid"
 MAX_NAME = 255  # of an instance
-
-_encode = msgspec.json.Encoder(order="deterministic").encode
-
-
-class FlavorAccess(Protocol):
-    """The flavors that exist, and for which projects; and each project's server groups."""
-
-    def allows(self, flavor: str, project: str) -> bool:
-        """Whether this flavor exists, and the project may request it."""
-
-    def flavors_for(self, project: str) -> Collection[str]:
-        """The names of the flavors that a project may request."""
-
-    def group_of(self, project: str, name: str) -> ServerGroup | None:
-        """The server group on record that a project calls by this name."""
-
-    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
-        """(name, server group) on record of a project with this uuid."""
 
 
 class PendingBuild(Struct, frozen=True, kw_only=True):
@@ -86,19 +63,10 @@ def pending_build(received: Received, delivery: RequestDelivery, *, now: float, 
     """A request that has just been received."""
     request, meta = received.message, received.meta
     assert isinstance(request, BuildRequest)
-    refusal: Refusal | None
-    wanted = (request.flavor, *(one.flavor for one in request.also))
-    missing = next((one for one in wanted if not flavors.allows(one, request.project_id)), None)
-    if missing is not None:
-        known = ", ".join(sorted(flavors.flavors_for(request.project_id)))
-        reason = f"there is no flavor {missing} (there are: {known})"
-        refusal = Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
-    elif delivery.is_old:
-        reason = "it was sent so long ago that it may have been carried out, and its record purged"
-        refusal = Refusal(code=TOO_OLD, reason=reason)
-    else:
-        refusal = _group_refusal(request, flavors)
-    digest = blake2b(_encode(request), digest_size=16).digest()
+    digest, names = digest_of(request), [request.flavor, *(one.flavor for one in request.also)]
+    refusal = unknown_flavor(names, request.project_id, flavors)
+    if refusal is None:
+        refusal = TOO_OLD if delivery.is_old else _group_refusal(request, flavors)
     return PendingBuild(
         position=0,
         request=_with_group(request, flavors),
@@ -120,7 +88,7 @@ def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> Pe
         digest=new.digest,
         requested_at=new.created_at,
         taken_at=now,
-        delivery=RequestDelivery(attempt=tries, last=tries >= RETRIES),
+        delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),
         gang=new.gang,
         run=new.build.run,
     )

@@ -18,6 +18,7 @@ from bus.contracts.placement import ClaimOutcome, ClaimResult, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.requests import is_newer
 
 
 class Transfer(Struct, frozen=True):
@@ -31,7 +32,7 @@ class Transfer(Struct, frozen=True):
 
 def is_departure(event: MoveEvent, build: RecordedBuild, instance: InstanceRecord, cell: str) -> bool:
     """Whether an announcement of its cell hands the instance on: the cell on record, by news of it."""
-    return event.departure is not None and build.cell == cell and event.sequence > instance.sequence
+    return event.departure is not None and build.cell == cell and is_newer(event, instance)
 
 
 def transfer(event: MoveEvent, build: RecordedBuild, move: RecordedMove | None) -> Transfer:

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from itertools import islice
 
+from msgspec import convert
 from msgspec.structs import replace
 
-from bus.contracts.build import BuildQuery, BuildRecord, BuildState
+from bus.contracts.build import BuildQuery, BuildRecord, BuildRequest, BuildState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ObjectLogEntry, ObjectLogQuery
 from bus.persistence.memory_database import MemoryRows, MemorySession
@@ -20,19 +20,31 @@ from bus.persistence.unit_of_work import VersionCache, published
 from scheduler_worker.domain.builds import (
     ENDED_WITHOUT_MACHINE,
     OPEN,
-    Gang,
     NewBuild,
     RecordedBuild,
     is_search,
 )
 from scheduler_worker.domain.objects import RecordedObjects
-from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove, record_of
+from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
 from scheduler_worker.store import rows
-from scheduler_worker.store.memory_table import MemoryBuildTable, delete_builds, drop_moves, key_of
-from scheduler_worker.store.memory_units import MemoryBuildRows, MemoryBuildUnit, MemoryOperationUnit
+from scheduler_worker.store.memory_units import (
+    MemoryBuildRows,
+    MemoryBuildTable,
+    MemoryBuildUnit,
+    MemoryOperationUnit,
+    delete,
+    key_of,
+)
 from scheduler_worker.store.objects import BUILDS_WITH_A_MACHINE
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, Purged
-from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
+from scheduler_worker.store.port import (
+    FIRST_UUID,
+    BuildUnit,
+    OpenBuilds,
+    OperationUnit,
+    OptimisticBuildUnit,
+    ProjectsGroup,
+    Purged,
+)
 
 
 class MemoryBuilds:
@@ -98,35 +110,19 @@ class MemoryBuilds:
         async with self._session.transaction():
             return self._table.objects.log(query)
 
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """A scan that ends at the limit."""
+    async def machines(
+        self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
+    ) -> int:
+        """A scan."""
         async with self._session.transaction():
-            found = (
+            found = [
                 uuid
-                for uuid, record in self._table.records.items()
-                if record.flavor == flavor and self._table.recorded[uuid].state in BUILDS_WITH_A_MACHINE
-            )
-            return sum(1 for _ in islice(found, limit))
-
-    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
-        """A scan that ends at the limit."""
-        table = self._table
-        async with self._session.transaction():
-            found = (
-                uuid
-                for uuid, request in table.requests.items()
-                if request.project_id == project
-                and request.server_group is not None
-                and request.server_group.uuid == group
-                and table.recorded[uuid].state in BUILDS_WITH_A_MACHINE
-            )
-            return sum(1 for _ in islice(found, limit))
-
-    async def builds_in_cell(self, cell: str, limit: int) -> int:
-        """A scan that ends at the limit."""
-        async with self._session.transaction():
-            builds = self._table.recorded.values()
-            found = [one for one in builds if one.cell == cell and one.state in BUILDS_WITH_A_MACHINE]
+                for uuid, build in self._table.recorded.items()
+                if build.state in BUILDS_WITH_A_MACHINE
+                and flavor in (None, self._table.records[uuid].flavor)
+                and group in (None, _group_of(self._table.requested[uuid].request))
+                and cell in (None, build.cell)
+            ]
             return min(len(found), limit)
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
@@ -143,14 +139,19 @@ class MemoryBuilds:
             ]
             gone = [one for one in over if transaction.is_free(key_of(one.instance_uuid))][:limit]
             await transaction.lock([key_of(uuid) for uuid in sorted(one.instance_uuid for one in gone)])
-            transaction.will(partial(delete_builds, table, [one.instance_uuid for one in gone]))
-            return Purged(len(gone), gone[-1].created_at if gone else start_at)
+            moves = [
+                one.request_id
+                for one, at in sorted(table.moves.values(), key=lambda kept: kept[0].created_at)
+                if one.terminal and one.created_at < before and at < before
+            ][:limit]
+            transaction.will(partial(delete, table, [one.instance_uuid for one in gone], moves))
+            return Purged(len(gone), len(moves), gone[-1].created_at if gone else start_at)
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """One request, or a page of them, newest first."""
         async with self._session.transaction():
             found = [
-                record_of(move, at)
+                replace(convert(move, MoveRecord, from_attributes=True), updated_at=at)
                 for move, at in self._table.moves.values()
                 if query.request_id in (None, move.request_id)
                 and query.instance_uuid in (None, move.instance_uuid)
@@ -195,16 +196,13 @@ class MemoryBuilds:
                 key=lambda one: (one.gang or one.instance_uuid, one.instance_uuid != one.gang, one.instance_uuid)
             )
             sizes = Counter(one.gang for one in members)
-            return [
-                NewBuild(
-                    request=table.requests[one.instance_uuid],
-                    digest=table.digests[one.instance_uuid],
-                    build=table.recorded[one.instance_uuid],
-                    gang=Gang(uuid=one.gang, size=sizes[one.gang], min_count=one.gang_min) if one.gang else None,
-                    created_at=one.created_at,
-                )
-                for one in members
-            ]
+            found = []
+            for one in members:
+                new = table.requested[one.instance_uuid]
+                gang = new.gang and replace(new.gang, size=sizes[one.gang])
+                build = table.recorded[one.instance_uuid]
+                found.append(replace(new, build=build, gang=gang, created_at=one.created_at))
+            return found
 
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """A scan."""
@@ -214,18 +212,6 @@ class MemoryBuilds:
                 for uuid, build in self._table.recorded.items()
                 if build.host_uuid in hosts and build.state is BuildState.ACTIVE and uuid > after
             )[:limit]
-
-    async def purge_moves(self, before: float, limit: int) -> int:
-        """The oldest first."""
-        async with self._session.transaction() as transaction:
-            await transaction.statement()
-            over = [
-                one.request_id
-                for one, at in sorted(self._table.moves.values(), key=lambda kept: kept[0].created_at)
-                if one.terminal and one.created_at < before and at < before
-            ][:limit]
-            transaction.will(partial(drop_moves, self._table, over))
-            return len(over)
 
     async def flush(self) -> None:
         """Return when everything committed is on disk."""
@@ -296,3 +282,7 @@ def _as_it_is(record: BuildRecord, instance: InstanceRecord | None) -> BuildReco
 
 def _is_of(one: BuildRecord, instances: Collection[str], gangs: Collection[str | None]) -> bool:
     return one.instance_uuid in instances or (one.gang is not None and one.gang in gangs)
+
+
+def _group_of(request: BuildRequest) -> ProjectsGroup | None:
+    return None if request.server_group is None else (request.project_id, request.server_group.uuid)

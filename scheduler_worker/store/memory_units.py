@@ -1,4 +1,4 @@
-"""Transactions on build requests in memory: those that lock what they read, and the rows of optimistic ones."""
+"""Build requests in memory: their rows, transactions that lock what they read, and the rows of optimistic ones."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import structlog
+from msgspec.structs import replace
+
+from bus.contracts.build import BuildRecord, TimelineEntry
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.objects import ChangedObject, ObjectKind
 from bus.persistence.guarded_statement import PreconditionFailed
-from bus.persistence.memory_database import MemoryDatabaseTransaction, MemorySession
+from bus.persistence.memory_database import MemoryDatabase, MemoryDatabaseTransaction, MemorySession
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import Committed
 from scheduler_worker.domain.builds import (
@@ -22,17 +26,103 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.drains import DrainMove, OpenDrain, drain_of
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.store import drains as drain_rows
-from scheduler_worker.store.memory_table import (
-    OBJECTS,
-    MemoryBuildTable,
-    decide_build,
-    drop_drain_moves,
-    insert_build,
-    key_of,
-    update_build,
-)
-from scheduler_worker.store.unit_of_work import BuildWrites
+from scheduler_worker.store import objects
+from scheduler_worker.store.objects import MemoryObjects
+from scheduler_worker.store.port import BuildWrites
+
+log = structlog.get_logger(__name__)
+
+OBJECTS = ("objects", "")  # the key of operators' objects, which have one lock
+
+
+class MemoryBuildTable(MemoryDatabase):
+    """The committed requests and the instance-to-cell map; they outlive the schedulers."""
+
+    ROWS = (
+        *MemoryDatabase.ROWS,
+        "records",
+        "recorded",
+        "requested",
+        "moves",
+        "instances",
+        "objects",
+        "drain_moves",
+    )
+
+    def __init__(self, *arguments: object, **named: object) -> None:
+        super().__init__(*arguments, **named)  # type: ignore[arg-type]
+        self.records: dict[str, BuildRecord] = {}
+        self.recorded: dict[str, RecordedBuild] = {}
+        self.requested: dict[str, NewBuild] = {}
+        self.moves: dict[str, tuple[RecordedMove, float]] = {}  # and when it was last written
+        self.instances: dict[str, InstanceRecord] = {}
+        self.objects = MemoryObjects()
+        self.drain_moves: dict[tuple[str, str], DrainMove] = {}  # by drain and instance
+
+
+def key_of(uuid: str) -> tuple[str, str]:
+    """The key by which a build is locked and its versions are counted."""
+    return "build", uuid
+
+
+def insert_build(table: MemoryBuildTable, new: NewBuild, now: float) -> None:
+    """Insert a row with all columns."""
+    request = new.request
+    uuid = request.instance_uuid
+    table.requested[uuid] = new
+    table.records[uuid] = BuildRecord(
+        instance_uuid=uuid,
+        project_id=request.project_id,
+        flavor=request.flavor,
+        name=request.name,
+        state=new.build.state,
+        created_at=now,
+        updated_at=now,
+        gang=new.gang.uuid if new.gang else None,
+        gang_min=new.gang.min_count if new.gang else 0,
+    )
+    update_build(table, new.build, new.timeline, now)
+
+
+def decide_build(table: MemoryBuildTable, decision: BuildDecision, now: float) -> None:
+    """Write a decision."""
+    uuid = decision.build.instance_uuid
+    update_build(table, decision.build, decision.timeline, now)
+    table.records[uuid] = replace(table.records[uuid], funnel=decision.funnel)
+
+
+def update_build(
+    table: MemoryBuildTable, build: RecordedBuild, timeline: tuple[TimelineEntry, ...], now: float
+) -> None:
+    """Replace a build's record and append to its timeline."""
+    record = table.records[build.instance_uuid]
+    table.recorded[build.instance_uuid] = build
+    table.records[build.instance_uuid] = replace(
+        record,
+        state=build.state,
+        cell=build.cell,
+        host=build.host,
+        code=build.code,
+        reason=build.reason,
+        history=build.history,
+        timeline=(*record.timeline, *timeline),
+        updated_at=now,
+    )
+
+
+def drop_drain_moves(table: MemoryBuildTable, drains: frozenset[str]) -> None:
+    """Delete the rows of drains that are over."""
+    for key in [key for key in table.drain_moves if key[0] in drains]:
+        del table.drain_moves[key]
+
+
+def delete(table: MemoryBuildTable, builds: Sequence[str], moves: Sequence[str]) -> None:
+    """Delete builds with all that belongs to them, and moves."""
+    for uuid in builds:
+        for column in (table.records, table.recorded, table.requested, table.instances):
+            column.pop(uuid, None)
+    for one in moves:
+        table.moves.pop(one, None)
 
 
 class MemoryBuildUnit:
@@ -64,7 +154,7 @@ class MemoryBuildUnit:
         await self._transaction.statement()
         table = self._table
         return {
-            uuid: BuildStatus(build, table.digests[uuid])
+            uuid: BuildStatus(build, table.requested[uuid].digest)
             for uuid in instances
             if (build := table.recorded.get(uuid)) is not None
         }
@@ -131,7 +221,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
             requests,
             moves={one: table.moves[one][0] for one in requests if one in table.moves},
             builds={uuid: table.recorded[uuid] for uuid in uuids},
-            requested={uuid: table.requests[uuid] for uuid in uuids},
+            requested={uuid: table.requested[uuid].request for uuid in uuids},
             instances={uuid: table.instances[uuid] for uuid in uuids if uuid in table.instances},
             named=requests.keys() & table.recorded.keys(),
         )
@@ -176,7 +266,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
         stored = self._table.objects.present.objects.get((ObjectKind.DRAIN, drain))
         if stored is None:
             return None
-        return drain_rows.opened(drain_of(stored), self._of_drain(drain), now, limit)
+        return objects.opened(drain_of(stored), self._of_drain(drain), now, limit)
 
     async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
         """The objects of the drains must be locked by this unit."""
@@ -187,7 +277,7 @@ class MemoryOperationUnit(MemoryBuildUnit):
     async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
         """A scan."""
         await self._transaction.statement()
-        return drain_rows.in_order(self._of_drain(drain))[:limit]
+        return objects.in_order(self._of_drain(drain))[:limit]
 
     async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
         """A scan."""

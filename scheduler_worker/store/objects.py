@@ -1,7 +1,13 @@
-"""Operators' objects as rows: the statements of the store's PostgreSQL adapter, and what its memory adapter keeps."""
+"""What operators define and ask as rows: objects, the instances of drains, and queries. The statements of the store's
+PostgreSQL adapter, and what its memory adapter keeps.
+
+The statements of queries are not hot, and are made by SQLAlchemy Core. A condition that a query does not name is no
+part of its statement, so that PostgreSQL plans for those that it has.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,11 +15,31 @@ import asyncpg
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
-from sqlalchemy import RowMapping
+from sqlalchemy import (
+    ARRAY,
+    ColumnElement,
+    RowMapping,
+    Select,
+    Text,
+    and_,
+    any_,
+    cast,
+    func,
+    literal,
+    or_,
+    select,
+    tuple_,
+)
+from sqlalchemy.dialects.postgresql import JSON
 
+from bus.contracts.drains import DrainMoveState, DrainRecord
+from bus.contracts.moves import MoveKind, MoveQuery
 from bus.contracts.objects import ChangedObject, ObjectKind, ObjectLogEntry, ObjectLogQuery, StoredObject
+from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
+from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.rows import clean
+from scheduler_worker.store.tables import build_requests, moves, object_log
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
@@ -162,3 +188,143 @@ def _follows(entry: ObjectLogEntry, query: ObjectLogQuery) -> bool:
     """Whether it is of the revision that the last page ended in, after that page's last entry."""
     last = query.before_object
     return last is not None and entry.revision == query.before and (entry.kind.value, entry.name) > last
+
+
+COLUMNS = (
+    "drain", "instance_uuid", "position", "source_uuid", "kind", "state", "host_uuid", "tries", "failures", "code",
+    "reason", "due_at", "begun_at",
+)  # fmt: skip
+_TYPES = (
+    "uuid", "uuid", "integer", "uuid", "text", "text", "uuid", "integer", "integer", "text", "text", "float8", "float8",
+)  # fmt: skip
+WAITING, UNDER_WAY = DrainMoveState.WAITING, DrainMoveState.UNDER_WAY
+
+LOCK = f"SELECT body FROM objects WHERE kind = '{ObjectKind.DRAIN.value}' AND name = $1 FOR UPDATE"
+IN_STATE = f"""
+SELECT {", ".join(COLUMNS)} FROM drain_moves
+WHERE drain = $1 AND state = $2 AND due_at <= $3 ORDER BY position, instance_uuid LIMIT $4
+"""
+ALL = f"SELECT {', '.join(COLUMNS)} FROM drain_moves WHERE drain = $1 ORDER BY position, instance_uuid LIMIT $2"
+COUNTS = "SELECT drain, state, count(*) FROM drain_moves WHERE drain = ANY($1::uuid[]) GROUP BY drain, state"
+LAST_BEGUN = "SELECT coalesce(max(begun_at), 0) FROM drain_moves WHERE drain = $1"
+PUT = f"""
+INSERT INTO drain_moves ({", ".join(COLUMNS)})
+SELECT * FROM unnest({", ".join(f"${at}::{kind}[]" for at, kind in enumerate(_TYPES, 1))})
+ON CONFLICT (drain, instance_uuid) DO UPDATE SET
+    {", ".join(f"{name} = excluded.{name}" for name in COLUMNS[3:])}
+"""
+DROP = "DELETE FROM drain_moves WHERE drain = ANY($1::uuid[])"
+NO_LIMIT = 2**31 - 1
+
+_record = msgspec.json.Decoder(DrainRecord).decode
+
+
+async def lock_drain(connection: asyncpg.Connection, drain: str, now: float, limit: int) -> OpenDrain | None:
+    """A drain, locked by its object's row, with its instances that are under way and that are due."""
+    body = await connection.fetchval(LOCK, drain)
+    if body is None:
+        return None
+    rows = await connection.fetch(IN_STATE, drain, UNDER_WAY.value, float("inf"), NO_LIMIT)
+    rows += await connection.fetch(IN_STATE, drain, WAITING.value, now, limit)
+    found = await count_moves(connection, [drain])
+    return OpenDrain(
+        record=_record(body),
+        open=tuple(map(_move, rows)),
+        counts=found.get(drain, {}),
+        last_begun_at=await connection.fetchval(LAST_BEGUN, drain),
+    )
+
+
+async def put_moves(connection: asyncpg.Connection, moves: Sequence[DrainMove]) -> None:
+    """One statement, whatever their number."""
+    if moves:
+        await connection.execute(PUT, *map(list, zip(*map(_row, moves), strict=True)))
+
+
+async def read_moves(connection: asyncpg.Connection, drain: str, limit: int) -> list[DrainMove]:
+    """The instances of a drain, in their order."""
+    return [_move(row) for row in await connection.fetch(ALL, drain, limit)]
+
+
+async def count_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
+    """How many instances they have, by state."""
+    found: dict[str, dict[DrainMoveState, int]] = {}
+    for drain, state, count in await connection.fetch(COUNTS, drains):
+        found.setdefault(drain, {})[DrainMoveState(state)] = count
+    return found
+
+
+async def drop_moves(connection: asyncpg.Connection, drains: Sequence[str]) -> None:
+    """Delete the rows of these drains."""
+    await connection.execute(DROP, drains)
+
+
+def opened(record: DrainRecord, moves: Iterable[DrainMove], now: float, limit: int) -> OpenDrain:
+    """The result of `lock_drain`, from all instances of a drain."""
+    ordered = in_order(moves)
+    due = [one for one in ordered if one.state is WAITING and one.due_at <= now]
+    return OpenDrain(
+        record=record,
+        open=(*(one for one in ordered if one.state is UNDER_WAY), *due[:limit]),
+        counts=Counter(one.state for one in ordered),
+        last_begun_at=max((one.begun_at for one in ordered), default=0.0),
+    )
+
+
+def in_order(moves: Iterable[DrainMove]) -> list[DrainMove]:
+    """In the order in which a drain moves them."""
+    return sorted(moves, key=lambda one: (one.position, one.instance_uuid))
+
+
+def _row(one: DrainMove) -> tuple[Any, ...]:
+    return (
+        one.drain, one.instance_uuid, one.position, one.source_uuid, one.kind.value, one.state.value, one.host_uuid,
+        one.tries, one.failures, clean(one.code), clean(one.reason), one.due_at, one.begun_at,
+    )  # fmt: skip
+
+
+def _move(row: asyncpg.Record) -> DrainMove:
+    fields = dict(row)
+    return DrainMove(**{**fields, "kind": MoveKind(row["kind"]), "state": DrainMoveState(row["state"])})
+
+
+def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:
+    """How many builds may have a machine."""
+    columns = build_requests.c
+    found: Any = select(literal(1)).where(columns.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text))))
+    if flavor is not None:
+        found = found.where(columns.flavor == flavor)
+    if group is not None:
+        named = cast(columns.request, JSON)[("server_group", "uuid")].astext
+        found = found.where(columns.project_id == group[0], named == group[1])
+    if cell is not None:
+        found = found.where(columns.cell == cell)
+    return select(func.count()).select_from(found.limit(limit).subquery())
+
+
+def moves_of(query: MoveQuery) -> Select[Any]:
+    """The requests that a query names, newest first: along the index that suits it."""
+    found = select(moves)
+    for column in (moves.c.request_id, moves.c.instance_uuid, moves.c.project_id):
+        if (wanted := getattr(query, column.name)) is not None:
+            found = found.where(column == wanted)
+    if query.under_way is not None:
+        found = found.where(moves.c.terminal != query.under_way)
+    return found.order_by(moves.c.created_at.desc()).limit(query.limit)
+
+
+def log_of(query: ObjectLogQuery) -> Select[Any]:
+    """Entries of the log of changes, newest first: along the primary key."""
+    columns = object_log.c
+    found = select(object_log)
+    if query.kind is not None:
+        found = found.where(columns.kind == query.kind.value)
+    if query.name is not None:
+        found = found.where(columns.name == clean(query.name))
+    if query.before is not None:
+        earlier: ColumnElement[bool] = columns.revision < query.before
+        if query.before_object:
+            last = tuple_(*(literal(clean(word)) for word in query.before_object))
+            earlier = or_(earlier, and_(columns.revision == query.before, tuple_(columns.kind, columns.name) > last))
+        found = found.where(earlier)
+    return found.order_by(columns.revision.desc(), columns.kind, columns.name).limit(query.limit)

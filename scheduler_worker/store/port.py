@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from msgspec import Struct
 
@@ -13,20 +13,24 @@ from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.moves import MoveQuery, MoveRecord
 from bus.contracts.objects import ChangedObject, ObjectLogEntry, ObjectLogQuery
+from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage, Rows
 from bus.persistence.relay import Relay
+from bus.persistence.unit_of_work import OptimisticUnitOfWork, RowStore, VersionCache, WriteSet
 from scheduler_worker.domain.builds import BuildDecision, BuildStatus, BuildUpdate, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 
+ProjectsGroup: TypeAlias = tuple[str, str]  # (project, uuid of its server group)
 FIRST_UUID = "00000000-0000-0000-0000-000000000000"  # before every instance's
 
 
 class Purged(Struct, frozen=True):
-    """How many records one statement has deleted, and when the youngest of them was created."""
+    """How many builds and moves one statement has deleted, and when the youngest of these builds was created."""
 
-    count: int
+    builds: int
+    moves: int
     until: float
 
 
@@ -152,23 +156,18 @@ class SchedulerStore(Protocol):
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Entries of the log of changes, newest first."""
 
-    async def builds_of(self, flavor: str, limit: int) -> int:
-        """How many builds of a flavor have a machine, or may get one; counted up to `limit`."""
-
-    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
-        """How many builds of a project's server group (by uuid) have a machine, or may get one, up to `limit`."""
-
-    async def builds_in_cell(self, cell: str, limit: int) -> int:
-        """How many builds have a machine in this cell, or may get one, or go back to one, up to `limit`.
-
-        Reads all builds.
+    async def machines(
+        self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
+    ) -> int:
+        """How many builds of a flavor, of a server group or in a cell have a machine, or may get one; counted up to
+        `limit`. A cell has one, too, where an instance may go back to it. Reads all builds.
         """
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
-        """Delete builds that ended without a machine and last changed before this time, oldest first from a creation
-        time on.
+        """Delete builds that ended without a machine and moves that ended, and last changed before this time: the
+        oldest first, builds from a creation time on. limit: of each.
 
-        Their cell mapping goes with them. A build that has a machine, or may get one, is kept whatever its age.
+        A build's cell mapping goes with it. A build that has a machine, or may get one, is kept whatever its age.
         """
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
@@ -192,11 +191,6 @@ class SchedulerStore(Protocol):
     async def active_on(self, hosts: Sequence[str], limit: int, *, after: str = FIRST_UUID) -> list[str]:
         """The active instances on hosts (uuids), in order of their uuids, up to a bound. Reads all builds."""
 
-    async def purge_moves(self, before: float, limit: int) -> int:
-        """Delete requests that ended and last changed before this time, up to a bound; returns how
-        many were deleted.
-        """
-
     async def flush(self) -> None:
         """Return when every commit is on disk, those that were not durable too."""
 
@@ -219,3 +213,59 @@ class SchedulerStore(Protocol):
 
     async def builds_named(self, instances: Sequence[str]) -> dict[str, BuildRecord]:
         """Builds by the uuids of their instances, all in one statement."""
+
+
+class BuildWrites(WriteSet, kw_only=True):
+    """The writes of one unit: inserts must be new, decisions must be awaited. at: the time of all writes."""
+
+    inserts: Sequence[NewBuild] = ()
+    decisions: Sequence[BuildDecision] = ()
+    updates: Sequence[BuildUpdate] = ()
+    at: float = 0.0
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to write and nothing to compare."""
+        return not (self.inserts or self.decisions or self.versions or self.outbox)
+
+
+class OptimisticBuildUnit(OptimisticUnitOfWork[RecordedBuild, BuildWrites]):
+    """A BuildUnit that writes at its end."""
+
+    def __init__(
+        self, rows: RowStore[RecordedBuild, BuildWrites], cache: VersionCache[RecordedBuild], *, durable: bool
+    ) -> None:
+        super().__init__(rows, cache, BuildWrites(durable=durable))
+
+    async def insert(self, builds: Sequence[NewBuild], now: float) -> set[str]:
+        """All of them are expected to be new."""
+        self.writes.inserts, self.writes.at = [*self.writes.inserts, *builds], now
+        self._after.update((new.build.instance_uuid, new.build) for new in builds)
+        return {new.build.instance_uuid for new in builds}
+
+    async def read(self, instances: Sequence[str]) -> dict[str, BuildStatus]:
+        """Raises Conflict: a read of existing records takes the locking unit."""
+        if instances:
+            raise Conflict
+        return {}
+
+    async def write_decisions(self, decisions: Sequence[BuildDecision], now: float) -> set[str]:
+        """All of them are expected to be awaited."""
+        self.writes.decisions, self.writes.at = decisions, now
+        # A record that is not cached belongs to a redelivered request: another scheduler may be processing it too, so
+        # it is read again next time.
+        cached = [one.build for one in decisions if self._cache.get(one.build.instance_uuid) is not None]
+        self._after.update((build.instance_uuid, build) for build in cached)
+        return {one.build.instance_uuid for one in decisions}
+
+    async def lock(self, instances: Sequence[str]) -> dict[str, RecordedBuild]:
+        """As cached, else as read; compared at the end."""
+        return await self._read(instances)
+
+    async def update(self, updates: Sequence[BuildUpdate], now: float) -> None:
+        """Kept for the end."""
+        self.writes.updates, self.writes.at = updates, now
+        self._after.update((one.build.instance_uuid, one.build) for one in updates)
+
+    def emit(self, message: OutboxMessage) -> None:
+        """Kept for the end, in the outbox."""
+        self.writes.outbox.append(message)

@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import asyncpg
 import structlog
-from sqlalchemy import Select
 
 from bus.contracts.build import BuildQuery, BuildRecord
 from bus.contracts.drains import DrainMoveState
@@ -35,10 +34,17 @@ from scheduler_worker.domain.builds import (
 from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, known_of
-from scheduler_worker.store import drains as drain_rows
-from scheduler_worker.store import objects, queries, rows
-from scheduler_worker.store.port import FIRST_UUID, BuildUnit, OpenBuilds, OperationUnit, Purged
-from scheduler_worker.store.unit_of_work import BuildWrites, OptimisticBuildUnit
+from scheduler_worker.store import objects, rows
+from scheduler_worker.store.port import (
+    FIRST_UUID,
+    BuildUnit,
+    BuildWrites,
+    OpenBuilds,
+    OperationUnit,
+    OptimisticBuildUnit,
+    ProjectsGroup,
+    Purged,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -47,6 +53,9 @@ MIGRATIONS = "scheduler_worker.store.migrations"
 INSERT = rows.numbered(rows.INSERT)
 DECIDE = rows.numbered(rows.DECIDE)
 UPDATE = rows.numbered(rows.UPDATE)
+INSERT_MOVE = rows.numbered(rows.INSERT_MOVE)
+UPDATE_MOVE = rows.numbered(rows.UPDATE_MOVE)
+PUT_INSTANCE = rows.numbered(rows.PUT_INSTANCE)
 
 READ_VERSIONS = f"SELECT xmin, {rows.BUILD} FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 
@@ -94,8 +103,13 @@ WITH gone AS (
     RETURNING instance_uuid, created_at
 ), unchanged AS (
     DELETE FROM instances i USING gone WHERE i.instance_uuid = gone.instance_uuid
+), moved AS (
+    DELETE FROM moves WHERE request_id IN (
+        SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
+        ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
+    RETURNING request_id
 )
-SELECT count(*), coalesce(max(created_at), $3) FROM gone
+SELECT count(*), (SELECT count(*) FROM moved), coalesce(max(created_at), $3) FROM gone
 """
 
 ACTIVE_ON = """
@@ -132,26 +146,6 @@ ORDER BY gang NULLS FIRST, instance_uuid <> gang, instance_uuid
 IS_HANDLED = "SELECT EXISTS (SELECT FROM handled WHERE handler = $1 AND message_id = $2)"
 NAMED_BUILDS = "SELECT instance_uuid FROM build_requests WHERE instance_uuid = ANY($1::uuid[])"
 INSTANCES_OF = f"SELECT {rows.INSTANCE} FROM instances WHERE instance_uuid = ANY($1::uuid[])"
-INSERT_MOVE = f"""
-INSERT INTO moves ({rows.MOVE}, updated_at) VALUES ({", ".join(f"${number}" for number in range(1, 19))})
-ON CONFLICT (request_id) DO NOTHING RETURNING request_id
-"""
-UPDATE_MOVE = """
-UPDATE moves SET state = $2, sequence = $3, terminal = $4, cell = $5, host = $6, host_uuid = $7, code = $8, reason = $9,
-    history = $10, command = $11, updated_at = $12
-WHERE request_id = $1
-"""
-PUT_INSTANCE = f"""
-INSERT INTO instances ({rows.INSTANCE}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
-ON CONFLICT (instance_uuid) DO UPDATE SET condition = excluded.condition, flavor = excluded.flavor,
-    image = excluded.image, image_properties = excluded.image_properties, under_way = excluded.under_way,
-    sequence = excluded.sequence
-"""
-PURGE_MOVES = """
-DELETE FROM moves WHERE request_id IN (
-    SELECT request_id FROM moves WHERE created_at < $1 AND updated_at < $1 AND terminal
-    ORDER BY created_at LIMIT $2 FOR UPDATE SKIP LOCKED)
-"""
 
 
 class PostgresBuildRows:
@@ -287,8 +281,7 @@ class PostgresOperationUnit(PostgresBuildUnit):
     async def update_moves(self, moves: Sequence[RecordedMove], now: float) -> None:
         """The columns of an instance that a cell can change."""
         for one in moves:
-            row = rows.move_row(one, now)
-            await self._connection.execute(UPDATE_MOVE, row[0], *row[5:13], row[14], row[16], now)
+            await self._connection.execute(UPDATE_MOVE, *rows.announced_row(one, now))
 
     async def put_instances(self, instances: Sequence[InstanceRecord]) -> None:
         """One statement an instance."""
@@ -305,23 +298,23 @@ class PostgresOperationUnit(PostgresBuildUnit):
 
     async def lock_drain(self, drain: str, now: float, limit: int) -> OpenDrain | None:
         """By the row of its object."""
-        return await drain_rows.lock(self._connection, drain, now, limit)
+        return await objects.lock_drain(self._connection, drain, now, limit)
 
     async def put_drain_moves(self, moves: Sequence[DrainMove]) -> None:
         """One statement."""
-        await drain_rows.put(self._connection, moves)
+        await objects.put_moves(self._connection, moves)
 
     async def drain_moves(self, drain: str, limit: int) -> list[DrainMove]:
         """Along the primary key."""
-        return await drain_rows.read(self._connection, drain, limit)
+        return await objects.read_moves(self._connection, drain, limit)
 
     async def drain_counts(self, drains: Sequence[str]) -> dict[str, dict[DrainMoveState, int]]:
         """One statement."""
-        return await drain_rows.counts(self._connection, drains)
+        return await objects.count_moves(self._connection, drains)
 
     async def drop_drain_moves(self, drains: Sequence[str]) -> None:
         """One statement."""
-        await drain_rows.drop(self._connection, drains)
+        await objects.drop_moves(self._connection, drains)
 
 
 class PostgresBuilds:
@@ -393,35 +386,26 @@ class PostgresBuilds:
     async def object_log(self, query: ObjectLogQuery) -> list[ObjectLogEntry]:
         """Along the primary key."""
         async with self._database.transaction() as connection:
-            return objects.entries((await connection.execute(queries.log_of(query))).mappings())
+            return objects.entries((await connection.execute(objects.log_of(query))).mappings())
 
-    async def builds_of(self, flavor: str, limit: int) -> int:
+    async def machines(
+        self, limit: int, *, flavor: str | None = None, group: ProjectsGroup | None = None, cell: str | None = None
+    ) -> int:
         """A scan that ends at the limit."""
-        return await self._count(queries.builds_of(flavor, limit))
-
-    async def builds_of_group(self, project: str, group: str, limit: int) -> int:
-        """A scan of the project's builds that ends at the limit."""
-        return await self._count(queries.builds_of_group(project, group, limit))
-
-    async def builds_in_cell(self, cell: str, limit: int) -> int:
-        """A scan that ends at the limit."""
-        return await self._count(queries.builds_in_cell(cell, limit))
-
-    async def _count(self, statement: Select[int]) -> int:
         async with self._database.transaction() as connection:
-            return (await connection.execute(statement)).scalar_one()
+            return (await connection.execute(objects.machines(limit, flavor, group, cell))).scalar_one()
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """One bounded statement."""
         states = [state.value for state in ENDED_WITHOUT_MACHINE]
         async with self._database.raw() as connection:
             row = await connection.fetchrow(PURGE, before, limit, start_at, states)
-        return Purged(row[0], row[1])
+        return Purged(*row)
 
     async def moves(self, query: MoveQuery) -> list[MoveRecord]:
         """Along the index that suits the query."""
         async with self._database.transaction() as connection:
-            found = (await connection.execute(queries.moves_of(query))).mappings()
+            found = (await connection.execute(objects.moves_of(query))).mappings()
             return [rows.move_record(row) for row in found]
 
     async def open_moves(self, after: str, limit: int) -> list[RecordedMove]:
@@ -450,12 +434,6 @@ class PostgresBuilds:
         """A scan: an index on a column that changes would make every write of a build dearer."""
         async with self._database.raw() as connection:
             return [row[0] for row in await connection.fetch(ACTIVE_ON, hosts, limit, after)]
-
-    async def purge_moves(self, before: float, limit: int) -> int:
-        """One bounded statement."""
-        async with self._database.raw() as connection:
-            done: str = await connection.execute(PURGE_MOVES, before, limit)
-        return int(done.rpartition(" ")[2])
 
     async def flush(self) -> None:
         """Return when everything committed is on disk."""

@@ -67,7 +67,7 @@ build_requests = Table(
 
 # Requests about instances after their builds: one row each. digest: of the whole message. sequence: of the newest event
 # of the request. cell: where it was dispatched to. command: JSON, what that cell is to do now, of a request that leads
-# into another cell ('': of every other one). A row is written under the lock of its instance's row above.
+# into another cell (NULL: of every other one). A row is written under the lock of its instance's row above.
 moves = Table(
     "moves",
     METADATA,
@@ -87,7 +87,7 @@ moves = Table(
     needed("funnel", Text),
     needed("history", Text),
     needed("created_at", Double),
-    needed("command", Text, default=""),
+    Column("command", Text),
     needed("updated_at", Double),
     Index("moves_of_instance", "instance_uuid", text("created_at DESC")),
     Index("moves_newest", text("created_at DESC")),

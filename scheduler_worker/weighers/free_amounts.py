@@ -17,38 +17,23 @@ class RAMWeigher:
     sign: ClassVar[float] = 1.0
     minimum: ClassVar[float | None] = 0.0
     maximum: ClassVar[float | None] = None
+    resource_class: ClassVar[str] = "MEMORY_MB"
 
     def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
         """Capacity less used, assumed claims included."""
         del spec
-        return view.free("MEMORY_MB")
+        return view.free(self.resource_class)
 
 
-class CPUWeigher:
-    """Prefers free virtual CPUs; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
+class CPUWeigher(RAMWeigher):
+    """Prefers free virtual CPUs in the same way."""
 
     name: ClassVar[str] = "cpu"
-    multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
-    minimum: ClassVar[float | None] = 0.0
-    maximum: ClassVar[float | None] = None
-
-    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """Capacity less used, assumed claims included."""
-        del spec
-        return view.free("VCPU")
+    resource_class: ClassVar[str] = "VCPU"
 
 
-class DiskWeigher:
-    """Prefers free disk; a negative multiplier packs instead. Clamped at 0 before scaling, as in Nova."""
+class DiskWeigher(RAMWeigher):
+    """Prefers free disk in the same way."""
 
     name: ClassVar[str] = "disk"
-    multiplier: ClassVar[float] = 1.0
-    sign: ClassVar[float] = 1.0
-    minimum: ClassVar[float | None] = 0.0
-    maximum: ClassVar[float | None] = None
-
-    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
-        """Capacity less used, assumed claims included."""
-        del spec
-        return view.free("DISK_GB")
+    resource_class: ClassVar[str] = "DISK_GB"

@@ -1,4 +1,4 @@
-"""Does anything seem wrong with the host?"""
+"""Is something wrong with the host: does its service warn of it, or have builds failed there?"""
 
 from __future__ import annotations
 
@@ -32,3 +32,18 @@ class HealthWeigher:
             for name in (SENSORS_WARNING, SENSORS_CRITICAL):
                 found[view.metric(name) > 0] = 1.0
         return found
+
+
+class BuildFailureWeigher:
+    """Puts hosts with build failures below all others, whatever their other weights."""
+
+    name: ClassVar[str] = "build_failure"
+    multiplier: ClassVar[float] = 1_000_000.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Consecutive failures; a success on the host resets them."""
+        del spec
+        return view.failed_builds

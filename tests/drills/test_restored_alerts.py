@@ -7,7 +7,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.system.test_prometheus import ask, prometheus
 
 from berth.audit import quarantine
 from berth.audit.gather import rest
@@ -17,6 +16,7 @@ from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.safety import KEEP, DecidedMachine
 from tests.drills.test_backup_drill import PATIENCE_S, PLAN, REST_S, WITH_DATABASE, boot, lose
 from tests.kit.waiting import until
+from tests.system.test_traces import ask, prometheus
 from tests.system.worker_processes import rig
 
 pytestmark = [

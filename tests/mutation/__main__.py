@@ -29,7 +29,7 @@ TESTS_OF = {
 
 
 class CannotCheck(Exception):
-    """Tests that fail without a mutant, or that cannot be run."""
+    """Tests that cannot be run."""
 
 
 class Outcome(StrEnum):
@@ -84,24 +84,32 @@ def drawn(options: argparse.Namespace, packages: Sequence[str]) -> dict[str, Any
 
 
 def again(place: Path, packages: Sequence[str]) -> dict[str, Any]:
-    """The survivors of an earlier run, planted where their text is now. Those whose text is there no more are left
-    out.
+    """The survivors of an earlier run, planted where their text is now, in their file or another of the package. Those
+    whose text is there no more are left out.
     """
     kept = []
     figures = json.loads(place.read_text(encoding="utf-8"))
     for mutant in figures["survivors"]:
-        if mutant["path"].partition("/")[0] not in packages:
+        path, line = mutant["path"], mutant["line"]
+        package = path.partition("/")[0]
+        if package not in packages:
             continue
-        now = (ROOT / mutant["path"]).read_text(encoding="utf-8").split("\n")
-        before, after = mutant["before"].split("\n"), mutant["after"].split("\n")
-        places = [at for at in range(len(now)) if now[at : at + len(before)] == before]
-        if not places:
-            sys.stdout.write(f"gone  {mutant['path']}:{mutant['line']}\n{lines('-', mutant['before'])}")
+        others = sorted(str(one.relative_to(ROOT)) for one in (ROOT / package / "domain").rglob("*.py"))
+        found = [(other != path, abs(at - line), other, at) for other in others for at in places_of(mutant, other)]
+        if not found:
+            sys.stdout.write(f"gone  {path}:{line}\n{lines('-', mutant['before'])}")
             continue
-        at = min(places, key=lambda place: abs(place + 1 - mutant["line"]))
-        source = "\n".join([*now[:at], *after, *now[at + len(before) :]])
-        kept.append(mutant | {"line": at + 1, "source": source})
+        *_, path, line = min(found)
+        now = (ROOT / path).read_text(encoding="utf-8").split("\n")
+        source = "\n".join([*now[: line - 1], mutant["after"], *now[line - 1 + mutant["before"].count("\n") + 1 :]])
+        kept.append(mutant | {"path": path, "line": line, "source": source})
     return {"there": figures["there"], "drawn": kept}
+
+
+def places_of(mutant: dict[str, Any], path: str) -> list[int]:
+    """The lines of a file at which the text begins that a mutant replaces."""
+    now, before = (ROOT / path).read_text(encoding="utf-8").split("\n"), mutant["before"].split("\n")
+    return [at + 1 for at in range(len(now)) if now[at : at + len(before)] == before]
 
 
 def checked(
@@ -132,11 +140,14 @@ def _of_package(
         assert warm.stdout is not None
         left = len(mutants)
         for told in map(json.loads, warm.stdout):
-            if "fault" in told or told.get("status") == FAULT:
+            if told.get("status") == FAULT:
                 warm.kill()
                 raise CannotCheck(f"{package}: {told}")
-            if "mutant" not in told:
+            if "left_out" in told:
+                sys.stdout.write(f"{package}: {told['left_out']} fails without a mutant, and is left out\n")
+            if "tests" in told:
                 sys.stdout.write(f"{package}: {told['tests']} tests, {told['seconds']:.0f} s of processor time\n")
+            if "mutant" not in told:
                 continue
             left -= 1
             outcome = {SURVIVED: Outcome.SURVIVED, KILLED: Outcome.KILLED}.get(told["status"], Outcome.HUNG)

@@ -19,7 +19,7 @@ from bus.contracts.placement import ReleaseRun
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker import deletes, engine
 from scheduler_worker.domain import decisions
-from scheduler_worker.domain.builds import Author, BuildDecision, RecordedBuild
+from scheduler_worker.domain.builds import Author, BuildDecision, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, given_up
 from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
 from scheduler_worker.domain.effects import effects
@@ -60,10 +60,11 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
         requested: Sequence[PendingDelete],
         builds: Mapping[str, RecordedBuild],
         author: Author,
-        held: Mapping[str, HeldAllocation] | None = None,
+        held: Mapping[ProjectsBuild, HeldAllocation] | None = None,
     ) -> DeletePlan:
         if held is not None:
-            held = {uuid: one for uuid, one in held.items() if builds[uuid].state is not BuildState.ACCEPTED}
+            accepted = {uuid for uuid, build in builds.items() if build.state is BuildState.ACCEPTED}
+            held = {key: one for key, one in held.items() if key[0] not in accepted}
         return plan_deletes(requested, builds, author, held)
 
     return patch.object(deletes, "plan_deletes", plan)

@@ -18,10 +18,10 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.operations import AdminState, AdminStateSet, HostAdminState, SetAdminState
 from bus.contracts.placement import Claim, ClaimOption, Inventory
 from bus.wire import pack, single
+from cell_conductor.app import purge_forever
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, Move, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.side_tasks import purge_forever
 from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from compute_sim.drivers.ironic.node import Mark
 from compute_sim.drivers.ironic.request import take_patch

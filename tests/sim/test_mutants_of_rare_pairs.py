@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from lab.simulation.run import simulate
+from lab.simulation.draw import plan_of
+from lab.simulation.run import run, simulate
+from lab.simulation.steering import deleted_amid
 from lab.simulation.widening import Widening
-from tests.sim.mutants_of_rare_pairs import Mutant, old_error_ends_a_power_order
+from tests.sim.mutants_of_rare_pairs import (
+    Mutant,
+    old_error_ends_a_power_order,
+    refused_while_another_bus_is_away,
+    release_under_the_reverts_number,
+)
 
+MOVES = frozenset({Widening.MOVES})
+BUSES_APART = frozenset({Widening.BUSES_APART})
 NODE_POWER = frozenset({Widening.NODE_POWER})
 # {defect: the kind of the world, and a seed that finds it}
 FOUND_BY: dict[Mutant, tuple[frozenset[Widening], int]] = {
     old_error_ends_a_power_order: (NODE_POWER, 3),
+    refused_while_another_bus_is_away: (BUSES_APART, 41),
 }
 
 
@@ -22,3 +34,12 @@ def test_a_defect_of_a_rare_pair_is_found(mutant: Mutant) -> None:
     assert clean.breach == "", clean.detail
     with mutant():
         assert simulate(seed, kinds).breach
+
+
+def test_a_release_under_the_number_of_a_revert_is_found_by_a_run_steered_to_reverts() -> None:
+    plan = plan_of(14, MOVES)
+    steered = deleted_amid(plan, run(plan).seen.stays, "reverting", random.Random(0))
+    clean = run(steered)
+    assert clean.breach == "", clean.detail
+    with release_under_the_reverts_number():
+        assert run(steered).breach == "hosts_instances_allocations_agree"

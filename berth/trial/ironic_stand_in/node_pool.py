@@ -66,7 +66,7 @@ class NodePool:
         self.invalid: dict[str, str] = {}  # why a node's deploy interface would not deploy it, by node
         self.history: dict[str, list[dict[str, Any]]] = {}  # as Ironic answers it, by node
         self.vifs: dict[str, list[str]] = {}  # attached network ports, by node
-        self.no_ports: set[str] = set()  # network ports that Neutron does not have
+        self.no_ports: dict[str, int] = {}  # network ports that Neutron does not have: the status of Ironic's answer
         self.volume_targets: dict[str, dict[str, Any]] = {}  # by their uuid
         self.config_drives: dict[str, Any] = {}  # of the last deployment, by node
         self.behaviour = behaviour or Behaviour()

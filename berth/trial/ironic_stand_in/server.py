@@ -214,7 +214,7 @@ class IronicStandIn:
         else:
             vif = str((await _json(request, dict))["id"])
             if vif in self.pool.no_ports:
-                raise RequestError(404, f"Port {vif} could not be found.")
+                raise RequestError(self.pool.no_ports[vif], f"Port {vif} could not be found.")
             attached.append(vif)
         return Response(status_code=204, headers=VERSIONS)
 

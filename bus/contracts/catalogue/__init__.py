@@ -39,16 +39,13 @@ from bus.contracts.catalogue.rows import (
     Where,
 )
 
-__all__ = [
+__all__ = [  # besides what is derived below
     "BUILD_EVENTS",
-    "BY_QUEUE",
-    "BY_TYPE",
     "COMMANDS",
     "DEAD",
     "DEAD_LETTERS",
     "DELAY",
     "DELAYED",
-    "ENDED_BY_LETTER",
     "EVENTS",
     "FORBIDDEN",
     "GIVEN_UP",
@@ -58,27 +55,18 @@ __all__ = [
     "MAX_WAITING_BYTES",
     "MAX_WAITING_MESSAGES",
     "MESSAGES",
-    "OF_PROJECT",
     "OPERATORS",
     "QUEUES",
     "REPLIES",
     "RETRY_S",
     "RETURN",
-    "TAKES_GIVEN_UP",
     "MessageRow",
     "QueueKind",
     "QueueRow",
     "Where",
-    "destination",
     "forbidden",
     "lane_of",
-    "may_come_under",
     "operators_rights",
-    "project_of",
-    "projects_key",
-    "routing_key",
-    "taken_by",
-    "why_not_under",
 ]
 
 BY_TYPE: dict[type[Message], MessageRow] = {row.message: row for row in MESSAGES}

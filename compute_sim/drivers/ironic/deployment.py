@@ -72,6 +72,7 @@ class NodeDeployment:
         self._outage_reason = ""
         self._busy_answers = 0  # in a row, and failed requests
         self._retry_after_s = 0.0
+        self._port_fault_since: float | None = None  # Ironic has failed to attach a port since
         self._validated = False
         self._attachments: Attachments | None = None
 
@@ -255,7 +256,7 @@ class NodeDeployment:
         for vif in self._attachments.vifs:
             if vif in attached:
                 continue
-            refused = await self._api.attach_vif(node.uuid, vif)
+            refused = await self._attach(node, vif)
             if refused is not None and refused.is_conflict:
                 return
             if refused is not None:
@@ -278,6 +279,22 @@ class NodeDeployment:
             raise self._failed("node.refused", f"{refused} (to deploying the node)")
         if refused is not None:
             self._turned_down()
+
+    async def _attach(self, node: IronicNode, vif: str) -> Refused | None:
+        """Attach a port. Of one that Neutron does not have Ironic may report a fault of its own, while it answers all
+        else. Raises BuildAbort: so it was for `outage_timeout_s`, and each other node would be asked the same.
+        """
+        try:
+            refused = await self._api.attach_vif(node.uuid, vif)
+        except DriverOutage as fault:
+            now = self._clock.monotonic()
+            if self._port_fault_since is None:
+                self._port_fault_since = now
+            if now - self._port_fault_since < self._config.outage_timeout_s:
+                raise
+            raise BuildAbort("network.refused", f"{fault} (to attaching port {vif})") from fault
+        self._port_fault_since = None
+        return refused
 
     async def _attach_volumes(self, node: IronicNode) -> bool:
         """Make the instance's volumes targets of the node; False: look again.

@@ -23,7 +23,7 @@ from bus.contracts.cell import CellDelete, Destroy
 from bus.faults import BrokenInvariant, DatabaseForbidden, DatabaseUnavailable
 from bus.port import BusForbidden, Outgoing
 from bus.wire import BATCH, MAX_LETTER_BYTES
-from scheduler_worker.domain.decision_messages import refused_event
+from scheduler_worker.domain.requests import refused_unreadable
 from tests.contract.rig import KINDS, REQUESTS, Answering, Collector, House, boot, depth_is, settled
 from tests.kit.waiting import PATIENCE_S, until
 
@@ -146,7 +146,7 @@ async def test_a_requested_reply_comes_beside_the_event_also_for_an_invalid_batc
     await bus.transport.consume(queue, events, prefetch=10)
     await bus.transport.declare_reply_queue("client.reply.somebodys")
     await bus.transport.consume("client.reply.somebodys", answers, prefetch=10)
-    await house.consume(bus, REQUESTS, Answering(), on_malformed=refused_event)
+    await house.consume(bus, REQUESTS, Answering(), on_malformed=refused_unreadable)
     await bus.transport.publish(
         Outgoing(
             exchange=COMMANDS,

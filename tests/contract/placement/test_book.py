@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock, new_uuid
+from bus.contracts import book as queries
 from bus.contracts.book import GroupMembersQuery, HostTreeQuery, ProjectUsageQuery
 from bus.contracts.feed import Change, FeedChanges
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -29,14 +30,13 @@ from bus.contracts.placement import (
 from bus.faults import DatabaseUnavailable
 from bus.persistence.database import Database
 from bus.persistence.memory_database import turn
-from placement_worker.book import ResourceBook
+from placement_worker import book as resource_book
+from placement_worker.book import Published, ResourceBook
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.reports import ReportRefusal
-from placement_worker.store import memory_reads, postgres_reads, publishing
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
 from placement_worker.store.postgres_rows import PostgresBookRows
-from placement_worker.store.publishing import Published
 from tests.contract.books import HOSTS, VMS, Books, roomy_host
 
 # --- One suite for both books; and whatever one answers to a random history, the other answers too.
@@ -178,7 +178,7 @@ async def publish_when_free(store: ResourceBook, limit: int) -> list[int]:
 async def test_while_one_publishes_the_others_find_it_taken(
     make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
     other, sends = make(), Sends()
     await other.open()
     await store.report([report(host, 1, VCPU=1) for host in FOUR])
@@ -195,7 +195,7 @@ async def test_while_one_publishes_the_others_find_it_taken(
 async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process(
     store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
     sends = Sends()
     await store.report([report(host, 1, VCPU=1) for host in FOUR])
     cut = asyncio.create_task(store.publish(sends, 10))
@@ -209,7 +209,7 @@ async def test_a_turn_that_is_cut_short_is_begun_anew_at_once_by_its_own_process
 async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_comes_to(
     make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 0.001)
+    monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
     other, sends = make(), Sends()
     await other.open()
     await store.report([report(host, 1, VCPU=1) for host in FOUR])
@@ -225,14 +225,14 @@ async def test_one_that_hangs_is_not_waited_for_and_moves_nothing_back_when_it_c
 async def test_one_that_comes_to_does_not_end_the_turn_of_who_took_over(
     make: Books, store: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 0.001)
+    monkeypatch.setattr(resource_book, "LEASE_S", 0.001)
     other, third, late, now = make(), make(), Sends(), Sends()
     await other.open()
     await third.open()
     await store.report([report(host, 1, VCPU=1) for host in FOUR])
     hung = asyncio.create_task(store.publish(late, 2))
     await late.sending.wait()
-    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)
 
     async def take_over() -> None:
         while (await other.publish(now, 3)).taken:
@@ -397,8 +397,7 @@ async def test_a_tree_has_its_providers_and_who_holds_what_of_it(nested: Resourc
 async def test_who_holds_something_of_a_large_tree_is_listed_with_all_of_it(
     nested: ResourceBook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (memory_reads, postgres_reads):
-        monkeypatch.setattr(module, "MAX_TREE", 1)
+    monkeypatch.setattr(queries, "MAX_TREE", 1)
     await hold(nested, 1, "p", {CHILD: {"MEMORY_MB": 30}})
     tree = await nested.reads.tree(HostTreeQuery(provider=HOSTS[0]))
     assert [one.uuid for one in tree.providers] == [HOSTS[0]] and tree.more

@@ -454,8 +454,8 @@ async def test_a_move_is_on_record_with_what_its_instance_has_become(make: Make,
 async def test_moves_that_ended_are_purged_and_no_others(store: SchedulerStore) -> None:
     async with store.operation() as unit:
         await unit.insert_moves([moved(A, terminal=True), moved(B), moved(C, terminal=True, created_at=50.0)], 6.0)
-    assert await store.purge_moves(6.0, 10) == 0  # it changed last at 6
-    assert await store.purge_moves(10.0, 10) == 1
+    assert (await store.purge(6.0, 10)).moves == 0  # it changed last at 6
+    assert (await store.purge(10.0, 10)).moves == 1
     async with store.operation() as unit:
         found = await unit.known(dict.fromkeys((A, B, C), A))
     assert [one for one in (A, B, C) if found[one].move is not None] == [B, C]

@@ -218,9 +218,9 @@ async def test_the_log_is_bounded(store: SchedulerStore, monkeypatch: pytest.Mon
 
 
 async def test_builds_of_a_flavor_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
-    assert await built.builds_of("small", 10) == 1
-    assert await built.builds_of("small", 0) == 0
-    assert await built.builds_of("large", 10) == 0
+    assert await built.machines(10, flavor="small") == 1
+    assert await built.machines(0, flavor="small") == 0
+    assert await built.machines(10, flavor="large") == 0
 
 
 async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
@@ -230,20 +230,20 @@ async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore)
             assert build is not None
             await unit.update([BuildUpdate(build=replace(build, state=state, cell="c1"))], 1.0)
 
-    assert await built.builds_in_cell("c1", 10) == 0
+    assert await built.machines(10, cell="c1") == 0
     await move_to(BuildState.SCHEDULED)
-    assert await built.builds_in_cell("c1", 10) == 1
-    assert await built.builds_in_cell("c1", 0) == 0
-    assert await built.builds_in_cell("c2", 10) == 0
+    assert await built.machines(10, cell="c1") == 1
+    assert await built.machines(0, cell="c1") == 0
+    assert await built.machines(10, cell="c2") == 0
     await move_to(BuildState.DELETED)
-    assert await built.builds_in_cell("c1", 10) == 0
+    assert await built.machines(10, cell="c1") == 0
 
 
 async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: SchedulerStore) -> None:
-    assert await built.builds_of_group("p", GROUP, 10) == 1
-    assert await built.builds_of_group("p", GROUP, 0) == 0
-    assert await built.builds_of_group("other", GROUP, 10) == 0
-    assert await built.builds_of_group("p", BUILD, 10) == 0
+    assert await built.machines(10, group=("p", GROUP)) == 1
+    assert await built.machines(0, group=("p", GROUP)) == 0
+    assert await built.machines(10, group=("other", GROUP)) == 0
+    assert await built.machines(10, group=("p", BUILD)) == 0
 
 
 # --- One suite for both stores of the scheduler: drains and their instances.

@@ -18,8 +18,8 @@ from bus.faults import DatabaseForbidden
 from bus.persistence.database import Database
 from bus.persistence.migrations import oldest_for
 from bus.persistence.revision import APPLIED, OLDEST, known_revisions
-from cell_conductor.store.fences import LIFTED, LOCK_HOST
 from cell_conductor.store.postgres import PostgresInstances
+from cell_conductor.store.safety import LIFTED, LOCK_HOST
 from tests.kit import servers
 from tests.kit.releases import Migration, not_additive, release, structure
 from tests.kit.waiting import until

@@ -23,6 +23,7 @@ from compute_sim.driver import (
     Reschedule,
 )
 from tests.integration.compute.harness import DEPLOYMENT, FAILING, INSTANCE, QUICK, Driver, Metal, Way, build, fault
+from tests.kit.waiting import until
 
 PORT = "90000000-0000-4000-8000-000000000000"
 DIGEST = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -134,11 +135,25 @@ async def test_what_ironic_refuses_of_the_request_is_not_tried_on_node_after_nod
 # --- networks
 
 
-async def test_a_port_that_does_not_exist_ends_the_build(metal: Metal) -> None:
-    metal.pool.no_ports = {PORT}
-    driver = await metal.driver(network="static")
+@pytest.mark.parametrize("answer", [404, 500])
+async def test_a_port_that_does_not_exist_ends_the_build(metal: Metal, answer: int) -> None:
+    """A fault of Ironic's own for the port was waited for like an Ironic that is away, for an hour on each node."""
+    metal.pool.no_ports = {PORT: answer}
+    driver = await metal.driver(network="static", outage_timeout_s=0.1, deploy_timeout_s=60.0)
     wanted = build(metal.first, networks=(NetworkRequest(port=PORT),))
     assert await fault(driver.spawn(wanted)) == (BuildAbort, "network.refused")
+
+
+async def test_a_port_whose_network_is_away_for_a_while_is_attached_later(metal: Metal) -> None:
+    metal.pool.no_ports = {PORT: 503}
+    driver = await metal.driver(network="static", outage_timeout_s=60.0)
+    spawning = asyncio.create_task(driver.spawn(build(metal.first, networks=(NetworkRequest(port=PORT),))))
+    await until(driver.waiting)
+    metal.pool.no_ports = {PORT: 500}
+    await until(lambda: "500" in "".join(one.reason for one in driver.waiting()))
+    metal.pool.no_ports = {}
+    await spawning
+    assert metal.pool.vifs[metal.first] == [PORT]
 
 
 async def test_ports_are_attached_before_the_deployment_and_detached_when_it_never_began(metal: Metal) -> None:

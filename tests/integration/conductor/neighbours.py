@@ -33,12 +33,12 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from bus.persistence.relay import Relay
 from bus.port import Transport
+from cell_conductor.app import search_forever
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.instance import State
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import HostHandlers, RequestHandlers
 from cell_conductor.search import MachineSearch
-from cell_conductor.side_tasks import search_forever
 from cell_conductor.store.postgres import PostgresInstances
 from tests.kit.waiting import until
 

@@ -26,7 +26,7 @@ from scheduler_worker.domain.builds import RecordedBuild
 from tests.integration.conductor.neighbours import Cell, opened
 from tests.kit.waiting import until
 from tests.unit.conductor.scenario import DEPLOYMENT, RELEASED, UUID, announced, host, spawned
-from tests.unit.conductor.test_doubted import SET_BACK_AT, announced_to, brief, report_of, requested, run
+from tests.unit.conductor.test_doubted import SET_BACK_AT, announced_to, brief, report_of, requested, run_after
 
 # --- A message that a cell's queue of requests gives up ends with one event: its client does not wait for ever.
 
@@ -143,16 +143,16 @@ WHY = Refusal(code="broker.delivery_limit", reason="r")
 
 def known_at_the_top() -> tuple[RecordedBuild, Instance]:
     """The schedulers' record once the build was active, and the cell's record of then."""
-    building = run(requested(SET_BACK_AT + 100.0))  # no set-back was known then: numbered from 10 on
-    up = run(spawned(), start=building.instance)
+    building = run_after(requested(SET_BACK_AT + 100.0))  # no set-back was known then: numbered from 10 on
+    up = run_after(spawned(), start=building.instance)
     top = RecordedBuild(instance_uuid=UUID, project_id="p", state=BuildState.SCHEDULED, sequence=2, cell="c1")
     return announced_to(top, building, up), up.instance
 
 
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
-    over = run(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
-    for record in (over.instance, run(RELEASED, start=over.instance).instance):
+    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    for record in (over.instance, run_after(RELEASED, start=over.instance).instance):
         known = replace(brief(record), first_not_tried=record.first_not_tried)
         found = differences(report_of(attempt), [known], now=9e3, grace_s=30.0, deployment=DEPLOYMENT)
         kinds = [one.kind.value for one in found.unexplained]
@@ -164,8 +164,8 @@ def test_its_machine_is_kept_and_not_destroyed(attempt: int) -> None:
 def test_its_end_reaches_schedulers_that_have_it_as_active(attempt: int) -> None:
     top, _ = known_at_the_top()
     assert (top.state, top.terminal) == (BuildState.ACTIVE, True)
-    over = run(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
-    ended = run(RELEASED, start=over.instance)
+    over = run_after(replace(requested(SET_BACK_AT - 10.0), given_up=WHY, attempt=attempt))
+    ended = run_after(RELEASED, start=over.instance)
     (event,) = announced(ended)
     after = announced_to(top, ended)
     assert after.state is BuildState.FAILED, (

@@ -32,7 +32,7 @@ from cell_conductor.store.safety import ADOPT, DecidedMachine
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.integration.conductor.neighbours import CELL, WAIT_S, Cell, opened
 from tests.kit.waiting import until

@@ -32,8 +32,7 @@ from placement_worker.book import claim as apply
 from placement_worker.domain.claim_group import ClaimGroup, ClaimReply
 from placement_worker.domain.claims import ClaimItem
 from placement_worker.domain.values import ABOVE_CELLS, is_in_units
-from placement_worker.store import claims
-from placement_worker.store.postgres_rows import PostgresBookRows
+from placement_worker.store.postgres_rows import PostgresBookRows, PostgresBookTransaction
 from tests.kit.unit_rules import amounts_and_units
 
 from .conftest import Book
@@ -284,17 +283,17 @@ async def test_a_connection_killed_in_the_middle_leaves_nothing_behind(
     (host,) = await book.hosts(1, rng, VCPU=8)
     item = make_claim(new_uuid(rng), {host: {"VCPU": 2}})
     head = (await book.store.head()).sequence
-    write = claims.write
+    write = PostgresBookTransaction.write_claims
 
-    async def write_and_die(connection: asyncpg.Connection, *what: Any, **about: Any) -> int:
-        number = await write(connection, *what, **about)
+    async def write_and_die(transaction: PostgresBookTransaction, *what: Any, **about: Any) -> int:
+        number = await write(transaction, *what, **about)
         killer = await asyncpg.connect(book.url)
-        await killer.fetchval("SELECT pg_terminate_backend($1)", connection.get_server_pid())
+        await killer.fetchval("SELECT pg_terminate_backend($1)", transaction.connection.get_server_pid())
         await killer.close()
         return number
 
     with monkeypatch.context() as patched:
-        patched.setattr(claims, "write", write_and_die)
+        patched.setattr(PostgresBookTransaction, "write_claims", write_and_die)
         with pytest.raises(DatabaseUnavailable):
             await book.store.apply([item])
     assert (await book.store.head()).sequence == head

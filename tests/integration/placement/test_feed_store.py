@@ -21,7 +21,7 @@ from placement_worker import book as resource_book
 from placement_worker.book import ResourceBook
 from placement_worker.operations import export, export_store
 from placement_worker.replica.catch_up import LocalReplica
-from placement_worker.store import feed, publishing
+from placement_worker.store import feed
 from placement_worker.store.postgres_rows import PostgresBookRows
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
@@ -141,7 +141,7 @@ async def test_what_was_committed_leaves_as_the_same_bytes(
 async def test_two_publishers_publish_everything_once_and_in_order(
     book: Book, rng: random.Random, make_claim: MakeClaim, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
+    monkeypatch.setattr(resource_book, "LEASE_S", 10 * PATIENCE_S)  # no worker hangs here, however slow the machine
     hosts = await book.hosts(5, rng, VCPU=1000)
     second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()
@@ -166,7 +166,7 @@ async def test_two_publishers_publish_everything_once_and_in_order(
 async def test_a_publisher_that_dies_as_it_writes_its_position_is_repeated_not_skipped(
     book: Book, rng: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "LEASE_S", 0.01)
+    monkeypatch.setattr(resource_book, "LEASE_S", 0.01)
     await book.hosts(3, rng, VCPU=1)
     second = ResourceBook(PostgresBookRows(Database(book.url, "placement")))
     await second.open()

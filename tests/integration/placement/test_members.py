@@ -36,7 +36,7 @@ from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ABOVE_CELLS
 from placement_worker.operations import export, export_store
 from placement_worker.operations.export import BookExport, InvalidExport
-from placement_worker.store import claims, members
+from placement_worker.store import members
 from tests.kit.servers import fresh_database
 from tests.kit.waiting import until
 
@@ -80,7 +80,7 @@ async def test_a_claim_reads_the_members_on_the_hosts_that_it_names_however_many
     assert {str(reply.outcome) for reply in replies} == {"claimed"}
     requested = member(rng, hosts[7], policy)
     async with book.database.raw() as connection:
-        (found,) = (await members.read(connection, ClaimGroup([requested]).members())).values() or [{}]
+        (found,) = (await book.rows.on(connection).members(ClaimGroup([requested]).members())).values() or [{}]
     assert len(found) <= most
     assert not most or ((hosts[7],) in map(tuple, found.values()))
     (reply,) = await book.store.apply([requested])
@@ -330,10 +330,11 @@ async def test_an_import_waits_for_claims_that_have_read_their_group_and_their_p
     file = await exported(book)
     for requested in (exported_member(rng, hosts[1]), exported_member(rng, hosts[1], None, TWO)):
         async with book.database.raw() as reading:
-            await members.lock(reading, ClaimGroup([requested]).keys)
-            await members.read(reading, ClaimGroup([requested]).members())
+            transaction = book.rows.on(reading)
+            await transaction.lock_groups(ClaimGroup([requested]).keys)
+            await transaction.members(ClaimGroup([requested]).members())
             if requested.limits:
-                await claims.lock(reading, ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
+                await transaction.lock_claims(ClaimGroup([requested]).consumers, None, limited=["p"], alone=True)
             importing = asyncio.create_task(imported(book, file))
             await until(lambda: reading.fetchval(NOT_GRANTED))
             assert not importing.done()

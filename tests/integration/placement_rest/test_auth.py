@@ -29,7 +29,8 @@ from placement_worker.rest.auth import Caller, NoAuth2, TokenFile, local_auth
 from placement_worker.rest.config import KeystoneConfig, PolicyConfig, RestConfig
 from placement_worker.rest.keystone import Keystone, KeystoneForbidden, KeystoneUnavailable
 from placement_worker.rest.oslo_conf import with_oslo_conf
-from placement_worker.rest.policy import RESHAPE, USAGES, Policy
+from placement_worker.rest.policy import Policy
+from placement_worker.rest.routes import RESHAPE, USAGES
 from tests.integration.placement_rest.conftest import START_TIMEOUT_S, Placement, holding, on_postgres
 from tests.kit.keystone import KeystoneStandIn, keystone_stand_in
 

@@ -19,7 +19,7 @@ import pytest
 
 from bus.clock import SystemClock, new_uuid
 from bus.contracts.placement import Inventory, InventoryUpdate, ProviderReport
-from placement_worker.replica.warm_up import warm_up_search
+from placement_worker.replica.search import warm_up_search
 from placement_worker.rest.candidates import warm_up
 from placement_worker.rest.groups import MAX_ENTRIES
 from placement_worker.store.memory_table import MemoryBookTable

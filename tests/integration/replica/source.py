@@ -102,8 +102,17 @@ class Source:
         self.states, self.changes, self.first, self.unpublished = {}, [], 1, []
         self.history = f"h{int(self.history[1:]) + 1}"
 
-    def write(self) -> None:
-        """One random committed change."""
+    def write(self, count: int = 1) -> None:
+        """Random committed changes."""
+        for _ in range(count):
+            self._write()
+
+    def lose(self, count: int) -> None:
+        """Random committed changes that nobody publishes, nor what was to be published before."""
+        self.write(count)
+        self.unpublished.clear()
+
+    def _write(self) -> None:
         number = self.rng.randrange(30)
         root = number - number % 3
         old = self.states.get(uuid(number))

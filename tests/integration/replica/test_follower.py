@@ -69,13 +69,24 @@ async def playing(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterato
         await stage.source.bus.close()
 
 
+@asynccontextmanager
+async def following(stage: Stage, limits: FollowerLimits = LIMITS) -> AsyncIterator[Follower]:
+    """As `playing`, once it has read its snapshot."""
+    async with playing(stage, limits) as follower:
+        await until(follower.ready.is_set, stage.clock)
+        yield follower
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 async def test_snapshot_then_feed() -> None:
     stage = Stage()
-    for _ in range(50):
-        stage.source.write()
+    stage.source.write(50)
     stage.source.unpublished.clear()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage) as follower:
         assert stage.is_true()
         assert follower.is_fresh()
         pages = stage.source.pages
@@ -89,14 +100,9 @@ async def test_snapshot_then_feed() -> None:
 
 async def test_changes_while_the_snapshot_is_being_read() -> None:
     stage = Stage()
-    for _ in range(60):
-        stage.source.write()
+    stage.source.write(60)
 
-    def write() -> None:
-        for _ in range(3):
-            stage.source.write()
-
-    stage.source.on_page = write
+    stage.source.on_page = lambda: stage.source.write(3)
     async with playing(stage) as follower:
         await until(lambda: stage.source.pages >= 3, stage.clock)
         await stage.source.notify()
@@ -110,10 +116,8 @@ async def test_changes_while_the_snapshot_is_being_read() -> None:
 
 async def test_a_gap_is_requested_without_waiting_for_a_head() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        stage.source.write()
-        stage.source.unpublished.clear()  # lost
+    async with following(stage):
+        stage.source.lose(1)
         stage.source.write()
         await stage.source.notify()
         before = stage.clock.now
@@ -124,11 +128,8 @@ async def test_a_gap_is_requested_without_waiting_for_a_head() -> None:
 
 async def test_a_silent_loss_shows_at_the_heads() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        for _ in range(10):
-            stage.source.write()
-        stage.source.unpublished.clear()
+    async with following(stage) as follower:
+        stage.source.lose(10)
         await stage.source.announce_head()
         await until(lambda: follower.lag == 10, stage.clock)
         await stage.until_true()
@@ -137,10 +138,8 @@ async def test_a_silent_loss_shows_at_the_heads() -> None:
 
 async def test_silence_makes_it_ask() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        stage.source.write()
-        stage.source.unpublished.clear()
+    async with following(stage):
+        stage.source.lose(1)
         assert not stage.is_true()
         await until(stage.is_true, stage.clock)  # nothing is ever published
         assert stage.source.snapshots == 1
@@ -148,10 +147,8 @@ async def test_silence_makes_it_ask() -> None:
 
 async def test_too_old_means_a_new_snapshot() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        for _ in range(20):
-            stage.source.write()
+    async with following(stage):
+        stage.source.write(20)
         stage.source.trim()
         stage.source.unpublished.clear()
         await stage.until_true()
@@ -160,13 +157,10 @@ async def test_too_old_means_a_new_snapshot() -> None:
 
 async def test_a_book_that_was_set_back_is_read_anew() -> None:
     stage = Stage()
-    for _ in range(40):
-        stage.source.write()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    stage.source.write(40)
+    async with following(stage) as follower:
         stage.source.begin_again()
-        for _ in range(5):
-            stage.source.write()
+        stage.source.write(5)
         await stage.source.notify()
         await stage.until_true()
         assert (stage.source.snapshots, follower.lag) == (2, 0)
@@ -174,12 +168,9 @@ async def test_a_book_that_was_set_back_is_read_anew() -> None:
 
 async def test_a_cut_connection_is_caught_up() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage) as follower:
         stage.broker.drop_connections()
-        for _ in range(9):
-            stage.source.write()
-        stage.source.unpublished.clear()  # published while no listener was there
+        stage.source.lose(9)  # published while no listener was there
         before = stage.clock.now
         await until(stage.is_true, stage.clock)
         assert stage.clock.now - before < LIMITS.head_lag_s
@@ -212,28 +203,23 @@ async def test_placement_unavailable_at_the_start() -> None:
 async def test_a_feed_that_never_rests_is_caught_up_with() -> None:
     """Every answer is followed by one more change, published before the answer arrives."""
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        stage.source.write()
-        stage.source.unpublished.clear()  # lost
+    async with following(stage):
+        stage.source.lose(1)
         stage.source.busy = True
         stage.source.write()
         pages = stage.source.pages
         await stage.source.notify()
         await until(lambda: stage.source.pages > pages and stage.is_true(), stage.clock)
-        for _ in range(1000):
-            await asyncio.sleep(0)
+        await turns(1000)
         assert stage.is_true()
         assert stage.source.pages - pages == 1
 
 
 async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
     stage = Stage()
-    async with playing(stage, FollowerLimits(buffered=50, request_timeout_s=0.01)) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage, FollowerLimits(buffered=50, request_timeout_s=0.01)) as follower:
         await stage.source.close()  # no worker answers
-        for _ in range(200):
-            stage.source.write()
+        stage.source.write(200)
         lost, *rest = stage.source.unpublished
         most = 0
         for change in rest:
@@ -249,10 +235,8 @@ async def test_what_cannot_be_folded_in_is_kept_within_a_bound() -> None:
 
 async def test_refresh_requests_at_once_and_many_share_it() -> None:
     stage = Stage()
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
-        stage.source.write()
-        stage.source.unpublished.clear()
+    async with following(stage) as follower:
+        stage.source.lose(1)
         pages = stage.source.pages
         assert all(await asyncio.gather(*(follower.refresh(timeout_s=HANG_S) for _ in range(50))))
         assert stage.is_true()
@@ -264,8 +248,7 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
     stage = Stage()
     state = provider(0, generation=3, inventories={"VCPU": 8})
     stage.source.states[state.uuid] = state
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage) as follower:
         book, published = stage.book, []
         roots = book.rows_of_roots()
         follower.on_change(lambda: published.append(int(book.free("VCPU", roots)[0])))
@@ -282,8 +265,7 @@ async def test_a_claim_result_before_and_after_its_change() -> None:
 
 async def test_a_snapshot_without_end_stops_the_process() -> None:
     stage = Stage()
-    for _ in range(100):
-        stage.source.write()
+    stage.source.write(100)
     async with playing(stage, FollowerLimits(page=1, pages=3, request_timeout_s=HANG_S)) as follower:
         with pytest.raises(SnapshotEndless):
             async with asyncio.timeout(HANG_S):
@@ -307,8 +289,7 @@ async def test_whatever_happens_it_ends_true(seed: int) -> None:
                 await stage.source.announce_head()
             if rng.random() < 0.7:
                 await stage.source.announce_badly()
-            for _ in range(rng.randrange(20)):
-                await asyncio.sleep(0)
+            await turns(rng.randrange(20))
             stage.clock.advance(rng.random() / 2)
         await stage.until_true()
         assert follower.ready.is_set()
@@ -320,15 +301,12 @@ async def test_whatever_happens_it_ends_true(seed: int) -> None:
 async def test_a_book_that_was_set_back_is_taken_anew_however_far_it_has_come_since(announced: str, more: int) -> None:
     """Its numbers were given again: a replica that was at 20 took 21 to 25 and dropped what was before, for good."""
     stage = Stage()
-    for _ in range(20):
-        stage.source.write()
-    async with playing(stage) as follower:
+    stage.source.write(20)
+    async with following(stage) as follower:
         await stage.until_true()
-        await until(follower.ready.is_set, stage.clock)
         snapshots = stage.source.snapshots
         stage.source.begin_again()
-        for _ in range(20 + more):
-            stage.source.write()
+        stage.source.write(20 + more)
         if announced == "changes":
             await stage.source.notify()
         elif announced == "head":
@@ -348,8 +326,7 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
     stage = Stage()
     state = provider(0, generation=3, inventories={"VCPU": 8})
     stage.source.states[state.uuid] = state
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage):
         stage.book.assume("boot", {state.uuid: {"VCPU": 2}})
         stage.book.settle("boot", {state.uuid: 400}, 500)
         stage.source.begin_again()
@@ -362,24 +339,19 @@ async def test_a_settled_claim_of_another_history_is_not_waited_for() -> None:
 @pytest.mark.parametrize("announced", ["changes", "head"])
 async def test_a_book_that_was_set_back_is_noticed_by_its_feed_alone(announced: str) -> None:
     stage = Stage()
-    for _ in range(20):
-        stage.source.write()
-    async with playing(stage) as follower:
+    stage.source.write(20)
+    async with following(stage):
         await stage.until_true()
-        await until(follower.ready.is_set, stage.clock)
         snapshots = stage.source.snapshots
         stage.source.begin_again()
-        for _ in range(20):
-            stage.source.write()
-        stage.source.unpublished.clear()
+        stage.source.lose(20)
         for _ in range(200):  # a busy feed: never silent, never behind
             if announced == "changes":
                 stage.source.write()
                 await stage.source.notify()
             else:
                 await stage.source.announce_head()
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
             stage.clock.advance(0.1)
         assert stage.source.snapshots == snapshots + 1
         assert stage.book.history == "h2"
@@ -390,33 +362,27 @@ async def test_a_book_that_was_set_back_while_it_was_read_gets_no_change_of_befo
     """Changes that came before belong to numbers which the book has given again."""
     stage = Stage()
     source = stage.source
-    for _ in range(60):
-        source.write()
+    source.write(60)
     source.unpublished.clear()
     announced_soon: list[asyncio.Task[None]] = []
 
     def on_page() -> None:
         if source.pages == 1:
-            for _ in range(5):
-                source.write()  # 61 to 65, of the former history: kept until the snapshot is read
+            source.write(5)  # 61 to 65, of the former history: kept until the snapshot is read
             announced_soon.append(asyncio.create_task(source.notify()))
         elif source.pages == 4:
             source.begin_again()
-            for _ in range(60):
-                source.write()
+            source.write(60)
             source.unpublished.clear()
-            for _ in range(later):
-                source.write()  # 61 to 63, of the new one
+            source.write(later)  # 61 to 63, of the new one
             announced_soon.append(asyncio.create_task(source.notify()))
 
     source.on_page = on_page
-    async with playing(stage) as follower:
-        await until(follower.ready.is_set, stage.clock)
+    async with following(stage):
         await asyncio.gather(*announced_soon)
         for _ in range(100):
             await source.announce_head()
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turns(20)
             stage.clock.advance(0.1)
         assert stage.book.history == "h2"
         assert stage.is_true(), (stage.book.sequence, source.head)

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 
 import asyncpg
 import pytest
 from msgspec.structs import replace
 
 from bus.bus import API
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, DeleteRequest, member_uuids
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, QueueKind, lane_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import delivery
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
-from tests.integration.scheduler.steps import BEGUN_S, CONFIG, ROOM_FOR_ONE, Gate, fill, forget, running, unannounce
+from tests.integration.scheduler.steps import (
+    BEGUN_S,
+    CONFIG,
+    ROOM_FOR_ONE,
+    Gate,
+    cut_request_consumer,
+    fill,
+    forget,
+    running,
+    unannounce,
+)
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import until
+from tests.kit.waiting import PATIENCE_S, until
 
 # --- A claim of another run than the request's is never released with it; `berth audit` names it. An instance runs,
 # and its record is lost; its client publishes the request again a moment later.
@@ -79,16 +92,6 @@ async def test_a_redelivered_request_that_ended_before_any_look_releases_nothing
     assert host in await world.used()
 
 
-async def test_a_delete_in_the_batch_of_its_request_reaches_the_cell_of_a_young_claim(world: World) -> None:
-    """It was answered as deleted, and the instance ran on without its allocation."""
-    request, host = await running(world)
-    delete = DeleteRequest(instance_uuid=request.instance_uuid, project_id=request.project_id)
-    await world.ask(request, delete)  # one batch
-    ((cell, command),) = await world.until(lambda: world.deletes)
-    assert (cell, command.instance_uuid, command.begun) == ("c1", request.instance_uuid, True)
-    assert set(await world.used()) == {host}
-
-
 async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -105,25 +108,36 @@ async def test_a_redelivered_request_whose_delete_came_first_releases_nothing(
     assert host in await world.used()
 
 
-async def test_a_gang_that_is_short_keeps_young_claims_of_its_members(
+async def test_a_run_whose_record_is_lost_takes_no_claim_back_from_the_run_after_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One member had failed before the record was lost; its host is taken."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
+    """A Release of the lost run would take the allocation of what the later one has built."""
+    looking = Gate(monkeypatch, HeldClaims, "of")
+    taken_over, take_over = asyncio.Event(), HeldClaims.take_over
+
+    async def taking_over(this: HeldClaims, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
+        try:
+            await take_over(this, held, runs)
+        finally:
+            if held:
+                taken_over.set()
+
+    monkeypatch.setattr(HeldClaims, "take_over", taking_over)
     await world.scheduler("s1", CONFIG)
-    hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
-    request = world.request(count=2)
-    first, second = member_uuids(request)
+    (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
+    other = await fill(world, host)
+    request = world.request()
     await world.ask(request)
-    await world.ended(first, BuildState.SCHEDULED)
-    name = (await world.ended(second, BuildState.SCHEDULED)).host
-    await world.answer(Release(consumer=second), ReleaseResult)
-    await fill(world, hosts[0] if name == "c1-0" else hosts[1])
-    await forget(world, first, second)
-    await world.ask(request)
-    assert await world.queried(request) == "c1"
-    await world.ended(second)
-    assert set(await world.used()) == set(hosts)
+    await looking.wait()  # there is no room for it
+    await forget(world, request.instance_uuid)
+    await world.answer(Release(consumer=other), ReleaseResult)
+    cut_request_consumer(world)
+    await world.scheduler("s2", CONFIG)
+    await world.until(lambda: world.builds)
+    looking.open.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await taken_over.wait()
+    assert await in_doubt(world) == set()
 
 
 # --- The claim of an expired request whose record was lost is built on or left to its cell, with a deadline or

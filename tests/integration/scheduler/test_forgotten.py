@@ -381,8 +381,12 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     assert set(await world.used()) == {host}
 
 
-async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(world: World) -> None:
+@pytest.mark.parametrize("retries", [delivery.RETRIES, 0])
+async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(
+    world: World, monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
     """One member had failed before the restore; its host is taken."""
+    monkeypatch.setattr(delivery, "RETRIES", retries)
     await world.scheduler("s1", CONFIG)
     hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)

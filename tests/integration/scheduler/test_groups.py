@@ -83,8 +83,8 @@ async def test_wishes_are_met_as_far_as_they_can_be(world: World) -> None:
     weighers = tuple(
         f"scheduler_worker.weighers.{one}"
         for one in (
-            "group_members_here.ServerGroupSoftAffinityWeigher",
-            "group_members_elsewhere.ServerGroupSoftAntiAffinityWeigher",
+            "group_members.ServerGroupSoftAffinityWeigher",
+            "group_members.ServerGroupSoftAntiAffinityWeigher",
         )
     )
     await world.scheduler(config=SchedulerConfig(enabled_weighers=weighers))

@@ -28,7 +28,7 @@ from scheduler_worker import announcements, metrics
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.placement import PlacementRequest, PlacementState
 from scheduler_worker.placing import Placer
-from scheduler_worker.store.unit_of_work import OptimisticBuildUnit
+from scheduler_worker.store.port import OptimisticBuildUnit
 from tests.integration.scheduler.world import World
 from tests.kit.waiting import PATIENCE_S
 

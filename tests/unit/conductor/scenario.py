@@ -9,6 +9,7 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
@@ -47,12 +48,20 @@ def queried(hosts: int = 3, at: float = 100.0) -> e.BuildRequested:
     )
 
 
-def run(*happened: e.Event, start: Instance | None = None) -> Step:
-    """The last step of a story."""
+def run(*happened: e.Event, start: Instance | None = None, down: str = "") -> Step:
+    """The last step of a story. down: the services that are silent."""
+    leases = {name: Lease(service=name, epoch=1, state=LeaseState.SILENT, reason="why") for name in down.split()}
     stepped = Step(start or Instance(uuid=UUID))
     for event in happened:
-        stepped = step(stepped.instance, event, PATIENCE)
+        stepped = step(stepped.instance, event, replace(PATIENCE, down=leases))
     return stepped
+
+
+def on(*services: str) -> e.BuildRequested:
+    """A build whose hosts are these services', in order."""
+    build = queried(hosts=len(services))
+    chosen = zip(build.selections, services, strict=True)
+    return replace(build, selections=tuple(replace(selection, service=service) for selection, service in chosen))
 
 
 def spawned(attempt: int = 1, n: int | None = None, at: float = 110.0) -> e.Spawned:

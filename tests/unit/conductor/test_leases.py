@@ -1,8 +1,40 @@
-"""The failure detector of a cell: who is suspected, and who never is."""
+"""The failure detector of a cell, its keeper's messages, and a cell's additions to the stages of a build."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.catalogue import EVENTS, QUEUES
+from bus.contracts.cell import Heartbeat, ServicesDigest
+from bus.contracts.stages import Stamps
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import State
 from cell_conductor.domain.leases import FARTHEST_EPOCH, STEP_S, Lease, LeaseState, LeaseTable
+from cell_conductor.lease_keeper import MAX_PAGES, PER_PAGE, LeaseKeeper, pages_of
+from tests.unit.conductor.scenario import (
+    DELETE,
+    RELEASED,
+    SILENT,
+    announced,
+    claimed,
+    failed,
+    host,
+    queried,
+    run,
+    spawned,
+)
+
+# --- The failure detector of a cell: who is suspected, and who never is.
+
 
 MISSED = 5
 
@@ -217,3 +249,114 @@ def test_no_ring_is_known_before_each_service_on_record_sent_a_heartbeat_or_is_s
     assert dead.table.rings() is None
     dead.run(1)
     assert dead.table.rings() == {}
+
+
+# --- A keeper's messages must be readable for its listeners.
+
+
+def test_a_digest_that_names_services_is_read_by_every_receiver() -> None:
+    """Its codes were not of the declared form, and each scheduler dropped it."""
+    down = {
+        name: Lease(service=name, epoch=1, state=state, since=2.0, reason="why")
+        for name, state in (("a", LeaseState.SILENT), ("b", LeaseState.STOPPED))
+    }
+    (page,) = pages_of(down)
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=page, up=3, at=4.0)
+    parsed = msgspec.json.decode(msgspec.json.encode(digest), type=ServicesDigest)
+    assert parsed == digest and [one.code for one in parsed.down] == ["service.silent", "service.stopped"]
+
+
+def test_a_digest_has_one_page_at_least_and_pages_of_bounded_length() -> None:
+    assert pages_of({}) == [()]
+    many = {f"s{n:06}": Lease(service=f"s{n:06}", epoch=1, state=LeaseState.STOPPED) for n in range(PER_PAGE + 1)}
+    assert [len(page) for page in pages_of(many)] == [PER_PAGE, 1]
+    more = {f"s{n:06}": next(iter(many.values())) for n in range(PER_PAGE * MAX_PAGES + 1)}
+    assert len(pages_of(more)) == MAX_PAGES
+
+
+async def test_a_conductor_that_is_not_the_keeper_learns_from_the_digest_who_was_down_before_it_started() -> None:
+    """Seed 10005: restarted beside a keeper it did not know the dead service, and took alternates there."""
+    nothing: Any = None
+    keeper = LeaseKeeper(
+        nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
+    )
+
+    async def receive(message: ServicesDigest | Heartbeat) -> None:
+        await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+
+    (page,) = pages_of(
+        {
+            "a": Lease(service="a", epoch=5, state=LeaseState.SILENT, since=2.0, reason="why"),
+            "b": Lease(service="b", epoch=5, state=LeaseState.STOPPED, since=2.0, reason="why"),
+        }
+    )
+    await receive(ServicesDigest(cell="c2", term=1, number=1, down=page))
+    assert keeper.down() == {}, "another cell's"
+    await receive(ServicesDigest(cell="c1", term=1, number=1, down=page))
+    assert {name: lease.state for name, lease in keeper.down().items()} == {
+        "a": LeaseState.SILENT,
+        "b": LeaseState.STOPPED,
+    }
+    await receive(Heartbeat(service="a", cell="c1", epoch=5, sequence=9))
+    assert list(keeper.down()) == ["b"], "its heartbeat shows that it is up"
+    await receive(ServicesDigest(cell="c1", term=1, number=2, down=page))
+    assert list(keeper.down()) == ["b"], "what arrives here counts for more"
+
+
+def test_item_27_no_queue_of_a_scheduler_gets_the_heartbeats_of_compute_services() -> None:
+    """A million compute services would be a million messages a second to each scheduler."""
+    readers = {row.consumer for row in QUEUES for _, key in row.bindings if key.startswith("compute.heartbeat")}
+    assert readers == {"cell_conductor", "compute_sim"}, "and a compute service gets those of its own name"
+    wide = {row.name for row in QUEUES for exchange, key in row.bindings if exchange == EVENTS and key == "#"}
+    assert not [row.name for row in QUEUES if row.name in wide and row.consumer == "scheduler_worker"]
+
+
+# --- A cell's additions to the stages of a build: when the first host began, and when the last attempt ended.
+
+
+SO_FAR = Stamps(requested=90.0, queued=91.0, decided=92.0, claimed=93.0)
+BEGIN = replace(queried(), stamps=SO_FAR)  # at 100
+
+
+def ended(*happened: e.Event) -> BuildEvent:
+    (event,) = announced(run(BEGIN, *happened))
+    assert event.terminal
+    return event
+
+
+def test_a_host_reports_when_it_began_and_ended() -> None:
+    event = ended(replace(spawned(), started_at=102.0, ended_at=109.0))
+    assert event.stamps == replace(SO_FAR, dispatched=102.0, built=109.0)
+
+
+def test_a_host_without_times_began_when_commanded_and_ended_when_reported() -> None:
+    assert ended(spawned()).stamps == replace(SO_FAR, dispatched=100.0, built=110.0)
+    seen = e.HostRuns(at=140.0, attempt=1, host_uuid=host(1), service="s1")
+    assert ended(seen).stamps == replace(SO_FAR, dispatched=100.0, built=140.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "dispatched"),
+    [
+        ((replace(failed(), started_at=101.0, ended_at=104.0),), 101.0),
+        (SILENT, 100.0),
+        ((e.Destroyed(at=105.0, attempt=1, host_uuid=host(1), service="s1"),), 100.0),
+    ],
+)
+def test_failed_attempts_are_in_the_time_of_building(first: tuple[e.Event, ...], dispatched: float) -> None:
+    event = ended(*first, claimed(), replace(spawned(2), started_at=205.0, ended_at=206.0))
+    assert event.stamps == replace(SO_FAR, dispatched=dispatched, built=206.0)
+
+
+def test_the_end_of_a_failure_has_them_as_well_and_a_delete_does_not() -> None:
+    event = ended(replace(failed(final=True), started_at=101.0, ended_at=104.0), RELEASED)
+    assert (event.state, event.stamps) == (BuildState.FAILED, replace(SO_FAR, dispatched=101.0, built=104.0))
+    gone = e.Destroyed(at=150.0, attempt=1, host_uuid=host(1), service="s1")
+    assert ended(DELETE, gone, RELEASED).stamps is None
+
+
+def test_what_was_published_is_not_kept() -> None:
+    active = run(BEGIN, spawned()).instance
+    assert (active.state, active.stamps) == (State.ACTIVE, None)
+    assert run(BEGIN).instance.stamps == SO_FAR
+    assert run(queried(), spawned()).instance.stamps is None, "an older scheduler sends none"

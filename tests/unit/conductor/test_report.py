@@ -1,17 +1,47 @@
-"""The disagreements of a host's report and the record."""
+"""Reports of hosts: what they disagree about with the record, late ones, and hosts that two services report."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager
+from typing import cast
+from unittest.mock import patch
+
 import pytest
 from msgspec.structs import replace
+from prometheus_client import REGISTRY
+from structlog.testing import capture_logs
 
-from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, Running
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Meta
+from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
+from bus.faults import DatabaseUnavailable
+from cell_conductor.config import ConductorConfig
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
-from cell_conductor.domain.instance import Phase, State
+from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.listings import Listings
 from cell_conductor.domain.proof import rescan_id
-from cell_conductor.domain.report import UNTRIED, Differences, Newest, Unexplained, UnexplainedKind, differences
+from cell_conductor.domain.report import (
+    NO_RECORD,
+    UNTRIED,
+    Differences,
+    Newest,
+    Unexplained,
+    UnexplainedKind,
+    differences,
+)
+from cell_conductor.engine import Engine, Sender
+from cell_conductor.guard import Guard
+from cell_conductor.handlers import HostHandlers
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
 from cell_conductor.store.port import Brief
-from tests.unit.conductor.scenario import phase_of
+from tests.unit.conductor.scenario import SPEC, UUID, host, phase_of, selection
+from tests.unit.conductor.world import Quiet, Relay, Silent, listing
+
+# --- The disagreements of a host's report and the record.
+
 
 HOST = "10000000-0000-4000-8000-000000000001"
 OTHER = "10000000-0000-4000-8000-000000000002"
@@ -19,8 +49,6 @@ A = "00000000-0000-4000-8000-00000000000a"
 SINCE = 100.0
 DEPLOYMENT = "dddddddd-0000-4000-8000-000000000001"
 ANOTHER = "dddddddd-0000-4000-8000-000000000002"
-
-
 DELETING: Phase = (State.DESTROYING, State.DELETED)
 CONFIRMING: Phase = (State.DESTROYING, State.ACTIVE)
 
@@ -127,7 +155,7 @@ def test_a_machine_that_may_still_be_building_proves_nothing() -> None:
 
 
 def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
-    for state, host, attempt in (
+    for state, at, attempt in (
         (State.BUILDING, HOST, 1),
         (State.ACTIVE, HOST, 2),
         (State.ACTIVE, OTHER, 2),
@@ -135,7 +163,7 @@ def test_a_lost_result_a_fenced_attempt_and_a_wrong_host_are_reported() -> None:
         (State.DELETED, HOST, 1),
         (State.DELETED, OTHER, 0),
     ):
-        (event,) = found(report((A, 1)), brief(state, host, attempt))
+        (event,) = found(report((A, 1)), brief(state, at, attempt))
         assert isinstance(event, HostRuns) and (event.attempt, event.host_uuid, event.service) == (1, HOST, "s")
 
 
@@ -223,3 +251,253 @@ def test_a_machine_on_a_host_that_its_record_has_not_tried_is_quarantined() -> N
         assert not differs.harmful and HostRuns not in [type(event) for _, event in differs.events]
     gone = replace(brief(State.DELETED, host=OTHER, attempt=2), first_not_tried=True)
     assert [type(event) for event in found(report((A, 1)), gone)] == [HostRuns]
+
+
+# --- A host's report that meets an outage of the database.
+
+
+async def test_a_hosts_report_that_met_an_outage_is_compared_when_it_comes_again() -> None:
+    """It was noted as received before it was compared: the same report, handed in again, was outdated."""
+    looks: list[int] = []
+
+    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
+        looks.append(report.sequence)
+        if len(looks) == 1:
+            raise DatabaseUnavailable("it restarts")
+
+    with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
+        handlers = HostHandlers()  # type: ignore[call-arg]
+        handlers._newest, handlers._clock = Newest(), SystemClock()
+        page = ComputeHosts(service="s", cell="c", epoch=1, sequence=5, hosts=(), seen_at=1.0)
+        batch = [Received(message=page, meta=Meta(id="m"), bus="c", queue="q")]
+        with pytest.raises(DatabaseUnavailable):
+            await handlers.hosts(batch)
+        assert await handlers.hosts(batch) == [Done()]
+        assert looks == [5, 5]
+        assert await handlers.hosts(batch) == [Done()]
+        assert looks == [5, 5], "now it is old news"
+
+
+async def test_a_report_of_a_lower_epoch_sends_its_service_the_one_it_has_to_outgrow() -> None:
+    reported: list[tuple[str, int]] = []
+
+    async def compare(self: HostHandlers, report: ComputeHosts) -> None:
+        pass
+
+    with patch.object(HostHandlers, "_compare", compare), patch.object(HostHandlers, "__init__", lambda self: None):
+        handlers = HostHandlers()  # type: ignore[call-arg]
+        handlers._newest, handlers._clock = Newest(), SystemClock()
+        handlers._outdated = lambda service, epoch: reported.append((service, epoch))
+        for epoch, sequence in ((9, 5), (9, 5), (9, 4), (3, 6)):
+            page = ComputeHosts(service="s", cell="c", epoch=epoch, sequence=sequence, seen_at=1.0)
+            await handlers.hosts([Received(message=page, meta=Meta(id="m"), bus="c", queue="q")])
+    assert reported == [("s", 9)], "copies of its own life are none of it"
+
+
+# --- A report that was on its way while machines were moved: their sources are gone by now, and open no breaker.
+
+
+SOURCE, DESTINATION = "bbbbbbbb-0000-4000-8000-000000000000", "bbbbbbbb-0000-4000-8000-000000000001"
+SERVICE, CELL, EPOCH, MOVED_AT = "s", "c", 1, 1000.0
+MANY = 8
+CONFIG = ConductorConfig()
+
+
+def moved(number: int, service: str) -> Instance:
+    """Attempt 2, on the destination; attempt 1 was destroyed on the source before MOVED_AT."""
+    uuid = f"aaaaaaaa-0000-4000-8000-{number:012d}"
+    here = Selection(host_uuid=DESTINATION, host="h", service=service, allocations={DESTINATION: {"VCPU": 1}})
+    return Instance(
+        uuid=uuid,
+        state=State.ACTIVE,
+        spec=InstanceSpec(instance_uuid=uuid, project_id="p"),
+        selections=(here,),
+        attempt=2,
+        since=MOVED_AT,
+    )
+
+
+@asynccontextmanager
+async def guarded(instances: Sequence[Instance]) -> AsyncIterator[tuple[MemoryInstances, Guard]]:
+    """A conductor's store that has these instances, and its guard."""
+    clock = SystemClock()
+    store = MemoryInstances(MemoryInstanceTable(clock).session())
+    await store.open()
+    async with store.transaction() as transaction:
+        await transaction.insert(instances)
+    bus = cast(Bus, Silent())
+    relay = cast(Sender, None)
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=CONFIG, cell=CELL)
+    yield store, Guard(store, bus, clock, CONFIG, effective=engine.effective, adopt=engine.adopt)
+    await store.close()
+
+
+def report_of_source(instances: Sequence[Instance], deployment: str, *, is_later: bool = True) -> ComputeHosts:
+    """Attempt 1 of each still runs on the source, by this report. is_later: of a scan that began after their records
+    became what they are.
+    """
+    machines = tuple(Running(instance_uuid=one.uuid, attempt=1, deployment=deployment) for one in instances)
+    return ComputeHosts(
+        service=SERVICE,
+        cell=CELL,
+        epoch=EPOCH,
+        sequence=9,
+        hosts=(HostReport(uuid=SOURCE, name="h", running=machines),),
+        rescans=tuple(rescan_id(one) for one in instances) if is_later else (),
+    )
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("destination", [SERVICE, "other"])
+async def test_sources_that_are_gone_since_the_report_are_not_counted_as_over(destination: str, is_later: bool) -> None:
+    """A chaos run with moves opened a breaker: a report of before an outage listed eight sources of moves."""
+    instances = [moved(number, destination) for number in range(MANY)]
+    async with guarded(instances) as (store, guard):
+        report = report_of_source(instances, store.deployment, is_later=is_later)
+        briefs = await store.briefs([SOURCE], [one.uuid for one in instances])
+        found = differences(report, briefs, now=MOVED_AT + 60, grace_s=30.0, deployment=store.deployment)
+        assert len(found.harmful) == (MANY if is_later else 0)
+        assert len(found.harmful_rescans) == (0 if is_later else MANY), "each is looked for again"
+        assert not await guard.assess(report, found)
+        assert [breaker.over for breaker in await store.safety.breakers()] == ([MANY] if is_later else [])
+
+
+async def test_a_service_below_the_epoch_under_which_its_machine_was_built_is_believed() -> None:
+    """A second service of its name had built the machine and was gone: it stayed active for ever (seed 1795360595)."""
+    instance = moved(0, SERVICE)
+    async with guarded([instance]) as (store, guard):
+        empty = HostReport(uuid=DESTINATION, name="h", running=())
+        report = replace(report_of_source([], ""), epoch=0, hosts=(empty,), rescans=(rescan_id(instance),))
+        briefs = await store.briefs([DESTINATION], [])
+        found = differences(report, briefs, now=MOVED_AT + 99, grace_s=30.0, deployment=store.deployment)
+        assert [uuid for uuid, _ in await guard.assess(report, found)] == [instance.uuid]
+
+
+async def test_a_machine_that_a_backup_has_on_record_again_is_taken_off_with_its_next_report() -> None:
+    """A simulated cell was set back to while a machine of a move was in quarantine: it stayed listed for ever."""
+    instances = [moved(0, SERVICE)]
+    (one,) = instances
+    strange = Unexplained(one.uuid, 1, SOURCE, UnexplainedKind.QUARANTINED, NO_RECORD)
+    async with guarded(instances) as (store, guard):
+        report = report_of_source(instances, store.deployment)
+        await guard.assess(report, Differences(unexplained=(strange,)))
+        assert guard.unexplained == {one.uuid}
+        await guard.assess(report, Differences())
+        assert not guard.unexplained
+        await store.safety.record(SERVICE, [strange], MOVED_AT)  # the backup has it
+        store._table.place += 1
+        async with store.transaction() as transaction:
+            assert await transaction.recognise() is not None
+        await guard.assess(report, Differences())
+        assert not await store.safety.records()
+        assert not guard.unexplained
+
+
+# --- Two compute services of different names report hosts of one uuid: it is noticed, and costs no instance.
+
+
+BOTH = ("s1", "s2")
+
+
+def listings_of(*reports: ComputeHosts) -> Listings:
+    listings = Listings()
+    for report in reports:
+        listings.note(report)
+    return listings
+
+
+def test_a_host_that_two_services_list_is_contested_while_the_other_one_is_up() -> None:
+    second = listing("s2", 1, 2)
+    listings = listings_of(listing("s1", 1), second)
+    assert listings.contested(second, BOTH) == {host(1): "s1"}
+    assert listings.contested(second, ("s2",)) == {}
+    listings.note(listing("s1", 3, sequence=2))
+    assert listings.contested(second, BOTH) == {}, "it has handed it over"
+
+
+def test_services_of_a_ring_hand_their_free_hosts_over() -> None:
+    second = listing("s2", 1, ring_term=1, ring_number=2)
+    assert listings_of(listing("s1", 1, ring_term=1, ring_number=1), second).contested(second, BOTH) == {}
+    assert listings_of(listing("s1", 1), second).contested(second, BOTH) == {host(1): "s1"}
+
+
+def test_a_service_has_left_a_host_out_only_when_all_pages_of_a_report_came() -> None:
+    listings = listings_of(listing("s1", 1, 2))
+    last = listing("s1", 2, sequence=3, first_sequence=2, pages=2)
+    listings.note(last)
+    listings.note(last)
+    assert listings.may_have("s1", host(1)), "a page is missing"
+    listings.note(listing("s1", 3, sequence=2, first_sequence=2, pages=2, complete=False))
+    listings.note(last)
+    assert not listings.may_have("s1", host(1)) and listings.may_have("s1", host(3))
+    assert listings.may_have("s9", host(1)), "nothing came from it yet"
+    listings.note(listing("s1", 3, epoch=2, complete=False))
+    assert listings.may_have("s1", host(2)), "it has started again, and has not listed all its hosts"
+
+
+@pytest.mark.parametrize("at", [State.ACTIVE, (State.DESTROYING, State.DELETED)])
+def test_nothing_is_missing_by_the_report_of_one_while_the_other_one_may_have_it(at: State | Phase) -> None:
+    state, then = phase_of(at)
+    record = Brief(UUID, state, host(1), "s1", 1, 100.0, then=then)
+    report = replace(listing("s2", 1), rescans=(rescan_id(record),))
+    found = {
+        may_have: differences(
+            report,
+            [record],
+            deployment="d",
+            now=300.0,
+            grace_s=30.0,
+            may_have=lambda _service, _host, may_have=may_have: may_have,  # type: ignore[misc]
+        )
+        for may_have in (True, False)
+    }
+    assert not (found[True].events or found[True].harmful or found[True].rescans or found[True].harmful_rescans)
+    assert found[False].events or found[False].harmful
+
+
+@pytest.mark.parametrize("up", [BOTH, ("s2",)], ids=["both are up", "the first one is down"])
+async def test_an_active_instance_is_not_lost_by_the_report_of_a_second_service(up: Collection[str]) -> None:
+    """It was lost after the rescan, and destroyed at its own service."""
+    table, relay, bus, clock = MemoryInstanceTable(SystemClock()), Relay(), Quiet(), SystemClock()
+    store = MemoryInstances(table.session())
+    await store.open()
+    config, common = ConductorConfig(), {"bus": bus, "clock": clock}
+    engine = Engine(store=store, relay=relay, config=config, cell="c1", **common)  # type: ignore[arg-type]
+    hosts = HostHandlers(
+        engine,
+        store,
+        clock,
+        config,
+        bus,  # type: ignore[arg-type]
+        outdated=lambda _service, _epoch: None,
+        up=lambda: up,
+    )
+    record = Instance(
+        uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, since=clock.time() - 3600.0
+    )
+    async with store.transaction() as transaction:
+        await transaction.insert([record])
+
+    async def report(page: ComputeHosts) -> None:
+        page = replace(page, seen_at=clock.time())
+        await hosts.hosts([Received(page, Meta(id="m", sent_at=clock.time()), "c1", "conductor.hosts")])
+
+    runs = (Running(instance_uuid=UUID, attempt=1, deployment=store.deployment),)
+    await report(listing("s1", 1, runs=runs))
+    with capture_logs() as logs:
+        await report(listing("s2", 1, 2))
+        await report(listing("s2", 1, 2, sequence=2))
+    logged = [(line["service"], line["other"], line["host"]) for line in logs if line["event"] == "host.reported_twice"]
+    contested = REGISTRY.get_sample_value("berth_conductor_hosts_reported_twice", {"service": "s2"})
+    rescans = [one for one in bus.published if isinstance(one, RescanHosts)]
+    if up == BOTH:
+        assert logged == [("s2", "s1", host(1))] and contested == 1 and not rescans
+    else:
+        assert not logged and rescans
+    await report(listing("s2", 1, 2, sequence=3, rescans=(rescan_id(record),)))
+    async with store.transaction() as transaction:
+        now = (await transaction.lock([UUID]))[UUID]
+    assert (now.state is State.ACTIVE) is (up == BOTH)
+    await report(listing("s2", 2, sequence=4))
+    if up == BOTH:
+        assert REGISTRY.get_sample_value("berth_conductor_hosts_reported_twice", {"service": "s2"}) == 0

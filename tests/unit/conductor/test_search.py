@@ -1,7 +1,8 @@
-"""The cell's compute services are queried before a doubted build is begun; without their answers nothing is begun."""
+"""The search for machines of doubted builds, and what it holds up."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -9,98 +10,24 @@ import pytest
 from msgspec.structs import replace
 
 from bus.clock import SystemClock
-from bus.consuming.outcome import Done, Outcome, Received, Retry
-from bus.contracts.base import Message, Meta
-from bus.contracts.cell import CellBuild, CellDelete, FindMachines, FoundMachine, MachinesFound
-from bus.faults import Fault, Transient
-from cell_conductor.config import ConductorConfig
+from bus.consuming.outcome import Done, Retry
+from bus.contracts.base import Message
+from bus.contracts.cell import CellDelete, FindMachines, FoundMachine
+from bus.contracts.placement import ReleaseResult
+from bus.faults import Transient
+from cell_conductor import engine
+from cell_conductor.app import search_forever
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
-from cell_conductor.engine import Engine
-from cell_conductor.handlers import RETRIES, RequestHandlers
-from cell_conductor.search import MachineSearch
-from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
-from tests.unit.conductor.scenario import SPEC, UUID, host, selection
-from tests.unit.conductor.test_set_back import Relay
+from cell_conductor.handlers import RETRIES
+from cell_conductor.store.memory import MemoryInstances
+from tests.unit.conductor.move_scenario import OTHER
+from tests.unit.conductor.scenario import SPEC, UUID, host
+from tests.unit.conductor.test_transfers_set_back import held
+from tests.unit.conductor.world import BUILD, Conductor, Services
 
-BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
-
-
-class Services:
-    """A bus whose compute services have these machines; those of `silent` do not answer. Placement never does."""
-
-    name = "c1"
-
-    def __init__(self, **machines: Sequence[FoundMachine]) -> None:
-        self.machines = machines
-        self.silent: set[str] = set()
-        self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
-        self.page: int | None = None  # of these hosts in one answer
-        self.queried: list[FindMachines] = []
-
-    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
-        """One answer or fault each."""
-        self.queried += [one for one in messages if isinstance(one, FindMachines)]
-        return [
-            MachinesFound(
-                service=one.service,
-                machines=tuple(self.machines[one.service]),
-                hosts=self._hosts(one),
-                more=self.page is not None and (one.hosts_after or 0) + self.page < len(self.hosts or ()),
-            )
-            if isinstance(one, FindMachines) and one.service not in self.silent
-            else Transient("no answer", code="request.timeout")
-            for one in messages
-        ]
-
-    def _hosts(self, query: FindMachines) -> tuple[str, ...] | None:
-        if not query.thorough or self.hosts is None or self.page is None:
-            return self.hosts if query.thorough else None
-        assert query.hosts_after is not None
-        return self.hosts[query.hosts_after : query.hosts_after + self.page]
-
-
-class Conductor:
-    """Takes requests over a database that was set back just now."""
-
-    def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
-        self.table = MemoryInstanceTable(clock := SystemClock())
-        self.relay, bus = Relay(), services
-        self.store = MemoryInstances(self.table.session())
-        self.search = MachineSearch(
-            self.store,
-            bus,  # type: ignore[arg-type]
-            timeout_s=1.0,
-            up=lambda: up,
-            unexplained=lambda: unexplained,
-        )
-        self.engine = Engine(
-            store=self.store,
-            bus=bus,  # type: ignore[arg-type]
-            relay=self.relay,  # type: ignore[arg-type]
-            clock=clock,
-            config=ConductorConfig(),
-            cell="c1",
-            search=self.search,
-        )
-        self.requests = RequestHandlers(self.engine, clock, search=self.search)
-
-    async def take(self, build: CellBuild = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
-        await self.store.open()
-        if set_back:
-            self.table.place += 1
-            await self.engine.sweep()
-        return await self.request(build, attempt=attempt)
-
-    async def request(self, message: Message, *, attempt: int = 0) -> Outcome:
-        (outcome,) = await self.requests.requests(
-            [Received(message, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
-        )
-        return outcome
-
-    async def recorded(self) -> Instance | None:
-        async with self.store.transaction() as transaction:
-            return (await transaction.lock([UUID])).get(UUID)
+# --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
+# begun.
 
 
 def machine() -> FoundMachine:
@@ -286,3 +213,82 @@ async def test_a_service_of_a_version_before_names_all_hosts_in_one_answer() -> 
     await conductor.store.open()
     searched = await conductor.search.find((UUID,), thorough=True)
     assert searched.hosts == set(services.hosts or ()) and not searched.missing and len(services.queried) == 1
+
+
+# --- The search for machines that a database which was set back may have forgotten holds up nothing else.
+
+
+async def conductor_of(services: Services, *instances: Instance) -> Conductor:
+    conductor = Conductor(services, ("s1",))
+    await conductor.store.open()
+    async with conductor.store.transaction() as transaction:
+        await transaction.insert([replace(one, deadline=1.0) for one in instances])
+    return conductor
+
+
+class Silent(Services):
+    """A service that is up takes no queries; placement answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__(s1=())
+        self.under_way = 0
+        self.most = 0
+        self.released: list[str] = []
+        self.has_begun, self.answers, self.all_released = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[Any]:
+        if not all(isinstance(one, FindMachines) for one in messages):
+            self.released += [one.consumer for one in messages]
+            if len(self.released) == 3:
+                self.all_released.set()
+            return [ReleaseResult(outcome="released") for _ in messages]
+        self.under_way += 1
+        self.has_begun.set()
+        self.most = max(self.most, self.under_way)
+        await self.answers.wait()
+        self.under_way -= 1
+        return await super().request_all(messages)
+
+
+async def test_a_service_that_does_not_answer_holds_up_no_other_instance() -> None:
+    """Each sweep with such a move waited for it, 10 of each 15 s."""
+    first, second = (replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in (7, 8))
+    conductor = await conductor_of(services := Silent(), first, replace(first, uuid=OTHER, doubted=False))
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        searching = group.create_task(search_forever(conductor.engine, SystemClock()))
+        await conductor.engine.sweep()
+        assert services.released == [OTHER]
+        await services.has_begun.wait()
+        async with conductor.store.transaction() as transaction:
+            await transaction.insert([replace(second, deadline=1.0)])
+        await conductor.engine.sweep()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (services.most, services.released) == (1, [OTHER])
+        services.answers.set()
+        await services.all_released.wait()
+        searching.cancel()
+    assert services.most == 1
+
+
+async def test_what_has_changed_during_the_search_is_not_requested_any_more() -> None:
+    conductor = await conductor_of(services := Silent(), held().instance)
+    await conductor.engine.sweep()
+    async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+        group.create_task(conductor.engine.search())
+        await services.has_begun.wait()
+        async with conductor.store.transaction() as transaction:
+            (now,) = (await transaction.lock([UUID])).values()
+            await transaction.update([replace(now, newest=now.newest + 5)])
+        services.answers.set()
+    assert services.released == []
+
+
+async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "MAX_UNSEARCHED", 2)
+    three = [replace(held().instance, uuid=f"{UUID[:-1]}{n}") for n in range(3)]
+    conductor = await conductor_of(services := Silent(), *three)
+    await conductor.engine.sweep()
+    services.answers.set()
+    await conductor.engine.search()
+    assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2

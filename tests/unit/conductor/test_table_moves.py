@@ -22,7 +22,7 @@ from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.proof import is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
-from cell_conductor.transition import Transition, may_be_redone
+from cell_conductor.placement_requests import Transition, may_be_redone
 from tests.unit.conductor.move_scenario import (
     MOVE,
     OTHER,

@@ -1,4 +1,4 @@
-"""The book's feed, its differences, and books from outside."""
+"""The book's feed, books from outside, a cell that refuses, and any order of trees."""
 
 from __future__ import annotations
 
@@ -7,14 +7,21 @@ import random
 from typing import Any, ClassVar
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bus.bus import API, Bus
+from bus.clock import SystemClock
 from bus.contracts.feed import FeedChanges
 from bus.contracts.placement import Claim, ClaimOption, Inventory, InventoryUpdate, ProviderReport, Release
 from bus.memory import MemoryBroker, MemoryTransport
+from bus.port import BusForbidden
+from bus.service.environment import Environment
+from placement_worker.app import build
 from placement_worker.book import ResourceBook
 from placement_worker.config import PlacementConfig
+from placement_worker.domain.reports import Applied, changes_of, plan
 from placement_worker.domain.server_groups import GroupMember
 from placement_worker.domain.values import ConsumerState, Provider, StoredInventory
 from placement_worker.operations.export import BookExport, InvalidExport, checked, lines, parse
@@ -22,12 +29,14 @@ from placement_worker.publisher import TAKEN_WAIT_S, FeedPublisher
 from placement_worker.store import trees
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.front.world import HandClock
 
+# --- The book's feed, its differences, and books from outside.
+
+
 # --- how the worker forgets: often enough to keep up, a batch at a time
-
 HOST = "10000000-0000-4000-8000-000000000000"
-
 USER = "c0000000-0000-4000-8000-000000000000"
 
 
@@ -142,7 +151,6 @@ async def test_the_event_of_a_claim_waits_for_its_answer_to_leave_and_all_other_
 
 
 # --- the differences of a provider's long lists are found without a comparison of each pair
-
 MEMBERS = 2_000
 
 
@@ -173,12 +181,10 @@ def test_item_16_long_lists_of_members_are_not_compared_pair_by_pair() -> None:
 
 
 # --- books from outside: what cannot be one is refused in a sentence, before anything is written
-
 A, B, C = (f"0000000{number}-0000-4000-8000-000000000000" for number in (1, 2, 3))
 INVENTORY = StoredInventory(8, 0, 1, 8, 1, 2.0, 16)
 EXPORTED = Provider(A, "host ü☃", None, A, 1, 1, {"VCPU": INVENTORY}, {}, ("HW_CPU_X86_VMX",), (C,))
 HOLDER = ConsumerState(1, 0, "gone project", "u", "INSTANCE", {A: {"VCPU": 4}})
-
 MEMBER = GroupMember("p", C, B)
 
 
@@ -276,3 +282,112 @@ def test_hostile_bytes_are_no_book_and_the_error_names_the_line(line: bytes, num
     rows = [*lines(book())]
     with pytest.raises(InvalidExport, match=f"line {number + 1}"):
         parse([*rows[:number], line, *rows[number:]])
+
+
+# --- A placement worker beside a cell of the settings whose broker refuses it.
+
+
+class Refusing(MemoryTransport):
+    """A bus whose broker refuses every connection."""
+
+    async def open(self) -> None:
+        raise BusForbidden("vhost not found")
+
+
+@on_virtual_time
+async def test_a_cell_that_refuses_does_not_make_placement_unready() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    env = Environment(
+        "placement-1",
+        transports=lambda name: (Refusing if name == "c1" else MemoryTransport)(broker, f"placement-1 {name}"),
+        cell_transports=lambda name, _: MemoryTransport(broker, name),
+        cells=("c1",),
+        clock=clock,
+        rng=random.Random(1),
+    )
+    store = ResourceBook(MemoryBookRows(MemoryBookTable(clock).session()))
+    service = build(env, PlacementConfig(), ["c1"], store=store)
+    stop = asyncio.Event()
+    running = asyncio.create_task(service.run(stop))
+    await asyncio.wait({running, asyncio.ensure_future(service.ready.wait())}, return_when="FIRST_COMPLETED")
+    assert service.not_ready() == []
+    stop.set()
+    await running
+
+
+# --- Whatever trees are reported in whatever order: the book stays a forest, and nothing in use is lost.
+
+
+UUIDS = [f"{letter * 8}-0000-4000-8000-000000000000" for letter in "abcde"]
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> InventoryUpdate:
+    """A root and some of the others below it, each under one that comes before it; or the tree's removal."""
+    order = draw(st.permutations(UUIDS))
+    size = draw(st.integers(0, len(order)))
+    reports = [
+        ProviderReport(
+            uuid=uuid,
+            name=f"n-{uuid[0]}",
+            parent_uuid=order[draw(st.integers(0, at - 1))] if at else None,
+            inventories={"VCPU": Inventory(total=draw(st.integers(1, 9)))} if draw(st.booleans()) else {},
+        )
+        for at, uuid in enumerate(order[:size])
+    ]
+    return InventoryUpdate(source="s", version=1, root_uuid=order[0], providers=tuple(reports))
+
+
+STEPS = st.lists(st.tuples(updates(), st.dictionaries(st.sampled_from(UUIDS), st.integers(0, 3))), max_size=8)
+
+
+@given(STEPS)
+def test_trees_stay_a_forest_and_nothing_in_use_is_lost(steps: list[tuple[InventoryUpdate, dict[str, int]]]) -> None:
+    book: dict[str, Provider] = {}
+    reported: dict[str, tuple[str, ...]] = {}
+    for shape, (update, usage) in enumerate(steps, 1):
+        for uuid, amount in usage.items():
+            if uuid in book and "VCPU" in book[uuid].inventories:
+                book[uuid] = replace(book[uuid], used={"VCPU": amount} if amount else {})
+        planned = plan([update], [reported.get(update.root_uuid, ())], book, shape=shape)
+        (result,) = planned.results
+        check_forest(planned.after)
+        check_nothing_lost(book, planned.after)
+        check_changes(book, planned.after)
+        if isinstance(result, Applied):
+            reported[update.root_uuid] = result.reported
+            for report in update.providers:
+                assert planned.after[report.uuid].root == update.root_uuid
+                assert planned.after[report.uuid].parent == report.parent_uuid
+        else:
+            assert planned.after == book, "a refused update leaves no trace"
+        book = planned.after
+
+
+def check_forest(book: dict[str, Provider]) -> None:
+    for uuid, provider in book.items():
+        seen = [uuid]
+        while (parent := book[seen[-1]].parent) is not None:
+            assert parent in book, f"{seen[-1]} hangs under nothing"
+            assert parent not in seen, "round in circles"
+            seen.append(parent)
+        assert provider.root == seen[-1]
+    assert len({provider.name for provider in book.values()}) == len(book)
+
+
+def check_nothing_lost(before: dict[str, Provider], after: dict[str, Provider]) -> None:
+    for uuid, provider in before.items():
+        if provider.used:
+            assert after[uuid].used == provider.used
+            assert provider.used.keys() <= after[uuid].inventories.keys()
+
+
+def check_changes(before: dict[str, Provider], after: dict[str, Provider]) -> None:
+    """A changed row has a higher generation, and a replica that applies the changes has the book."""
+    for uuid in before.keys() & after.keys():
+        if after[uuid] != before[uuid]:
+            assert after[uuid].generation > before[uuid].generation
+    changes = {change.provider: change for change in changes_of(before, after)}
+    assert {uuid for uuid, change in changes.items() if change.removed} == before.keys() - after.keys()
+    assert {uuid for uuid, change in changes.items() if change.state} >= after.keys() - before.keys()

@@ -32,7 +32,7 @@ from placement_worker.rest.auth import NoAuth2
 from placement_worker.rest.bodies import InventoryBody, consumer_write
 from placement_worker.rest.candidates_query import is_uuid, parse_candidates, resources_of
 from placement_worker.rest.config import CorsConfig, RestConfig
-from placement_worker.rest.faults import HttpFault, best
+from placement_worker.rest.faults import HttpFault, best, refused
 from placement_worker.rest.http import QueryString
 from placement_worker.rest.openapi import BODIES, QUERIES, document
 from placement_worker.rest.policy import Policy
@@ -365,9 +365,9 @@ class EndedBook:
         self.rng = random.Random(3)
         self.logged: list[dict[str, Any]] = []
 
-    async def write_allocations(self, _write: object) -> WriteRefusal:
+    async def write_allocations(self, _write: object) -> None:
         self.logged.append(structlog.contextvars.get_contextvars())
-        return WriteRefusal(Why.NO_ALLOCATIONS)
+        raise refused(WriteRefusal(Why.NO_ALLOCATIONS))
 
 
 def never(error: BrokenInvariant) -> None:

@@ -39,7 +39,7 @@ class Book:
 
 
 def make(book: Book, *, gather_s: float = GATHER_S, **limits: int) -> Groups[int, int]:
-    limits = {"max_group": 4, "max_waiting": 8, "under_way": 1, **limits}
+    limits = {"max_group": 4, "max_waiting": 8, **limits}
     return Groups("test", book.apply, committed=book.committed, gather_s=gather_s, **limits)
 
 
@@ -58,9 +58,7 @@ async def test_what_gathers_is_the_next_group() -> None:
 
 async def test_item_16_a_group_has_no_more_entries_than_a_turn_of_the_loop_may_take() -> None:
     book = Book()
-    groups = Groups(
-        "test", book.apply, max_group=8, max_waiting=8, under_way=1, committed=book.committed, entries=lambda item: item
-    )
+    groups = Groups("test", book.apply, max_group=8, max_waiting=8, committed=book.committed, entries=lambda item: item)
     book.go.clear()
     large, half = MAX_ENTRIES + 1, MAX_ENTRIES // 2
     tasks = [asyncio.create_task(groups.submit(number)) for number in (1, half, half, 1, large, 1, 1)]
@@ -82,7 +80,7 @@ async def test_a_transaction_that_hangs_holds_up_only_its_own_writes() -> None:
             await go_on.wait()
         return await book.apply(items)
 
-    groups = Groups("test", apply, max_group=4, max_waiting=8, under_way=1, committed=book.committed)
+    groups = Groups("test", apply, max_group=4, max_waiting=8, committed=book.committed)
     hung = asyncio.create_task(groups.submit(1))
     await began.wait()
     async with asyncio.timeout(HANG_S):
@@ -112,7 +110,7 @@ async def test_what_breaks_after_the_commit_leaves_no_caller_waiting_and_concern
     def broken() -> None:
         raise KeyError(book.commits)
 
-    groups = Groups("test", too_few, max_group=4, max_waiting=8, under_way=1, committed=broken)
+    groups = Groups("test", too_few, max_group=4, max_waiting=8, committed=broken)
     book.go.clear()
     tasks = [asyncio.create_task(groups.submit(number)) for number in range(6)]
     await book.began.wait()

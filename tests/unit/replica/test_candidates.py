@@ -26,6 +26,7 @@ from placement_worker.replica.tree_solver import TimeBudget, TooLong, TreeProble
 from tests.unit.replica.worlds import (
     all_candidates,
     changed,
+    each_of,
     found,
     loaded,
     provider,
@@ -66,7 +67,7 @@ def test_finds_all_that_the_rules_allow_and_nothing_else(seed: int) -> None:
     for _ in range(3):
         request = random_request(rng, states)
         answer = candidates(book, request)
-        all_of_them = [found(candidate) for candidate in answer]
+        all_of_them = [found(candidate) for candidate in each_of(answer)]
         assert set(all_of_them) == all_candidates(states, request)
         assert len(set(all_of_them)) == len(all_of_them)
         assert answer.exhausted
@@ -98,7 +99,7 @@ def test_stays_right_while_the_book_moves(seed: int) -> None:
             )
             book.apply([changed(book.sequence + 1, states[one])])
         for request in requests:
-            answer = {found(candidate) for candidate in candidates(book, request)}
+            answer = {found(candidate) for candidate in each_of(candidates(book, request))}
             assert answer == all_candidates(states.values(), request)
 
 
@@ -322,7 +323,7 @@ def test_a_sharing_provider_serves_the_whole_tree_of_any_member() -> None:
     host = provider(1, inventories={"VCPU": 8})
     child = provider(2, root=1, parent=1, aggregates=("a",))
     answer = candidates(loaded([pool, host, child]), plain(DISK_GB=1, VCPU=1))
-    assert [candidate.allocations for candidate in answer] == [{uuid(0): {"DISK_GB": 1}, uuid(1): {"VCPU": 1}}]
+    assert [candidate.allocations for candidate in each_of(answer)] == [{uuid(0): {"DISK_GB": 1}, uuid(1): {"VCPU": 1}}]
 
 
 def test_a_sharing_provider_alone_is_anchored_at_every_tree_it_serves() -> None:
@@ -346,7 +347,7 @@ def test_mappings_and_merged_amounts() -> None:
         same_subtree=(("_A", "_B"),),
         group_policy="isolate",
     )
-    (one,) = candidates(book, request)
+    (one,) = each_of(candidates(book, request))
     assert one.allocations == {uuid(0): {"VCPU": 1}, uuid(1): {"VF": 3}}
     assert one.mappings == {
         "": [uuid(0), uuid(1)],
@@ -393,7 +394,7 @@ def test_before_trees_each_of_like_children_may_be_the_one_that_gives() -> None:
     both = {"VCPU": 8, "VF": 8}
     book = loaded([provider(0), *(provider(n, root=0, parent=0, inventories=both) for n in (1, 2, 3))])
     answer = candidates(book, structs.replace(plain(VCPU=1, VF=1), one_per_tree=True))
-    assert [len(candidate.allocations) for candidate in answer] == [1, 1, 1]
+    assert [len(candidate.allocations) for candidate in each_of(answer)] == [1, 1, 1]
 
 
 def test_claims_in_flight_count() -> None:
@@ -496,7 +497,7 @@ def answers(book: Book) -> list[object]:
     rows = [book.row_of(uuid(number)) for number in (*range(40), *range(100, 140), 200)]
     inventories = [None if row is None else (book.inventory_of(row), book.traits_of(row)) for row in rows]
     return [
-        [candidate.allocations for candidate in candidates(book, REQUEST)],
+        [candidate.allocations for candidate in each_of(candidates(book, REQUEST))],
         inventories,
         [book.uuids_of(book.members(book.rows_of_roots())[0])],
         len(book),

@@ -6,12 +6,12 @@ import random
 from collections.abc import Iterable, Iterator
 from itertools import product
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from bus.contracts.feed import Change
 from bus.contracts.placement import ProviderState
 from placement_worker.replica.book import Book
-from placement_worker.replica.candidates import AllocationCandidate, CandidatesRequest, Group
+from placement_worker.replica.candidates import CandidateSet, CandidatesRequest, Group
 from placement_worker.replica.request import Query
 from placement_worker.replica.sharing import SHARING_TRAIT
 
@@ -190,6 +190,33 @@ def loaded(states: Iterable[ProviderState]) -> Book:
 # --- placement's rules for granular requests, written slowly: every choice of providers is tried
 
 Found = tuple[frozenset[tuple[str, str, int]], frozenset[tuple[str, frozenset[str]]]]
+
+
+class AllocationCandidate(Struct, frozen=True):
+    """One way to satisfy a request. mappings: for each suffix, the providers that satisfy that group."""
+
+    allocations: dict[str, dict[str, int]]
+    mappings: dict[str, list[str]]
+    shapes: dict[str, int]
+
+
+def each_of(answer: CandidateSet) -> list[AllocationCandidate]:
+    """The candidates of an answer, one by one."""
+    listed = []
+    book = answer._book
+    for rows in answer.rows.tolist():
+        one = AllocationCandidate({}, {}, {})
+        for slot, row in zip(answer.slots, rows, strict=True):
+            provider = book.uuid_of(row)
+            mapped = one.mappings.setdefault(slot.suffix, [])
+            if provider not in mapped:
+                mapped.append(provider)
+            for name, amount in slot.resources.items():
+                given = one.allocations.setdefault(provider, {})
+                given[name] = given.get(name, 0) + amount
+                one.shapes[provider] = book.shape_of(row)
+        listed.append(one)
+    return listed
 
 
 def found(candidate: AllocationCandidate) -> Found:

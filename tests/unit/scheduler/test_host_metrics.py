@@ -1,4 +1,4 @@
-"""Numbers about hosts: which are used, until when, and what they weigh."""
+"""Numbers about hosts, the fleet added up, the table of workers, and reasons in words."""
 
 from __future__ import annotations
 
@@ -6,28 +6,37 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from prometheus_client.core import Metric
 
 from bus.bus import API
 from bus.clock import new_uuid
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta
-from bus.contracts.host_metrics import (
-    TEMPERATURE_CELSIUS,
-    HostMetrics,
-    HostMetricsQuery,
-    HostReading,
-)
-from scheduler_worker import plugins
-from scheduler_worker.config import MetricsConfig, SchedulerConfig
-from scheduler_worker.domain.fleet import MAX_METRICS, HostMetricsTable
+from bus.contracts.build import BuildEvent, BuildState
+from bus.contracts.cell import ServiceDown, ServicesDigest
+from bus.contracts.host_metrics import TEMPERATURE_CELSIUS, HostMetrics, HostMetricsQuery, HostReading
+from bus.contracts.placement import ProviderState
+from bus.contracts.workers import STOPPED, WorkerHeartbeat, WorkersQuery
+from placement_worker.replica.reasons import Reasons
+from placement_worker.replica.request import Group, Query, request_of, slots_of
+from scheduler_worker import metrics, plugins
+from scheduler_worker.config import Aggregate, MetricsConfig, SchedulerConfig
+from scheduler_worker.domain import fleet
+from scheduler_worker.domain.explain import funnel_step, nearest_reasons, phrase
+from scheduler_worker.domain.fleet import MAX_METRICS, HostMetricsTable, WorkerTable
 from scheduler_worker.fleet import HostMetricsListener, age, host_metrics_page
+from scheduler_worker.metrics import HELD_S, ClassTotal, FleetCollector, HostCount, summarize
 from tests.unit.ironic.world import VirtualClock
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+
+# --- Numbers about hosts: which are used, until when, and what they weigh.
+
 
 NOW = 1_000_000.0
 HOT = MetricsConfig(weights={TEMPERATURE_CELSIUS: -1.0})
@@ -37,7 +46,7 @@ def config(metrics: MetricsConfig = HOT, **more: object) -> SchedulerConfig:
     return SchedulerConfig(metrics=metrics, **more)  # type: ignore[arg-type]
 
 
-def fleet(count: int = 3, *, settings: SchedulerConfig | None = None, **more: object) -> Hosts:
+def measured_fleet(count: int = 3, *, settings: SchedulerConfig | None = None, **more: object) -> Hosts:
     return Hosts([PLENTY] * count, config=settings or config(), **more)  # type: ignore[arg-type]
 
 
@@ -67,7 +76,7 @@ def best(hosts: Hosts) -> list[str]:
 
 
 def test_the_newest_number_counts_whichever_service_measured_it() -> None:
-    hosts = fleet()
+    hosts = measured_fleet()
     put(hosts, {0: 40.0, 1: 50.0}, at=NOW - 10)
     assert put(hosts, {0: 60.0}, at=NOW - 20, source="late") == {"older": 1}
     assert put(hosts, {1: 70.0}, at=NOW - 5, source="other") == {"taken": 1}
@@ -75,7 +84,7 @@ def test_the_newest_number_counts_whichever_service_measured_it() -> None:
 
 
 def test_a_number_gets_too_old() -> None:
-    hosts = fleet()
+    hosts = measured_fleet()
     put(hosts, {0: 40.0}, at=NOW - 800, now_s=100.0)
     hosts.selector.metrics.advance(199.0)
     assert known(hosts)[0] == 40.0
@@ -85,7 +94,7 @@ def test_a_number_gets_too_old() -> None:
 
 
 def test_a_number_of_a_clock_that_was_ahead_blocks_no_later_one_for_long() -> None:
-    hosts = fleet()
+    hosts = measured_fleet()
     assert put(hosts, {0: 40.0}, at=NOW + 31) == {"ahead": 1}
     put(hosts, {0: 40.0}, at=NOW)  # and then this host's own clock is set back by a day
     assert put(hosts, {0: 50.0}, at=NOW - 86_400, now=NOW - 86_400, now_s=100.0) == {"older": 1}
@@ -93,14 +102,14 @@ def test_a_number_of_a_clock_that_was_ahead_blocks_no_later_one_for_long() -> No
 
 
 def test_a_cell_reports_its_own_hosts_only() -> None:
-    hosts = fleet(2, cells=["c1", "c2"])
+    hosts = measured_fleet(2, cells=["c1", "c2"])
     assert put(hosts, {0: 40.0, 1: 41.0}, cell="c1") == {"taken": 1, "foreign": 1}
     assert known(hosts) == [40.0, None]
     assert put(hosts, {0: 30.0, 1: 31.0}, at=NOW + 1, cell=None) == {"taken": 2}
 
 
 def test_hosts_that_are_not_announced_and_names_without_end_take_no_room() -> None:
-    hosts = fleet(1)
+    hosts = measured_fleet(1)
     foreign = HostReading(host_uuid=new_uuid(random.Random(1)), at=NOW, values={"power.watts": 1.0})
     assert hosts.selector.metrics.apply(HostMetrics(source="bmc", readings=(foreign,)), None, now=NOW, now_s=0.0) == {
         "unknown_host": 1
@@ -129,7 +138,7 @@ def test_what_is_no_number_of_a_metric_is_no_message(values: str) -> None:
 
 
 def test_hosts_that_are_announced_later_have_a_place() -> None:
-    hosts = fleet(2)
+    hosts = measured_fleet(2)
     put(hosts, {0: 40.0})
     more = [new_uuid(hosts.rng) for _ in range(5000)]
     hosts.uuids += more
@@ -142,20 +151,20 @@ def test_hosts_that_are_announced_later_have_a_place() -> None:
 
 
 def test_the_cooler_host_is_chosen() -> None:
-    hosts = fleet()
+    hosts = measured_fleet()
     put(hosts, {0: 70.0, 1: 30.0, 2: 50.0})
     assert best(hosts) == ["h1", "h2", "h0"]
 
 
 def test_a_host_without_the_number_sinks() -> None:
-    hosts = fleet()
+    hosts = measured_fleet()
     put(hosts, {0: 70.0, 2: 50.0})
     assert best(hosts) == ["h2", "h0", "h1"]
 
 
 def test_two_metrics_are_added_by_their_ratios() -> None:
     weights = {TEMPERATURE_CELSIUS: -1.0, "power.watts": -0.1}
-    hosts = fleet(settings=config(MetricsConfig(weights=weights)))
+    hosts = measured_fleet(settings=config(MetricsConfig(weights=weights)))
     put(hosts, {0: 30.0, 1: 40.0, 2: 50.0})
     put(hosts, {0: 500.0, 1: 100.0, 2: 300.0}, name="power.watts")
     assert best(hosts)[0] == "h1"  # -50, and the others -80 each
@@ -166,20 +175,20 @@ def test_two_metrics_are_added_by_their_ratios() -> None:
 def test_an_aggregate_sets_the_multiplier() -> None:
     zone = aggregate("inverted", metrics_weight_multiplier="-1.0")
     settings = config(aggregates=(zone,))
-    hosts = fleet(settings=settings, members={zone.uuid: [0, 1, 2]})
+    hosts = measured_fleet(settings=settings, members={zone.uuid: [0, 1, 2]})
     put(hosts, {0: 70.0, 1: 30.0, 2: 50.0})
     assert best(hosts) == ["h0", "h2", "h1"]
 
 
 def test_without_weights_nothing_is_weighed() -> None:
-    hosts = fleet(settings=SchedulerConfig(shuffle_best_same_weighed_hosts=False))
+    hosts = measured_fleet(settings=SchedulerConfig(shuffle_best_same_weighed_hosts=False))
     put(hosts, {0: 70.0, 1: 30.0, 2: 50.0})
     assert best(hosts) == ["h0", "h1", "h2"]
 
 
 def test_the_filter_excludes_hosts_whose_number_is_unknown_or_stale() -> None:
     settings = config(enabled_filters=("MetricsFilter",))
-    hosts = fleet(settings=settings)
+    hosts = measured_fleet(settings=settings)
     put(hosts, {0: 70.0, 1: 30.0})
     put(hosts, {1: 30.0}, at=NOW + 500, now=NOW + 500, now_s=500.0)
     hosts.selector.metrics.advance(900.0)
@@ -198,7 +207,7 @@ def test_required_metrics_need_the_filter() -> None:
 
 
 async def test_numbers_get_old_by_the_clock_and_a_query_shows_it() -> None:
-    hosts, clock, first = fleet(2), VirtualClock(), asyncio.Event()
+    hosts, clock, first = measured_fleet(2), VirtualClock(), asyncio.Event()
     listener = HostMetricsListener(hosts.selector.metrics, API, clock=clock, first=first)
     reading = HostReading(host_uuid=hosts.uuids[0], at=clock.time(), values={TEMPERATURE_CELSIUS: 40.0})
     received = Received(HostMetrics(source="bmc", readings=(reading,)), Meta(id="1"), API, "scheduler.metrics.p")
@@ -222,9 +231,225 @@ async def test_numbers_get_old_by_the_clock_and_a_query_shows_it() -> None:
 
 
 def test_sources_without_end_take_no_room() -> None:
-    hosts = fleet(1)
+    hosts = measured_fleet(1)
     table = HostMetricsTable(hosts.table, max_age_s=900.0)
     for number in range(1100):
         reading = HostReading(host_uuid=hosts.uuids[0], at=NOW + number / 100, values={"power.watts": 1.0})
         table.apply(HostMetrics(source=f"s{number}", readings=(reading,)), None, now=NOW, now_s=0.0)
     assert [one.source for one in table.of(0)] == ["other"]
+
+
+# --- The fleet added up: hosts by state, capacity and use by class, cell and zone; and what is exported of it.
+
+
+EAST = "00000000-0000-4000-8000-00000000000e"
+ZONED = SchedulerConfig(aggregates=(Aggregate(uuid=EAST, name="east", metadata={"availability_zone": "east"}),))
+
+
+def unannounced(**amounts: int) -> ProviderState:
+    """A root provider that no compute service has announced."""
+    uuid = "00000000-0000-4000-8000-0000000000aa"
+    inventories = {name: (total, 1, total, 1, total, 0, 1.0) for name, total in amounts.items()}
+    return ProviderState(uuid=uuid, name="more", root_uuid=uuid, generation=1, shape=1, inventories=inventories)
+
+
+def test_hosts_are_counted_by_state_and_classes_added_up() -> None:
+    """h0 takes builds, h1 is disabled, h2's service is silent, h3 is in a zone, h4 was announced by no service."""
+    hosts = Hosts(
+        [{"VCPU": 4}, {"VCPU": 8}, {"VCPU": 16}, {"VCPU": 32}],
+        config=ZONED,
+        cells=["c1", "c1", "c2", "c1"],
+        members={EAST: [3]},
+        reports={1: {"enabled": False}},
+    )
+    hosts.table.apply(
+        ServicesDigest(
+            cell="c2", term=1, number=1, down=(ServiceDown(service="compute-c2", epoch=1, code="service.silent"),)
+        ),
+        1.0,
+    )
+    hosts.book.add([unannounced(VCPU=64)])
+    hosts.book.assume("in-flight", {hosts.uuids[0]: {"VCPU": 3}})
+    summary = summarize(hosts.selector.all_hosts(), "nova")
+    assert summary.hosts == (
+        HostCount("", "nova", "unannounced", 1),
+        HostCount("c1", "east", "up", 1),
+        HostCount("c1", "nova", "up", 1),
+        HostCount("c1", "nova", "disabled", 1),
+        HostCount("c2", "nova", "silent", 1),
+    )
+    assert [total for total in summary.totals if total.resource_class == "VCPU"] == [
+        ClassTotal("VCPU", "", "nova", 64, 0, 0),
+        ClassTotal("VCPU", "c1", "east", 32, 32, 0),
+        ClassTotal("VCPU", "c1", "nova", 12, 4, 3),
+        ClassTotal("VCPU", "c2", "nova", 16, 0, 0),
+    ]
+
+
+def test_an_empty_fleet_has_no_figures() -> None:
+    summary = summarize(Hosts([]).selector.all_hosts(), "nova")
+    assert (summary.hosts, summary.totals) == ((), ())
+
+
+def test_sums_are_exact_beyond_what_a_float_holds() -> None:
+    hosts = Hosts([{"VCPU": 2**31 - 1}] * 3)
+    (total,) = summarize(hosts.selector.all_hosts(), "nova").totals
+    assert total.capacity == 3 * (2**31 - 1)
+
+
+def _samples(collected: Iterable[Metric]) -> dict[tuple[str, ...], float]:
+    return {(s.name, *s.labels.values()): s.value for family in collected for s in family.samples}
+
+
+def test_the_collector_exports_what_a_scheduler_sees_while_it_is_open() -> None:
+    hosts = Hosts([{"VCPU": 4}, {"VCPU": 4}])
+    collector = FleetCollector()
+    assert _samples(collector.collect()) == {}
+    collector.add(hosts.selector)
+    assert _samples(collector.collect()) == {
+        ("berth_fleet_hosts", "c1", "nova", "up"): 2,
+        ("berth_fleet_capacity", "VCPU", "c1", "nova"): 8,
+        ("berth_fleet_usable", "VCPU", "c1", "nova"): 8,
+        ("berth_fleet_used", "VCPU", "c1", "nova"): 0,
+    }
+    collector.remove(hosts.selector)
+    assert _samples(collector.collect()) == {}
+
+
+def test_a_summary_is_used_again_for_a_moment_and_then_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now_s))
+    hosts = Hosts([{"VCPU": 4}])
+    collector = FleetCollector()
+    collector.add(hosts.selector)
+    collector.collect()
+    before = collector._summary
+    hosts.book.add([unannounced()])
+    collector.collect()
+    assert collector._summary is before
+    now_s += 2 * HELD_S
+    assert ("berth_fleet_hosts", "", "nova", "unannounced") in _samples(collector.collect())
+
+
+def test_builds_are_counted_when_they_end_and_codes_are_bounded() -> None:
+    """Codes come from drivers too: a counter child for each text that a driver invents would never be freed."""
+
+    def ended(code: str, *, terminal: bool = True) -> BuildEvent:
+        return BuildEvent(
+            instance_uuid="00000000-0000-4000-8000-000000000001",
+            project_id="p",
+            state=BuildState.FAILED,
+            sequence=1,
+            terminal=terminal,
+            code=code,
+        )
+
+    def value(code: str) -> float:
+        return metrics.BUILDS.labels("failed", code)._value.get()
+
+    before, other = value("test.first"), value(metrics.OTHER)
+    metrics.count_ended([ended("test.first"), ended("test.first", terminal=False)])
+    assert value("test.first") == before + 1
+    metrics.count_ended([ended(f"test.invented.{number}") for number in range(metrics.MAX_CODES + 10)])
+    assert value(metrics.OTHER) >= other + 10
+    assert len(metrics._codes) == metrics.MAX_CODES
+
+
+# --- The table of workers: the newest heartbeat counts, silence is reported, what a bus makes up is bounded.
+
+
+def heartbeat(worker: str = "s1", role: str = "scheduler", phase: str = "ready") -> WorkerHeartbeat:
+    return WorkerHeartbeat(
+        role=role, worker=worker, host="h", pid=1, version="1", started_at=1.0, phase=phase, every_s=5.0
+    )
+
+
+def test_each_worker_is_listed_once_by_its_newest_heartbeat_until_it_is_long_silent() -> None:
+    table = WorkerTable()
+    table.apply(heartbeat(phase="opening"), "api", 0.0)
+    table.apply(heartbeat("c1", "compute"), "cell1", 1.0)
+    table.apply(heartbeat(), "api", 5.0)
+    page = table.page(WorkersQuery(), 15.5)
+    assert [(one.heartbeat.worker, one.bus, one.heartbeat.phase) for one in page.workers] == [
+        ("c1", "cell1", "ready"),
+        ("s1", "api", "ready"),
+    ]
+    assert [(one.last_seen_s, one.silent) for one in page.workers] == [(14.5, False), (10.5, False)]
+    assert [one.silent for one in table.page(WorkersQuery(), 17.0).workers] == [True, False]
+    assert [one.bus for one in table.page(WorkersQuery(role="scheduler"), 17.0).workers] == ["api"]
+    assert table.page(WorkersQuery(limit=1), 17.0).since_s == 17.0
+    assert len(table.page(WorkersQuery(), 5.0 + fleet.RETENTION_S).workers) == 1
+    assert table.page(WorkersQuery(), 5.1 + fleet.RETENTION_S).workers == ()
+
+
+def test_workers_that_a_bus_makes_up_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_WORKERS", 3)
+    table = WorkerTable()
+    for number in range(5):
+        table.apply(heartbeat(f"w{number}"), "api", 0.0)
+    assert len(table) == 3
+    table.apply(heartbeat("w1", phase="draining"), "api", 1.0)
+    assert "draining" in {one.heartbeat.phase for one in table.page(WorkersQuery(), 1.0).workers}
+    table.apply(heartbeat("w9"), "api", 2.0 + fleet.RETENTION_S)  # the silent ones make room
+    assert [one.heartbeat.worker for one in table.page(WorkersQuery(), 2.0 + fleet.RETENTION_S).workers] == ["w9"]
+
+
+def test_a_worker_that_has_stopped_is_no_longer_listed_and_one_that_restarts_is() -> None:
+    table = WorkerTable()
+    table.apply(heartbeat(), "api", 0.0)
+    table.apply(heartbeat(), "cell1", 0.0)
+    table.apply(heartbeat(phase=STOPPED), "api", 1.0)
+    assert [one.bus for one in table.page(WorkersQuery(), 1.0).workers] == ["cell1"]
+    table.apply(heartbeat(phase=STOPPED), "api", 2.0)  # a copy
+    table.apply(heartbeat(phase="opening"), "api", 3.0)
+    assert [one.bus for one in table.page(WorkersQuery(), 3.0).workers] == ["api", "cell1"]
+
+
+# --- Every reason that the candidate search gives is put in words.
+
+
+EVERYTHING = request_of(
+    Query(
+        resources={"VCPU": 1},
+        required=(("A",), ("B", "C")),
+        forbidden=("D",),
+        member_of=(("a",),),
+        forbidden_aggregates=("b",),
+        root_required=(("E",),),
+        root_forbidden=("F",),
+        root_member_of=(("c",),),
+        root_forbidden_aggregates=("d",),
+        groups=(Group(suffix="_NET", resources={"VF": 1}),),
+    )
+)
+
+
+def test_each_reason_of_the_search_has_a_phrase() -> None:
+    reasons = Reasons(EVERYTHING, slots_of(EVERYTHING))
+    named = [one for code, one in enumerate(reasons.named) if code not in {0, reasons.unexplained}]
+    phrases = {(one.step, one.reason): phrase(one.step, one.reason) for one in named}
+    assert len(phrases) > 20
+    assert [which for which, words in phrases.items() if words.startswith("were rejected by")] == []
+    assert phrases["traits", "lacks one of B, C"] == "lack one of B, C"
+    assert phrases["group NET", "traits not met"] == "have no provider with the traits of group NET"
+
+
+def test_pins_have_phrases_too() -> None:
+    assert phrase("providers", "ignored") == "were ignored as requested"
+    assert phrase("providers", "not among those requested") == "are not among the hosts that were requested"
+
+
+def test_a_reason_of_no_host_is_no_reason() -> None:
+    funnel = (funnel_step("VCPU", 3, {"in use": 3}), funnel_step("cell", 0, {"host.other_cell": 0}))
+    assert nearest_reasons(funnel, 3) == ["3 have too little VCPU free"]
+
+
+def test_a_hosts_cell_and_state_have_phrases() -> None:
+    steps = {
+        "host.other_cell": "cell",
+        "cell.disabled": "cell",
+        "host.maintenance": "maintenance",
+        "host.fenced": "fenced",
+    }
+    phrases = {reason: phrase(step, reason) for reason, step in steps.items()}
+    assert [reason for reason, words in phrases.items() if words.startswith("were rejected by")] == []

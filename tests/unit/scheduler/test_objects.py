@@ -39,7 +39,7 @@ from scheduler_worker.domain.objects import (
 )
 from scheduler_worker.objects import ObjectRegistry, check_objects
 from scheduler_worker.store.memory import MemoryBuilds
-from scheduler_worker.store.memory_table import MemoryBuildTable
+from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.unit.scheduler.hosts import Hosts
 
 RACK = "10000000-0000-4000-8000-000000000000"

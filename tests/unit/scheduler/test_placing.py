@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from msgspec import structs
@@ -44,13 +44,17 @@ class Cluster:
         self.clock = SystemClock()
         self.port = BookClaims()
         self.port.answer = self.claimed
+        self.on_record: dict[str, str] = {}  # runs of other records than this process's
         self.refreshed: Callable[[], None] = lambda: None
         self.refreshes = 0
         self.placer = self.make_placer(config)
 
     def make_placer(self, config: SchedulerConfig) -> Placer:
-        held = HeldClaims(self.port, self.hosts.table.last_cell_of)
+        held = HeldClaims(self.port, self.hosts.table.last_cell_of, self.runs_on_record)
         return Placer(self.port, held, self.hosts.selector, self, clock=self.clock, rng=random.Random(5), config=config)
+
+    async def runs_on_record(self, instances: Sequence[str]) -> dict[str, str]:
+        return dict.fromkeys(instances, RUN) | self.on_record
 
     @property
     def claims(self) -> list[Claim]:

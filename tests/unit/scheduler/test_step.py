@@ -1,9 +1,10 @@
-"""The pure step of a placement: the answer to its claim decides its next state and its commands."""
+"""The pure step of a placement, runs of one cell, and choices that are held."""
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,11 +37,16 @@ from scheduler_worker.domain.placement import (
     result_of,
 )
 from scheduler_worker.domain.plugins import Verdict
+from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
 from scheduler_worker.domain.request_spec import Peers, RequestSpec
-from scheduler_worker.domain.selector import NoValidHost
+from scheduler_worker.domain.selector import Holds, NoValidHost
 from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, step
 from scheduler_worker.domain.view import HostsView
 from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_placing import Cluster
+
+# --- The pure step of a placement: the answer to its claim decides its next state and its commands.
+
 
 CONFIG = SchedulerConfig(raced_retries=2)
 
@@ -294,3 +300,160 @@ def test_a_plug_in_that_may_read_peers_keeps_each_request_its_own_ranking() -> N
     for state in members_of(hosts, 2, {}):
         assert round_.choose(state).choice is not None
     assert len(round_.rankings) == 2
+
+
+# --- Equal hosts are chosen from one cell at a time, so that what a round sends to a cell is one large batch.
+
+
+CELLS = ("c1", "c2", "c3", "c4")
+FLAVORS = ("m1.tiny", "m1.small")
+
+
+def equal_hosts(of_each: int, *, config: SchedulerConfig | None = None) -> Hosts:
+    """So many in each cell, in no order of cells."""
+    return Hosts([PLENTY] * (of_each * len(CELLS)), cells=CELLS * of_each, config=config)
+
+
+def one_round(hosts: Hosts, runs: CellRuns | None, count: int, flavors: Sequence[str] = FLAVORS) -> list[str]:
+    """The cells that one round chooses for requests of two flavors, which have a ranking each."""
+    round_ = DecisionRound(hosts.selector, hosts.rng, subset=1, runs=runs)
+    chosen = []
+    for at in range(count):
+        request = hosts.request(flavors[at % len(flavors)])
+        spec = hosts.selector.request_spec(request)
+        assert isinstance(spec, RequestSpec)
+        after = round_.decide(initial_state(PlacementRequest(request=request, spec=spec), hosts.selector))
+        assert after.choice is not None
+        chosen.append(hosts.selector.cell_of(after.choice.selected.uuid) or "")
+    return chosen
+
+
+def test_a_round_stays_in_one_cell_and_the_next_ones_go_to_the_others_in_turn() -> None:
+    hosts, runs = equal_hosts(100), CellRuns()
+    rounds = [set(one_round(hosts, runs, 20)) for _ in range(8)]
+    assert all(len(cells) == 1 for cells in rounds)
+    turns = [cells.pop() for cells in rounds]
+    assert sorted(turns[:4]) == sorted(CELLS) and turns[4:] == turns[:4]
+    assert len(set(one_round(equal_hosts(100), None, 20))) == len(CELLS), "without runs they are spread by chance"
+
+
+def test_a_large_round_takes_all_cells_alike() -> None:
+    counted = Counter(one_round(equal_hosts(200), CellRuns(), 4 * LONGEST_RUN))
+    assert counted == dict.fromkeys(CELLS, LONGEST_RUN)
+
+
+def test_a_run_ends_where_another_cell_has_the_better_host() -> None:
+    """Ten hosts a cell: by the eleventh choice of a cell those of the others are better, as each has more room."""
+    hosts = equal_hosts(10)
+    chosen = one_round(hosts, CellRuns(), 40, FLAVORS[:1])
+    assert [len(set(chosen[at : at + 10])) for at in range(0, 40, 10)] == [1] * 4
+    assert set(chosen) == set(CELLS)
+
+
+def test_the_run_is_kept_where_the_best_are_drawn_from_several() -> None:
+    hosts, runs = equal_hosts(100), CellRuns()
+    ranking = hosts.selector.rank(hosts.spec(), random.Random(2), runs)
+    cells = set()
+    for _ in range(20):
+        choice = ranking.pick({}, subset=4, alternates=2)
+        assert choice is not None
+        ranking.consumed(choice.selected)
+        cells.add(hosts.selector.cell_of(choice.selected.uuid))
+    assert len(cells) == 1
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_where_the_order_is_that_of_the_replica_it_stays_so(shuffle: bool) -> None:
+    hosts = equal_hosts(50, config=SchedulerConfig(shuffle_best_same_weighed_hosts=shuffle))
+    assert len(set(one_round(hosts, CellRuns(), 12))) == (1 if shuffle else len(CELLS))
+
+
+async def test_what_is_placed_together_is_claimed_in_one_cell() -> None:
+    hosts = equal_hosts(100)
+    cluster = Cluster(hosts, SchedulerConfig())
+    for _ in range(2):
+        await cluster.placer.place([cluster.asking(hosts.request()) for _ in range(20)])
+    cells = [hosts.selector.cell_of(next(iter(claim.options[0].allocations))) for claim in cluster.claims]
+    assert len(set(cells[:20])) == len(set(cells[20:])) == 1 and cells[0] != cells[-1]
+
+
+# --- A choice for a move counts as used until the feed has its claim, and no longer.
+
+
+EIGHT = {"VCPU": 8}
+
+
+class Room:
+    """Two hosts of 8 VCPU and the holds on them."""
+
+    def __init__(self) -> None:
+        self.hosts = Hosts([EIGHT, EIGHT])
+        self.book = self.hosts.book
+        self.holds = Holds(self.book)
+        self._used = [0, 0]
+
+    def hold(self, key: str, host: int, vcpus: int = 1, until: float = 5.0) -> None:
+        self.holds.add(key, {self.hosts.uuids[host]: {"VCPU": vcpus}}, until)
+
+    def claimed(self, host: int, vcpus: int) -> None:
+        """A change of the feed: so much more is in use there."""
+        self._used[host] += vcpus
+        states = [
+            replace(state, used={"VCPU": used} if used else {}, generation=state.generation + used)
+            for state, used in zip(self.hosts.states, self._used, strict=True)
+        ]
+        self.book.load(states, self.book.sequence + 1)
+        self.holds.settle()
+
+    def free(self, host: int) -> int:
+        row = self.book.row_of(self.hosts.uuids[host])
+        assert row is not None
+        return self.book.inventory_of(row)["VCPU"][2]
+
+
+def test_a_choice_counts_as_used_until_its_claim_is_in_the_feed() -> None:
+    room = Room()
+    room.hold("a", 0)
+    assert room.free(0) == 7
+    room.claimed(0, 1)
+    assert room.free(0) == 7, "once, not twice"
+    assert room.holds.next_until is None
+
+
+def test_each_claim_ends_the_oldest_hold_that_it_can_be_of() -> None:
+    room = Room()
+    for number, key in enumerate("abc"):
+        room.hold(key, 0, until=float(number))
+    room.claimed(0, 2)
+    assert room.free(0) == 5 and room.holds.next_until == 2.0
+    room.claimed(1, 1)
+    assert room.holds.next_until == 2.0, "another host's"
+    room.claimed(0, 1)
+    assert room.free(0) == 5 and room.holds.next_until is None
+
+
+def test_a_smaller_claim_is_another_requests() -> None:
+    room = Room()
+    room.hold("a", 0, vcpus=4)
+    room.claimed(0, 2)
+    assert room.free(0) == 2
+
+
+def test_a_hold_ends_at_its_time_and_all_end_when_they_are_released() -> None:
+    room = Room()
+    room.hold("a", 0, until=1.0)
+    room.hold("b", 1, until=2.0)
+    room.holds.expire(1.0)
+    assert (room.free(0), room.free(1)) == (8, 7)
+    room.hold("b", 0, until=3.0)
+    assert (room.free(0), room.free(1)) == (7, 8), "one request is held once"
+    room.holds.release()
+    assert (room.free(0), room.free(1)) == (8, 8) and room.holds.next_until is None
+
+
+def test_many_holds_of_one_time_end_together() -> None:
+    room = Room()
+    for number in range(8):
+        room.hold(str(number), number % 2, until=1.0)
+    room.holds.expire(1.0)
+    assert (room.free(0), room.free(1), room.holds.next_until) == (8, 8, None)

@@ -32,6 +32,8 @@ from bus.service.service import Service, SideTaskEnded
 class Recorder:
     """A consumer, a resource and a list of what happened."""
 
+    queue, in_hand = "recorded", 0
+
     queue = "q"
 
     def __init__(self) -> None:

@@ -30,31 +30,39 @@ $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan 
 SET enable_mergejoin = off;
 
 -- Whole providers, by number: [[number, parent's number, root's number, provider, times], ...], as `store.rows` reads
--- them. times: [when its row, when one of its traits, {class: when its inventory} was written last].
-CREATE FUNCTION read_providers(ids bigint[]) RETURNS json AS $$
+-- them. times: [when its row, when one of its traits, {class: when its inventory} was written last], where they are
+-- wanted.
+CREATE FUNCTION read_providers(ids bigint[], timed boolean) RETURNS json AS $$
 BEGIN
     RETURN (
         SELECT coalesce(json_agg(json_build_array(p.id, p.parent_id, p.root_id, json_build_object(
             'uuid', p.uuid, 'name', p.name, 'parent', parent.uuid, 'root', root.uuid, 'generation', p.generation,
             'shape', p.shape, 'cell', p.cell, 'inventories', stock.inventories, 'used', stock.used,
             'traits', own.traits, 'lasting', own.lasting, 'aggregates', member.aggregates
-        ), json_build_array(extract(epoch FROM p.updated_at), own.written, stock.written)) ORDER BY p.id), '[]')
+        ), CASE WHEN timed THEN json_build_array(extract(epoch FROM p.updated_at), extract(epoch FROM own.written),
+            stock.written) END) ORDER BY p.id), '[]')
         FROM providers p JOIN providers root ON root.id = p.root_id
         LEFT JOIN providers parent ON parent.id = p.parent_id
         CROSS JOIN LATERAL (
-            SELECT coalesce(json_object_agg(c.name, json_build_object('total', i.total, 'reserved', i.reserved,
+            SELECT coalesce(json_object_agg(i.name, json_build_object('total', i.total, 'reserved', i.reserved,
                     'min_unit', i.min_unit, 'max_unit', i.max_unit, 'step_size', i.step_size,
-                    'allocation_ratio', i.allocation_ratio, 'capacity', i.capacity, 'stranded', i.stranded)
-                    ORDER BY c.name), '{}') AS inventories,
-                coalesce(json_object_agg(c.name, i.used ORDER BY c.name) FILTER (WHERE i.used <> 0), '{}') AS used,
-                coalesce(json_object_agg(c.name, extract(epoch FROM i.updated_at)), '{}') AS written
-            FROM inventories i JOIN resource_classes c ON c.id = i.class_id WHERE i.provider_id = p.id
+                    'allocation_ratio', i.allocation_ratio, 'capacity', i.capacity, 'stranded', i.stranded)), '{}')
+                    AS inventories,
+                coalesce(json_object_agg(i.name, i.used) FILTER (WHERE i.used <> 0), '{}') AS used,
+                coalesce(json_object_agg(i.name, extract(epoch FROM i.updated_at)) FILTER (WHERE timed), '{}')
+                    AS written
+            FROM (
+                SELECT c.name, i.* FROM inventories i JOIN resource_classes c ON c.id = i.class_id
+                WHERE i.provider_id = p.id ORDER BY c.name
+            ) AS i
         ) AS stock
         CROSS JOIN LATERAL (
-            SELECT coalesce(json_agg(t.name ORDER BY t.name), '[]') AS traits,
-                coalesce(json_agg(t.name ORDER BY t.name) FILTER (WHERE pt.lasting), '[]') AS lasting,
-                extract(epoch FROM max(t.updated_at)) AS written
-            FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id WHERE pt.provider_id = p.id
+            SELECT coalesce(json_agg(t.name), '[]') AS traits,
+                coalesce(json_agg(t.name) FILTER (WHERE t.lasting), '[]') AS lasting, max(t.updated_at) AS written
+            FROM (
+                SELECT t.name, t.updated_at, pt.lasting FROM provider_traits pt JOIN traits t ON t.id = pt.trait_id
+                WHERE pt.provider_id = p.id ORDER BY t.name
+            ) AS t
         ) AS own
         CROSS JOIN LATERAL (
             SELECT coalesce(json_agg(a.aggregate ORDER BY a.aggregate), '[]') AS aggregates
@@ -86,7 +94,7 @@ BEGIN
     ) AS found;
     SELECT json_agg(nextval(pg_get_serial_sequence('providers', 'id'))) INTO numbers
     FROM unnest(creating) AS n (uuid) WHERE NOT EXISTS (SELECT FROM providers p WHERE p.uuid = n.uuid);
-    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked));
+    RETURN json_build_array(nextval('shapes'), coalesce(numbers, '[]'), read_providers(locked, false));
 END
 $$ LANGUAGE plpgsql SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_hashjoin = off
 SET enable_mergejoin = off;

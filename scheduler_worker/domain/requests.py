@@ -1,0 +1,189 @@
+"""What builds, deletes and moves have in common as requests: each rule once, whatever the kind. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+
+from bus.bus import API
+from bus.contracts.base import MAX_REASON, Message, Refusal, Uuid
+from bus.contracts.build import AttemptRecord, BuildEvent, BuildRequest, BuildState, TimelineEntry
+from bus.contracts.catalogue import project_of
+from bus.contracts.groups import ServerGroup
+from bus.contracts.moves import Condition, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.persistence.outbox import OutboxMessage
+from bus.wire import Malformed
+
+# The number of an event about a request that is not on record, or about a refused delete: the lowest, so it is outdated
+# for a client that follows what is on record.
+OFF_RECORD = 0
+TOO_OLD = Refusal(
+    code="request.too_old",
+    reason="it was sent so long ago that it may have been carried out, and its record purged",
+)
+FLAVOR_UNKNOWN = "flavor.unknown"
+MOVES = "instance.move."  # how the routing keys of moves begin
+
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+def digest_of(request: BuildRequest | MoveRequest) -> bytes:
+    """Of its whole content, which distinguishes a repeated request from a clash."""
+    return blake2b(_encode(request), digest_size=16).digest()
+
+
+# --- what a request names
+
+
+class FlavorAccess(Protocol):
+    """The flavors that exist, and for which projects; and each project's server groups."""
+
+    def allows(self, flavor: str, project: str) -> bool:
+        """Whether this flavor exists, and the project may request it."""
+
+    def flavors_for(self, project: str) -> Collection[str]:
+        """The names of the flavors that a project may request."""
+
+    def group_of(self, project: str, name: str) -> ServerGroup | None:
+        """The server group on record that a project calls by this name."""
+
+    def group_by_uuid(self, project: str, uuid: str) -> tuple[str, ServerGroup] | None:
+        """(name, server group) on record of a project with this uuid."""
+
+
+def unknown_flavor(names: Collection[str], project: str, flavors: FlavorAccess) -> Refusal | None:
+    """Why a project may not request these flavors; None: it may."""
+    missing = next((name for name in names if not flavors.allows(name, project)), None)
+    if missing is None:
+        return None
+    reason = f"there is no flavor {missing} (there are: {', '.join(sorted(flavors.flavors_for(project)))})"
+    return Refusal(code=FLAVOR_UNKNOWN, reason=reason[:MAX_REASON])
+
+
+# --- what is announced of it
+
+
+class Numbered(Protocol):
+    """An event, or a record with the number of its newest event."""
+
+    @property
+    def sequence(self) -> int:
+        """Rises with each event of one request or instance."""
+
+
+def is_newer(event: Numbered, record: Numbered, *, ends: bool = False) -> bool:
+    """Whether an event counts beside what is on record. ends: it ends what has not ended. That counts whatever its
+    number: a cell whose database was lost starts its numbers again, and a later event may overtake the end.
+    """
+    return ends or event.sequence > record.sequence
+
+
+def timeline_of(event: BuildEvent | MoveEvent, known: int, now: float) -> tuple[TimelineEntry, ...]:
+    """One announcement as lines of the instance's timeline: the attempts that it reports for the first time, then
+    itself.
+
+    known: how many attempts are on record already. Each line has its own time; the timeline is sorted by it.
+    """
+    who = f"conductor {event.cell}" if event.cell else "conductor"
+    kind = f"{event.kind} " if isinstance(event, MoveEvent) else ""
+    attempts = tuple(
+        TimelineEntry(at=tried.at or now, who=who, what=kind + tried.outcome, detail=_detail(tried.host, tried))
+        for tried in event.history[known:]
+        if tried.outcome != "active"  # the announcement itself is the entry of this attempt
+    )
+    stamps = event.stamps if isinstance(event, BuildEvent) else None
+    what = kind + event.state.value
+    return (
+        *attempts,
+        TimelineEntry(at=event.at or now, who=who, what=what, detail=_detail(event.host, event), stamps=stamps),
+    )
+
+
+def _detail(host: str | None, of: BuildEvent | MoveEvent | AttemptRecord) -> str:
+    where = f"{host} (attempt {of.attempt})" if host and of.attempt else host or ""
+    why = f"{of.code}: {of.reason}" if of.code and of.reason else of.code or of.reason
+    return "; ".join(part for part in (where, why) if part)
+
+
+# --- its end off record
+
+
+class _Named(Struct):
+    """The field of an unreadable request that an answer on the event stream needs."""
+
+    instance_uuid: Uuid
+
+
+class _NamedMove(_Named):
+    """The fields of an unreadable move."""
+
+    request_id: Uuid
+
+
+class _Kind(Struct):
+    """Another field, which may be readable."""
+
+    kind: MoveKind | None = None
+
+
+def refused_build(uuid: str, project: str, why: Refusal, at: float, sequence: int = OFF_RECORD) -> OutboxMessage:
+    """The terminal event of a build, or of a delete, that is refused and changes no record."""
+    event = BuildEvent(
+        instance_uuid=uuid,
+        project_id=project,
+        state=BuildState.REFUSED,
+        sequence=sequence,
+        terminal=True,
+        code=why.code,
+        reason=why.reason,
+        at=at,
+    )
+    return OutboxMessage(API, event, uuid)
+
+
+def refused_move(
+    request_id: str, uuid: str, project: str, kind: MoveKind | None, *, why: Refusal, at: float
+) -> OutboxMessage:
+    """The terminal event of a move that is refused and changes no record."""
+    event = MoveEvent(
+        request_id=request_id,
+        instance_uuid=uuid,
+        project_id=project,
+        kind=kind,
+        state=MoveState.REFUSED,
+        sequence=OFF_RECORD,
+        terminal=True,
+        condition=Condition.UNKNOWN,
+        code=why.code,
+        reason=why.reason,
+        at=at,
+    )
+    return OutboxMessage(API, event, request_id)
+
+
+def refused_unreadable(malformed: Malformed) -> tuple[Message, ...]:
+    """An unreadable request, answered on the event stream of the project whose routing key it came under; not at all if
+    its ids are unreadable, too.
+
+    The broker has permitted its publisher to use that key; the body's project may be forged, so no other project gets
+    an event of it.
+    """
+    project, body = project_of(malformed.key), malformed.body
+    why = Refusal(code=malformed.code, reason=malformed.reason[:MAX_REASON])
+    if not project:
+        return ()
+    try:
+        if not malformed.key.startswith(MOVES):
+            return (refused_build(msgspec.json.decode(body, type=_Named).instance_uuid, project, why, 0.0).message,)
+        named, kind = msgspec.json.decode(body, type=_NamedMove), None
+        with suppress(msgspec.ValidationError):
+            kind = msgspec.json.decode(body, type=_Kind).kind
+        ended = refused_move(named.request_id, named.instance_uuid, project, kind, why=why, at=0.0)
+        return (ended.message,)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ()

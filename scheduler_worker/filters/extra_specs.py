@@ -1,0 +1,96 @@
+"""Does the host have what the flavor names: in its aggregates, or among its own capabilities?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
+from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
+from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.view import HostsView
+
+AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
+
+
+class AggregateInstanceExtraSpecsFilter:
+    """Compares un-scoped and `aggregate_instance_extra_specs:` extra specs with the metadata of the host's aggregates.
+
+    As in Nova: a key that none of the host's aggregates has rejects it; of several values (aggregates, or a comma list)
+    one must match. ComputeCapabilitiesFilter reads un-scoped keys too: use scopes when both are enabled.
+    """
+
+    name: ClassVar[str] = "AggregateInstanceExtraSpecsFilter"
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Only to flavors with such extra specs."""
+        return bool(self._required(spec))
+
+    def _required(self, spec: RequestSpec) -> list[tuple[str, str]]:
+        return [*unscoped_specs(spec.extra_specs).items(), *scoped_specs(spec.extra_specs, AGGREGATE_SCOPE).items()]
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """Each key in turn; a host is rejected by the first that does not match."""
+        passed = np.ones(len(view), dtype=np.bool_)
+        rejected: Counter[str] = Counter()
+        for key, value in self._required(spec):
+            mine = np.zeros(len(view), dtype=np.bool_)
+            for aggregate in view.membership.with_key(key):
+                if any(matches(word.strip(), value) for word in aggregate.metadata[key].split(",")):
+                    mine |= view.member_of(aggregate.uuid)
+            rejected[f"aggregate.{key}"] += int(np.count_nonzero(passed & ~mine))
+            passed &= mine
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)
+
+
+KEY = "instance_type"
+
+
+class AggregateTypeAffinityFilter:
+    """A host in aggregates with `instance_type` metadata takes the flavors that any of them lists; others take all."""
+
+    name: ClassVar[str] = "AggregateTypeAffinityFilter"
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """By the flavor's name, in comma lists."""
+        listing = view.membership.with_key(KEY)
+        if not listing:
+            return Verdict(np.ones(len(view), dtype=np.bool_), NONE_REJECTED)
+        restricted = np.zeros(len(view), dtype=np.bool_)
+        allowed = np.zeros(len(view), dtype=np.bool_)
+        for aggregate in listing:
+            members = view.member_of(aggregate.uuid)
+            restricted |= members
+            if spec.flavor in {name.strip() for name in aggregate.metadata[KEY].split(",")}:
+                allowed |= members
+        return verdict_of(~restricted | allowed, "flavor.not_listed")
+
+
+CAPABILITIES = "capabilities"
+
+
+class ComputeCapabilitiesFilter:
+    """Compares `capabilities:` and un-scoped extra specs with the host's announced attributes.
+
+    As in Nova: a host without an attribute is rejected where the key has the scope, and passes where it has none.
+    Flavors carry un-scoped keys that are meant for a driver or for another filter.
+    """
+
+    name: ClassVar[str] = "ComputeCapabilitiesFilter"
+
+    def filter(self, view: HostsView, spec: RequestSpec) -> Verdict:
+        """Each attribute in turn; a host is rejected by the first that does not match."""
+        passed = np.ones(len(view), dtype=np.bool_)
+        rejected: Counter[str] = Counter()
+        scoped, unscoped = scoped_specs(spec.extra_specs, CAPABILITIES), unscoped_specs(spec.extra_specs)
+        required = [(*item, False) for item in scoped.items()] + [(*item, True) for item in unscoped.items()]
+        for key, value, may_lack in required:
+            # Hosts announce the same few values, so each distinct value is compared once.
+            words = view.attribute(key)
+            verdicts = {word: may_lack if word is None else matches(word, value) for word in set(words)}
+            mine = np.array([verdicts[word] for word in words], dtype=np.bool_)
+            rejected[f"capability.{key}"] += int(np.count_nonzero(passed & ~mine))
+            passed &= mine
+        return Verdict(passed, {reason: count for reason, count in rejected.items() if count} or NONE_REJECTED)

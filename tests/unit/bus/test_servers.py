@@ -1,0 +1,474 @@
+"""URLs of brokers and databases, side tasks on a cell's bus, one flush for many commits, and patches of libraries."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings, check_urls
+from bus.bus import API, Bus
+from bus.cell_links import REOPEN_S, CellLink, CellLinks
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.build import BuildRequest
+from bus.contracts.catalogue import BY_QUEUE, lane_of
+from bus.contracts.cells import LinkState
+from bus.contracts.objects import CellBus
+from bus.contracts.placement import Release, ReleaseResult
+from bus.faults import DatabaseForbidden, DatabaseUnavailable
+from bus.memory import MemoryBroker, MemoryTransport
+from bus.memory.transport import MemorySubscription
+from bus.persistence.address import parse_database_url
+from bus.persistence.group_flush import GroupFlush
+from bus.port import BusForbidden, BusUnavailable, Delivery
+from bus.rabbitmq import BadBusUrl, RabbitTransport, parse_bus_url, patches
+from bus.rabbitmq.patches import KNOWN, UnknownLibrary, install
+from bus.server_url import Endpoint
+from bus.service.settings import SettingsError, hide_password
+from tests.kit.virtual_time import on_virtual_time
+
+# --- URLs of brokers and databases: every form that is taken, and every other refused in a sentence that hides it.
+
+
+SECRET = "hush"
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "login", "vhost"),
+    [
+        ("amqp://h", (Endpoint("h"),), ("guest", "guest"), "/"),
+        ("amqp://h/", (Endpoint("h"),), ("guest", "guest"), "/"),
+        ("amqp://u:p@h:1/v", (Endpoint("h", 1),), ("u", "p"), "v"),
+        ("amqp://u:p@h1,h2/v", (Endpoint("h1"), Endpoint("h2")), ("u", "p"), "v"),
+        (
+            "amqp://u:p@h1:1,[::1]:2,[::2]/%2F",
+            (Endpoint("h1", 1), Endpoint("::1", 2), Endpoint("::2")),
+            ("u", "p"),
+            "/",
+        ),
+        ("amqps://u%40x:p%3A%2F%23@h/a%2Fb", (Endpoint("h"),), ("u@x", "p:/#"), "a/b"),
+        ("amqp://u:p@x@h/v", (Endpoint("h"),), ("u", "p@x"), "v"),
+        ("amqp://u:@h/v", (Endpoint("h"),), ("u", ""), "v"),
+    ],
+)
+def test_a_bus_url(url: str, hosts: tuple[Endpoint, ...], login: tuple[str, str], vhost: str) -> None:
+    found = parse_bus_url(url)
+    assert (found.hosts, (found.user, found.password), found.vhost) == (hosts, login, vhost)
+    node = found.url(hosts[0], heartbeat="10")
+    assert (node.host, node.user, node.password or "") == (hosts[0].name, *login)
+    assert node.port == hosts[0].port or hosts[0].port is None
+    assert dict(node.query) == {"heartbeat": "10"}
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "database"),
+    [
+        ("postgresql://u:p@h/d", (Endpoint("h"),), "d"),
+        ("postgres://u:p@h/d", (Endpoint("h"),), "d"),
+        ("postgresql+asyncpg://u:p@h/d", (Endpoint("h"),), "d"),
+        ("postgresql://u:p@h1:1,h2:2/d", (Endpoint("h1", 1), Endpoint("h2", 2)), "d"),
+        ("postgresql://u:p@h1,h2/d?port=7", (Endpoint("h1", 7), Endpoint("h2", 7)), "d"),
+        ("postgresql://u:p@/d?host=h1,h2&port=7,8", (Endpoint("h1", 7), Endpoint("h2", 8)), "d"),
+        ("postgresql://u@/d?host=/run/postgresql&port=5433", (Endpoint("/run/postgresql", 5433),), "d"),
+        ("postgresql://%2Frun%2Fpostgresql/d", (Endpoint("/run/postgresql"),), "d"),
+        ("postgresql:///d", (), "d"),
+        ("postgresql://h?dbname=d&sslmode=require&target_session_attrs=read-write", (Endpoint("h"),), "d"),
+    ],
+)
+def test_a_database_url(url: str, hosts: tuple[Endpoint, ...], database: str) -> None:
+    found = parse_database_url(url)
+    assert (found.hosts, found.database) == (hosts, database)
+    assert ":p@" not in str(found)
+
+
+HOSTILE = [
+    "",
+    "h",
+    "://",
+    "{}://",
+    "{}://@",
+    "{}://u:hush@/v",
+    "{}://u:hush@:5672/v",
+    "{}://u:hush@h:/v",
+    "{}://u:hush@h:0/v",
+    "{}://u:hush@h:65536/v",
+    "{}://u:hush@h:-1/v",
+    "{}://u:hush@h:" + "9" * 5_000 + "/v",
+    "{}://u:hush@h:٣/v",
+    "{}://u:hush@h:1:2/v",
+    "{}://u:hush@h,/v",
+    "{}://u:hush@,h/v",
+    "{}://u:hush@" + ",".join(["h"] * 100) + "/v",
+    "{}://u:hush@h1,u:hush@h2:x/v",
+    "{}://u:hush@a..b/v",
+    "{}://u:hush@" + "a" * 64 + "/v",
+    "{}://u:hush@" + "a." * 200 + "a/v",
+    "{}://u:hush@-h/v",
+    "{}://u:hush@ho st/v",
+    "{}://u:hush@hö/v",
+    "{}://u:hush@[::1/v",
+    "{}://u:hush@[hush]/v",
+    "{}://u:hush@[::1]x/v",
+    "{}://u:hush@::1/v",
+    "{}://u:hush/x@h/v",
+    "{}://u:hush?x@h/v",
+    "{}://u:hush#x@h/v",
+    "{}://u:hush\n@h/v",
+    "{}://u:hush\x00@h/v",
+    "{}://u:hush%00@h/v",
+    "{}://u:hush%ff@h/v",
+    "{}://u:hush%0a@h/v",
+    "{}://u:hush\udcff@h/v",
+    "{}://u:hush@h/v%00",
+    "{}://u:hush@h/v?hush=1",
+    "{}://u:hush@h/v?hush",
+    "{}://u:hush@h/v?&",
+    "{}://u:hush@h/v?" + "&".join(["x=1"] * 10_000),
+    "{}://u:hush@h/v#x",
+    "{}:u:hush@h/v",
+    "x{}://u:hush@h/v",
+    "http://u:hush@h/v",
+    "host=h password=hush",
+    "{}://u:hush@" + "h" * 20_000,
+]
+
+
+@pytest.mark.parametrize("url", HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_no_url_is_one_coded_sentence_without_the_password(url: str) -> None:
+    bus = url.replace("{}", "amqp")
+    with pytest.raises(BadBusUrl) as refused:
+        parse_bus_url(bus)
+    assert refused.value.code == "bus.url"
+    _is_one_sentence(str(refused.value))
+    for settings in (Settings(bus=BusSettings(url=bus)), Settings(cells={"west": CellSettings(url=bus or "x")})):
+        with pytest.raises(SettingsError) as error:
+            check_urls(settings)
+        assert error.value.code == "bus.url"
+        _is_one_sentence(error.value.reason)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *(url for url in HOSTILE if url not in {"{}://", "{}://@", "{}://u:hush@/v"}),
+        "{}://u:hush@h1,h2,h3/d?port=1,2",
+        "{}://u:hush@/d?port=1",
+        "{}://u:hush@h/d?port=x",
+        "{}://u:hush@/d?host=a..b",
+        "{}://u:hush@h/d?sslmode=hush",
+        "{}://u:hush@h/d?sslmode=require&sslmode=disable",
+        "{}://u:hush@h/d?sslmode=verify-full",
+        "{}://u:hush@h/d?sslmode=verify-full&sslrootcert=/nonexistent/hush",
+        "{}://u:hush@h/d?sslcert=/dev/null",
+        "{}://u:hush@h/d?target_session_attrs=standby",
+        "{}://u:hush@h/d?options=-c%20x%3D1",
+        "mysql://u:hush@h/d",
+    ],
+)
+def test_what_is_no_database_url_is_one_coded_sentence_without_the_password(url: str) -> None:
+    url = url.replace("{}", "postgresql")
+    with pytest.raises(DatabaseForbidden) as refused:
+        parse_database_url(url)
+    assert refused.value.code == "database.url"
+    _is_one_sentence(str(refused.value))
+    with pytest.raises(SettingsError) as error:
+        check_urls(Settings(database=DatabaseSettings(url=url)))
+    assert error.value.code == "database.url"
+    _is_one_sentence(error.value.reason)
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["cacertfile=/nonexistent", "cafile=/dev/null", "certfile=/nonexistent", "keyfile=/x", "verify=hush", "cacertfile"],
+)
+def test_tls_that_cannot_be_is_one_coded_sentence(query: str) -> None:
+    with pytest.raises(BadBusUrl) as refused:
+        parse_bus_url(f"amqps://u:hush@h/v?{query}")
+    _is_one_sentence(str(refused.value))
+
+
+def test_tls_is_for_amqps_only(tmp_path: Path) -> None:
+    with pytest.raises(BadBusUrl, match="for amqps"):
+        parse_bus_url("amqp://h/v?verify=verify_none")
+    assert parse_bus_url("amqp://h/v").tls() is None
+    assert parse_bus_url("amqps://h/v").tls() is not None
+
+
+@pytest.mark.parametrize("url", [url for url in HOSTILE if "://u:hush" in url and "hush]" not in url])
+def test_no_part_of_a_password_is_shown_of_what_is_no_url(url: str) -> None:
+    shown = hide_password(url.replace("{}", "amqp"))
+    assert SECRET not in shown.partition("?")[0]
+
+
+def test_a_password_given_as_a_parameter_is_hidden() -> None:
+    assert (
+        hide_password("postgresql://h/d?user=u&password=hush&port=1") == "postgresql://h/d?user=u&password=***&port=1"
+    )
+
+
+def _is_one_sentence(text: str) -> None:
+    assert SECRET not in text
+    assert text and text.isprintable() and len(text) < 400
+
+
+# --- A worker's side task on a cell's bus, when the cell goes away in the very moment in which it has been reached.
+
+
+PATIENCE_S = 60.0
+RELEASE = Release(consumer="00000000-0000-4000-8000-000000000001")
+
+
+class Fickle(MemoryBroker):
+    """Goes down when its queues are declared for the first time."""
+
+    fell = False
+
+    def declare(self, planned: object, owner: object) -> None:
+        if not self.fell:
+            self.fell = True
+            self.stop()
+        super().declare(planned, owner)  # type: ignore[arg-type]
+
+
+async def test_a_cell_that_disconnects_again_at_once_is_served_when_it_comes() -> None:
+    clock = SystemClock()
+    broker = Fickle(clock)
+    theirs = Bus("c1", MemoryTransport(broker, "c1"), process="worker", clock=clock, rng=random.Random(1))
+
+    async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
+        return [Done(ReleaseResult(outcome="absent"))] * len(batch)
+
+    link = CellLink(theirs, [theirs.consumer("placement.requests", answer)])
+    running = asyncio.create_task(link.run())
+    async with asyncio.timeout(PATIENCE_S):
+        while not broker.fell:  # noqa: ASYNC110  (a broker does not announce it)
+            await asyncio.sleep(0)
+        broker.start()
+        await link.up.wait()
+    asker = Bus("c1", MemoryTransport(broker, "c1"), process="asker", clock=clock, rng=random.Random(2))
+    await asker.open()
+    assert (await asker.request(RELEASE, ReleaseResult, timeout_s=PATIENCE_S)).outcome == "absent"
+    await link.drain(1.0)
+    await running
+    await link.close()
+    await asker.close()
+
+
+class Refusing(MemoryTransport):
+    """A bus whose broker refuses the credentials of the first connection to it."""
+
+    connections = 0
+
+    async def open(self) -> None:
+        Refusing.connections += 1
+        if Refusing.connections == 1:
+            raise BusForbidden("vhost not found")
+        await super().open()
+
+
+@on_virtual_time
+async def test_a_cell_of_the_settings_whose_broker_refuses_is_entered_when_it_no_longer_does() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+
+    async def answer(batch: Sequence[Received]) -> Sequence[Outcome]:
+        return [Done()] * len(batch)
+
+    def reach(name: str, _: CellBus | None) -> Bus:
+        return Bus(name, Refusing(broker, name), process="worker", clock=clock, rng=random.Random(1))
+
+    links = CellLinks(lambda bus: CellLink(bus, [bus.consumer("placement.requests", answer)]), clock=clock, reach=reach)
+    links.configure(reach("c1", None))
+    running = asyncio.create_task(links.hold("c1"))
+    try:
+        await clock.sleep(1.0)
+        assert not running.done(), "it ended the worker"
+        assert links.state_of("c1") == (LinkState.CONNECTING, "vhost not found")
+        assert links.reached("c1").unavailable_reason == "vhost not found"
+        await clock.sleep(REOPEN_S)
+        assert links.state_of("c1") == (LinkState.UP, "")
+        assert links.reached("c1").unavailable_reason == ""
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await links.close_cell("c1")
+
+
+class Slow(MemoryTransport):
+    """Each queue of it is consumed a turn of the loop after `go_on`."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        super().__init__(broker, "c1")
+        self.asked, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> MemorySubscription:
+        self.asked.set()
+        await self.go_on.wait()
+        return await super().consume(queue, on_delivery, prefetch=prefetch)
+
+
+async def test_a_consumer_that_is_starting_when_its_link_is_drained_takes_nothing() -> None:
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    transport = Slow(broker)
+    bus = Bus("c1", transport, process="worker", clock=clock, rng=random.Random(1))
+    taken: list[Received] = []
+
+    async def take(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.extend(batch)
+        return [Done()] * len(batch)
+
+    link = CellLink(bus, [bus.consumer(queue, take) for queue in ("placement.requests", "placement.inventory")])
+    running = asyncio.create_task(link.run())
+    await transport.asked.wait()
+    await link.drain(1.0)
+    transport.go_on.set()
+    await asyncio.wait_for(running, PATIENCE_S)
+    await bus.publish(RELEASE)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not taken and await transport.depth("placement.requests") == 1
+    delivery = await transport.get("placement.requests")
+    assert delivery is not None and not delivery.redelivered
+    await link.close()
+
+
+class Once(MemoryTransport):
+    """A connection that is lost while the second queue is consumed for the first time."""
+
+    asked = 0
+
+    async def consume(
+        self, queue: str, on_delivery: Callable[[Delivery], None], *, prefetch: int
+    ) -> MemorySubscription:
+        self.asked += 1
+        if self.asked == 2:
+            raise BusUnavailable("lost")
+        return await super().consume(queue, on_delivery, prefetch=prefetch)
+
+
+async def test_a_consumer_whose_start_was_interrupted_starts_the_rest_and_nothing_twice() -> None:
+    """It counted as started with the first of its queues, and the others were never consumed."""
+    clock = SystemClock()
+    broker = MemoryBroker(clock)
+    bus = Bus(API, Once(broker, API), process="worker", clock=clock, rng=random.Random(1))
+    await bus.open()
+    taken: list[Received] = []
+
+    async def take(batch: Sequence[Received]) -> Sequence[Outcome]:
+        taken.extend(batch)
+        return [Done()] * len(batch)
+
+    consumer = bus.consumer("scheduler.requests", take)
+    with pytest.raises(BusUnavailable):
+        await consumer.start()
+    assert not consumer.started
+    await consumer.start()
+    running = asyncio.create_task(consumer.run())
+    lanes = {lane_of(project): project for project in map(str, range(500))}
+    for number, project in enumerate(lanes.values()):
+        await bus.publish(BuildRequest(instance_uuid=str(UUID(int=number)), flavor="small", project_id=project))
+    async with asyncio.timeout(PATIENCE_S):
+        while len(taken) < len(lanes):  # noqa: ASYNC110  (a broker does not announce it)
+            await asyncio.sleep(0)
+    queues = [broker.queue(row.name) for row in BY_QUEUE["scheduler.requests"].queues]
+    assert [len(queue.consumers) for queue in queues] == [1] * len(queues)
+    await consumer.drain(1.0)
+    await running
+    await bus.close()
+
+
+# --- One flush for all commits that did not wait for the disk.
+
+
+class Server:
+    """It flushes at once."""
+
+    losses = 0
+
+    async def flush(self) -> None: ...
+
+
+async def test_a_commit_after_the_end_waits_for_no_flush() -> None:
+    """Found by reading: nothing flushed it, and what waited for it never ended."""
+    flushes = GroupFlush(Server())
+    await flushes.close()
+    flushed = flushes.after(0)
+    await asyncio.wait({flushed}, timeout=PATIENCE_S)
+    assert flushed.cancelled()
+
+
+async def test_a_commit_that_ends_after_the_end_and_flushes_nothing_ends_who_waits() -> None:
+    flushes = GroupFlush(Server())
+    flushed = flushes.after(0)
+    with flushes.by_commit() as commit:
+        assert commit.wanted
+        await flushes.close()
+    assert flushed.cancelled()
+
+
+async def test_a_commit_flushes_all_before_it() -> None:
+    flushes = GroupFlush(Server())
+    flushed = flushes.after(0)
+    with flushes.by_commit() as commit:
+        commit.done()
+    assert await flushed is None
+    await flushes.close()
+
+
+async def test_a_flush_vouches_for_no_commit_before_a_loss() -> None:
+    flushes = GroupFlush(server := Server())
+    flushed = flushes.after(0)
+    server.losses = 1
+    with flushes.by_commit() as commit:
+        commit.done()
+    assert isinstance(flushed.exception(), DatabaseUnavailable)
+    await flushes.close()
+
+
+# --- What reaches into private parts of libraries works with the versions that it names, and states that of others.
+
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+
+
+@pytest.fixture
+def not_installed() -> None:
+    install()
+    install.cache_clear()
+
+
+@pytest.mark.parametrize("library", KNOWN)
+def test_a_library_of_an_unknown_version_is_a_coded_error(
+    monkeypatch: pytest.MonkeyPatch, not_installed: None, library: str
+) -> None:
+    found = patches.version
+    monkeypatch.setattr(patches, "version", lambda name: "99.0.1" if name == library else found(name))
+    with pytest.raises(UnknownLibrary, match=rf"{library} 99\.0\.1") as refused:
+        RabbitTransport("amqp://127.0.0.1", name="api")
+    assert refused.value.code == "bus.library"
+
+
+def test_a_library_without_a_part_that_is_reached_for_is_a_coded_error(
+    monkeypatch: pytest.MonkeyPatch, not_installed: None
+) -> None:
+    monkeypatch.delattr(patches.Channel, "_on_deliver_frame")
+    with pytest.raises(UnknownLibrary, match="_on_deliver_frame"):
+        RabbitTransport("amqp://127.0.0.1", name="api")
+
+
+def test_the_known_versions_are_those_that_may_be_installed() -> None:
+    wanted = tomllib.loads(PYPROJECT.read_text())["project"]["dependencies"]
+    bounds = {text.partition(">=")[0]: text.partition(">=")[2] for text in wanted}
+    for name, known in KNOWN.items():
+        *above, last = known.removesuffix(".").split(".")
+        upper = ".".join([*above, str(int(last) + 1)])
+        assert bounds[name] == f"{known.removesuffix('.')},<{upper}"

@@ -1,0 +1,473 @@
+"""Compute services that are gone, that have each other's hosts, or are lost in a cell that was set back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Done, Received, Refuse
+from bus.contracts.base import Message, Meta
+from bus.contracts.cell import (
+    CellDelete,
+    ComputeHosts,
+    ForgetServiceInCell,
+    Heartbeat,
+    HostReport,
+    HostsContested,
+    HostsReleased,
+    ServiceForgottenInCell,
+    ServiceGone,
+    ServicesDigest,
+)
+from bus.contracts.moves import MoveKind
+from bus.contracts.placement import InventoryReleased
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain import events as e
+from cell_conductor.domain.instance import Instance, Phase, State
+from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
+from cell_conductor.domain.listings import Listings
+from cell_conductor.domain.proof import is_at
+from cell_conductor.domain.steps import Step
+from cell_conductor.engine import Engine
+from cell_conductor.guard import HostOwners
+from cell_conductor.handlers import RequestHandlers
+from cell_conductor.lease_keeper import AFTER_LOSS_S, LeaseForgetter, LeaseKeeper, pages_of
+from cell_conductor.search import MachineSearch
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.move_scenario import Scenario, active, begun, request, to_resized
+from tests.unit.conductor.scenario import (
+    DELETE,
+    PATIENCE,
+    SILENT,
+    UUID,
+    host,
+    on,
+    orders,
+    phase_of,
+    queried,
+    reported,
+    run,
+)
+from tests.unit.conductor.test_transfers_set_back import at_state, held
+from tests.unit.conductor.world import Queried, Quiet, Relay, Services, listing
+
+# --- A compute service that an operator has stated to be gone for good: who drops it, what keeps it, what it
+# releases.
+
+
+DOWN = Lease(service="s3", epoch=5, state=LeaseState.SILENT, since=100.0, reason="why")
+ORDER = ForgetServiceInCell(service="s3", reason="burnt", by="ann")
+
+
+def keeper_of(store: MemoryInstances | None = None) -> LeaseKeeper:
+    nothing: Any = None
+    return LeaseKeeper(
+        store or nothing, nothing, clock=SystemClock(), config=ConductorConfig(), cell="c1", process="conductor"
+    )
+
+
+async def receive(keeper: LeaseKeeper, message: Message) -> None:
+    await keeper.handle([Received(message, Meta(id="m"), "c1", "conductor.leases")])
+
+
+def digest(*down: Lease, number: int = 1) -> ServicesDigest:
+    (page,) = pages_of({one.service: one for one in down})
+    return ServicesDigest(cell="c1", term=1, number=number, page=1, pages=1, down=page)
+
+
+async def test_each_conductor_drops_it_and_adopts_no_digest_from_before() -> None:
+    keeper = keeper_of()
+    await receive(keeper, digest(DOWN))
+    await receive(keeper, ServiceGone(cell="c2", service="s3", at=200.0))
+    assert list(keeper.down()) == ["s3"], "another cell's"
+    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
+    assert (keeper.down(), set(keeper.forgotten())) == ({}, {"s3"})
+    await receive(keeper, digest(DOWN, number=2))
+    assert keeper.down() == {}, "its keeper had not received the notice"
+    await receive(keeper, digest(replace(DOWN, since=201.0), number=3))
+    assert list(keeper.down()) == ["s3"], "it was back, and is down again"
+    assert set(keeper.forgotten()) == set()
+
+
+async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
+    keeper = keeper_of()
+    await receive(keeper, Heartbeat(service="s3", cell="c1", epoch=6, sequence=1))
+    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
+    assert set(keeper.forgotten()) == set()
+
+
+async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
+    """A move in doubt was held for as long as a service was down, and for ever by one that is gone."""
+    moved = {UUID: held().instance}
+    keeper = keeper_of()
+    await receive(keeper, digest(DOWN))
+    services = Services(s1=(), s2=())
+    services.silent = {"s3"}
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    search = MachineSearch(
+        store,
+        services,  # type: ignore[arg-type]
+        timeout_s=1.0,
+        up=lambda: ("s1", "s2"),
+        forgotten=keeper.forgotten,
+    )
+    _, waits = await search.find_moved(moved, keeper.down())
+    assert waits == {UUID}
+    await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
+    _, waits = await search.find_moved(moved, keeper.down())
+    assert waits == set()
+
+
+@pytest.mark.parametrize(
+    ("at", "here"),
+    [
+        (State.ACTIVE, True),
+        (State.BUILDING, True),
+        ((State.DESTROYING, State.DELETED), True),
+        ((State.CLAIMING, State.PREPARING), False),
+        ((State.RELEASING, State.OFFLOADED), False),
+        (State.OFFLOADED, False),
+        (State.DELETED, False),
+    ],
+)
+def test_an_instance_is_at_a_service_by_the_host_of_its_attempt_unless_that_is_fenced(
+    at: State | Phase, *, here: bool
+) -> None:
+    state, then = phase_of(at)
+    instance = replace(run(on("s3", "s1")).instance, state=state, then=then)
+    assert is_at(instance, "s3", ()) is here
+    assert not is_at(instance, "s1", ()), "an alternate"
+    assert not is_at(instance, "s3", {instance.selections[0].host_uuid})
+    assert not is_at(Instance(uuid=UUID), "s3", ())
+
+
+def test_the_source_of_a_move_is_at_its_service() -> None:
+    there = at_state(State.FINISHING)
+    move = there.instance.move
+    assert move is not None and move.source is None
+    source = replace(there.instance.selections[0], service="s3", host_uuid=host(9))
+    moving = replace(there.instance, move=replace(move, source=source))
+    assert is_at(moving, "s3", ()) and not is_at(moving, "s3", {host(9)})
+    assert not is_at(replace(moving, state=State.DEPARTED), "s3", ())
+
+
+class Published:
+    """A bus that keeps what is published."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    async def publish(self, message: Message, **_: object) -> None:
+        """Keep it."""
+        self.sent.append(message)
+
+
+async def test_it_is_forgotten_once_it_is_down_and_has_no_instance() -> None:
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    term = await store.leases.keep("p", 60.0, None)
+    assert term is not None and await store.leases.record(term, [DOWN])
+    bus: Any = Published()
+    up: tuple[str, ...] | None = None
+    forgetter = LeaseForgetter(store, bus, clock=SystemClock(), cell="c1", up=lambda: up)
+    assert (await code_of(forgetter)) == "service.unsure"
+    up = ("s1", "s3")
+    assert (await code_of(forgetter)) == "service.up"
+    up = ("s1",)
+    there = replace(run(on("s3", "s1")).instance, state=State.ACTIVE)
+    async with store.transaction() as transaction:
+        await transaction.insert([there])
+    assert (await code_of(forgetter)) == "service.has_instances"
+    async with store.transaction() as transaction:
+        await transaction.lock([UUID])
+        await transaction.update([replace(there, state=State.DELETED)])
+    assert bus.sent == [] and await store.leases.leases() == [DOWN]
+    for removed in (True, False):
+        outcome = await forgetter.forget(ORDER)
+        assert isinstance(outcome, Done) and isinstance(outcome.reply, ServiceForgottenInCell)
+        assert (outcome.reply.service, outcome.reply.removed) == ("s3", removed)
+    assert await store.leases.leases() == []
+    assert [type(one) for one in bus.sent] == [ServiceGone] * 2, "a repeat notifies those that have not received it"
+
+
+async def code_of(forgetter: LeaseForgetter) -> str:
+    outcome = await forgetter.forget(ORDER)
+    assert isinstance(outcome, Refuse)
+    return outcome.code
+
+
+async def test_the_builds_and_deletes_of_its_batch_come_before_it() -> None:
+    taken: list[str] = []
+
+    class Order:
+        async def take(self, _events: object, **_: object) -> None:
+            taken.append("rest")
+
+        async def forget(self, _command: ForgetServiceInCell) -> Done:
+            taken.append("service")
+            return Done()
+
+    order: Any = Order()
+    handlers = RequestHandlers(order, SystemClock(), forgetter=order)
+    delete = CellDelete(instance_uuid=UUID, project_id="p")
+    batch = [Received(one, Meta(id=str(at)), "c1", "conductor.requests") for at, one in enumerate((ORDER, delete))]
+    outcomes = await handlers.requests(batch)
+    assert [type(one) for one in outcomes] == [Done, Done] and taken == ["rest", "service"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_it_is_not_forgotten_for_an_operator_who_has_stopped_waiting(*, waits: bool) -> None:
+    """The cell's database was away meanwhile, and the operator was answered that this cell does not answer."""
+    forgotten: list[ForgetServiceInCell] = []
+
+    class Forgetter:
+        async def forget(self, command: ForgetServiceInCell) -> Done:
+            forgotten.append(command)
+            return Done()
+
+    forgetter: Any = Forgetter()
+    clock = SystemClock()
+    handlers = RequestHandlers(forgetter, clock, forgetter=forgetter)
+    left_s = 3600.0 if waits else -1.0
+    received = Received(ORDER, Meta(id="1"), "c1", "conductor.requests", left_s=lambda: left_s)
+    assert await handlers.requests([received]) == [Done()]
+    assert forgotten == ([ORDER] if waits else [])
+
+
+# --- A machine whose host is under another compute service by now: which service's word counts, and which is
+# commanded.
+
+
+def changing() -> Instance:
+    made = Scenario(active())
+    made.apply(request(MoveKind.STOP))
+    return made.instance
+
+
+def offloading() -> Instance:
+    made = Scenario(active())
+    made.apply(request(MoveKind.SHELVE, offload=True))
+    made.end(1, 1, done=True, image="image")
+    return made.instance
+
+
+def undoing() -> Instance:
+    made = begun(MoveKind.MIGRATE, 2)
+    made.apply(e.Claimed(at=201.0, attempt=2, option=0, consumer_generation=9))
+    made.end(2, 2)
+    made.end(1, 1)
+    made.apply(e.SpawnFailed(at=210.0, attempt=2, host_uuid=host(2), service="s1", code="spawn.no_disk"))
+    return made.instance
+
+
+def confirming() -> Instance:
+    made = to_resized(MoveKind.MIGRATE, auto_confirm_s=0.0)
+    return made.instance
+
+
+# (what follows when the host has destroyed it, the record that waits for that, the host, the attempt there)
+AWAITED = [
+    (State.DELETED, lambda: run(DELETE, start=active()).instance, 1, 1),
+    (State.OFFLOADED, offloading, 1, 1),
+    (State.REVERTING, undoing, 2, 2),
+    (State.ACTIVE, confirming, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("then", "made", "n", "attempt"), AWAITED, ids=[str(one[0]) for one in AWAITED])
+def test_the_answer_of_a_service_that_had_the_host_before_proves_nothing_destroyed(
+    then: State, made: Callable[[], Instance], n: int, attempt: int
+) -> None:
+    """Its machine runs under the service that has the host now: its allocation was released."""
+    waiting = made()
+    assert waiting.phase == (State.DESTROYING, then)
+    moved = run(reported("s2", attempt, n), start=waiting).instance
+    gone = e.Destroyed(at=300.0, attempt=attempt, host_uuid=host(n), service="s1")
+    assert run(gone, start=moved) == Step(moved)
+    assert run(replace(gone, service="s2"), start=moved).instance.state is not State.DESTROYING
+
+
+def test_the_answer_of_a_service_that_had_the_host_before_ends_no_build() -> None:
+    asking = run(queried(hosts=1), *SILENT[:1]).instance
+    gone = e.Destroyed(at=180.0, attempt=1, host_uuid=host(1), service="s9")
+    assert run(gone, start=asking) == Step(asking)
+    assert run(replace(gone, service="s1"), start=asking).instance.phase == (State.RELEASING, State.FAILED)
+
+
+def test_the_answer_of_a_service_that_had_the_host_before_ends_no_change() -> None:
+    """It has stopped nothing: the machine runs under the service that has the host now."""
+    moved = run(reported("s2"), start=changing()).instance
+    assert moved.move is not None
+    done = e.ChangeEnded(at=300.0, attempt=1, order=moved.move.order, host_uuid=host(1), service="s1", done=True)
+    assert run(done, start=moved) == Step(moved)
+    assert run(replace(done, service="s2"), start=moved).instance.state is State.ACTIVE
+
+
+def test_the_orders_of_a_doubted_move_that_has_arrived_go_to_the_service_that_has_the_host_now() -> None:
+    """Both machines ran: the confirm, and the revert, commanded the service that had the host before."""
+    made = to_resized()
+    made.instance = replace(made.instance, doubted=True)
+    made.context = replace(PATIENCE, set_back_at=1_000.0)
+    made.apply(reported("s2", 1, 1), reported("s3", 2, 2))
+    move = made.instance.move
+    assert move is not None and move.source is not None
+    assert (made.instance.here.service, move.source.service) == ("s3", "s2")
+    assert not made.instance.doubted, "both were seen"
+
+
+@pytest.mark.parametrize("service", ["s1", "s2"])
+def test_the_order_to_end_a_build_unless_it_is_complete_goes_to_the_service_that_has_the_host_now(service: str) -> None:
+    asking = run(queried(hosts=1), *SILENT[:1])
+    assert orders(asking) == [("s1", host(1), 1)]
+    unbuilt = replace(reported(service), built=False)
+    found = run(unbuilt, start=asking.instance)
+    assert orders(found) == ([] if service == "s1" else [("s2", host(1), 1)])
+    assert found.instance.here.service == service
+
+
+# --- A conductor answers reports of hosts that are another service's: it notifies the owner, or releases the hosts.
+
+
+class Known:
+    """The services that are gone, at the keeper or elsewhere."""
+
+    def __init__(self, *gone: str, is_keeper: bool = True) -> None:
+        self.gone = gone
+        self.is_keeper = is_keeper
+
+    def is_gone(self, service: str) -> bool:
+        """Whether it was named."""
+        return service in self.gone
+
+
+REFUSED = ComputeHosts(
+    service="s2",
+    cell="c1",
+    epoch=1,
+    sequence=1,
+    hosts=(
+        HostReport(uuid=host(1), name="h1", owner="s1", running=()),
+        HostReport(uuid=host(2), name="h2", owner="s1", running=()),
+        HostReport(uuid=host(3), name="h3", running=()),
+    ),
+)
+
+
+async def answered(leases: Any, *listed: ComputeHosts) -> tuple[list[object], ComputeHosts]:
+    bus, listings = Quiet(), Listings()
+    for report in listed:
+        listings.note(report)
+    left = await HostOwners(bus, listings, leases).answer(REFUSED)  # type: ignore[arg-type]
+    return bus.published, left
+
+
+async def test_what_a_refused_service_reports_of_the_host_counts_for_nothing() -> None:
+    """Its report would have shown that the owner's machines are lost, as soon as the owner was silent."""
+    _, left = await answered(Known(), listing("s1", 1, 2))
+    assert [one.running for one in left.hosts] == [None, None, ()]
+
+
+async def test_the_owner_keeps_what_it_lists_and_the_other_one_gets_what_it_has_given_up() -> None:
+    published, _ = await answered(Known(), listing("s1", 1, 3))
+    assert published == [
+        InventoryReleased(source="compute-s1", roots=(host(2),)),
+        HostsReleased(service="s2", cell="c1", owner="s1", hosts=(host(2),)),
+        HostsContested(service="s1", cell="c1", other="s2", hosts=(host(1),)),
+    ]
+
+
+async def test_all_hosts_of_a_service_that_is_gone_are_released() -> None:
+    published, _ = await answered(Known("s1"), listing("s1", 1, 2))
+    assert published == [
+        InventoryReleased(source="compute-s1", roots=(host(1), host(2))),
+        HostsReleased(service="s2", cell="c1", owner="s1", hosts=(host(1), host(2))),
+    ]
+
+
+async def test_nothing_is_released_by_a_conductor_that_is_not_the_keeper_or_has_no_list() -> None:
+    published, left = await answered(Known("s1", is_keeper=False))
+    assert not published and left.hosts[0].running is None
+    published, _ = await answered(Known())
+    assert [type(one) for one in published] == [HostsContested], "its list has not come yet"
+
+
+@pytest.mark.parametrize(
+    ("state", "since", "listened_s", "is_gone"),
+    [
+        (LeaseState.UP, 0.0, 0.0, False),
+        (LeaseState.SILENT, 950.0, 30.0, False),
+        (LeaseState.SILENT, 400.0, 30.0, True),
+        (LeaseState.STOPPED, 999.0, 20.0, False),
+        (LeaseState.STOPPED, 999.0, 80.0, True),
+    ],
+)
+def test_a_service_is_gone_when_it_is_silent_for_long_or_has_left(
+    state: LeaseState, since: float, listened_s: float, is_gone: bool
+) -> None:
+    table = LeaseTable(5)
+    table.adopt([Lease(service="s1", epoch=1, interval_s=10.0, state=state, since=since)])
+    assert not table.is_gone("s1", 1000.0, 600.0) and not table.is_gone("purged", 1000.0, 600.0), "not known yet"
+    for second in range(20 + int(listened_s)):
+        table.advance_clock(float(second))
+    assert table.is_gone("s1", 1000.0, 600.0) is is_gone
+    assert table.is_gone("purged", 1000.0, 600.0)
+
+
+# --- A compute service that is lost in a cell whose database was set back: no build fails over from what it forgot.
+
+
+async def test_no_build_leaves_a_lost_service_while_its_result_may_come_again() -> None:
+    """Seed 1795410983: a client was informed of `active`, the database forgot that in a crash, the service was silent
+    meanwhile, and the build went on elsewhere although its machine ran.
+    """
+    table, relay, config, now = MemoryInstanceTable(SystemClock()), Relay(), ConductorConfig(), 100.0
+    clock: Any = SimpleNamespace(time=lambda: now, monotonic=lambda: now)
+    bus: Any = Queried()
+    store = MemoryInstances(session := table.session())
+    await store.open()
+    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    async with store.transaction() as transaction:
+        await transaction.insert([run(on("s1", "s2")).instance])
+    (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    session.losses += 1  # the database has died
+    for wait_s, state in ((0.0, State.BUILDING), (AFTER_LOSS_S - 0.1, State.BUILDING), (0.2, State.CLAIMING)):
+        now += wait_s
+        await keeper._fail_over(engine)
+        assert table.instances[UUID].state is state
+
+
+async def test_no_build_leaves_a_lost_service_before_the_database_was_compared() -> None:
+    """The keeper failed builds over from restored leases and records before a sweep had doubted them."""
+    table, relay, config = MemoryInstanceTable(clock := SystemClock()), Relay(), ConductorConfig()
+    bus: Any = Queried()
+    store = MemoryInstances(table.session())
+    await store.open()
+    keeper = LeaseKeeper(store, bus, clock=clock, config=config, cell="c1", process="p")  # type: ignore[arg-type]
+    engine = Engine(store=store, bus=bus, relay=relay, clock=clock, config=config, cell="c1", down=keeper.down)  # type: ignore[arg-type]
+    building = run(on("s1", "s2")).instance
+    async with store.transaction() as transaction:
+        await transaction.insert([building])
+    (silent,) = pages_of({"s1": Lease(service="s1", epoch=1, state=LeaseState.SILENT, reason="why")})
+    digest = ServicesDigest(cell="c1", term=1, number=1, down=silent)
+    await keeper.handle([Received(digest, Meta(id="m"), "c1", "conductor.leases")])
+    table.place += 1  # an operator restores a backup
+
+    async def recorded() -> Instance:
+        async with store.transaction() as transaction:
+            return (await transaction.lock([UUID]))[UUID]
+
+    for _ in range(2):
+        await keeper._fail_over(engine)
+        keeper._fail_over_at = 0.0
+        found = await recorded()
+        assert (found.state, found.doubted) == (State.BUILDING, True)
+    assert not relay.sent, "nothing is destroyed"

@@ -1,0 +1,276 @@
+"""Decisions with several conditions: a row for each condition that alone makes the difference."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
+from bus.contracts.moves import MoveKind
+from cell_conductor.domain import events as e
+from cell_conductor.domain import listings
+from cell_conductor.domain.adopt_rules import why_not_its_machine
+from cell_conductor.domain.fence_steps import FenceSteps
+from cell_conductor.domain.instance import Instance, State
+from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
+from cell_conductor.domain.orders import numbered
+from cell_conductor.domain.quarantine_reservations import pages
+from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
+from cell_conductor.domain.table import step
+from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, refused, to_resized
+from tests.unit.conductor.scenario import (
+    DELETE,
+    PATIENCE,
+    SPEC,
+    TIMED_OUT,
+    UUID,
+    announced,
+    failed,
+    host,
+    queried,
+    run,
+    selection,
+    spawned,
+)
+
+ACTIVE = Instance(
+    uuid=UUID, state=State.ACTIVE, spec=SPEC, selections=(selection(1),), attempt=1, consumer_generation=7
+)
+
+
+def gone(n: int, attempt: int, service: str = "s1") -> e.Destroyed:
+    return e.Destroyed(at=310.0, attempt=attempt, host_uuid=host(n), service=service)
+
+
+def fenced(n: int) -> e.HostFenced:
+    return e.HostFenced(at=300.0, host_uuid=host(n))
+
+
+# --- builds
+
+
+def test_a_repeated_build_is_answered_under_the_number_of_its_last_announcement() -> None:
+    built = active()
+    for known, number in ((built, built.build_sequence), (replace(built, build_sequence=0), built.sequence - 1)):
+        (again,) = announced(step(known, queried(hosts=1), PATIENCE))
+        assert again.sequence == number
+
+
+@pytest.mark.parametrize(
+    ("was_queried", "at", "state"),
+    [
+        (True, 5000.0, State.RELEASING),
+        (True, 1000.0 + PATIENCE.doubt_limit_s, State.RELEASING),
+        (True, 999.0 + PATIENCE.doubt_limit_s, State.BUILDING),
+        (False, 5000.0, State.BUILDING),
+    ],
+)
+def test_a_doubted_build_is_given_up_when_its_host_was_queried_and_the_limit_is_over(
+    was_queried: bool, at: float, state: State
+) -> None:
+    building = replace(run(queried(hosts=1)).instance, doubted=True, queried=was_queried, since=1000.0)
+    assert step(building, e.TimedOut(at=at), PATIENCE).instance.state is state
+
+
+def test_a_build_that_its_host_has_failed_is_not_in_doubt_for_the_records_sake() -> None:
+    building = replace(run(queried(hosts=1)).instance, doubted=True)
+    after = Scenario(building)
+    after.apply(failed(final=True), gone(1, 1), e.Released(at=320.0))
+    assert (after.instance.state, after.instance.doubted) == (State.FAILED, False)
+
+
+def test_a_delete_of_a_forgotten_build_without_a_cause_keeps_the_records() -> None:
+    machine = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(1), host="host-1", service="s1", attempt=1, project_id="p", built=True
+    )
+    wanted = e.DeleteRequested(at=120.0, project_id="p", found=(machine,))
+    assert step(Instance(uuid=UUID, cause="its own"), wanted, PATIENCE).instance.cause == "its own"
+    assert step(Instance(uuid=UUID), replace(wanted, cause="new"), PATIENCE).instance.cause == "new"
+
+
+@pytest.mark.parametrize(
+    ("known", "attempt", "project", "its_own"),
+    [
+        (ACTIVE, 2, "p", True),
+        (ACTIVE, 2, None, True),
+        (ACTIVE, 2, "q", False),
+        (replace(ACTIVE, spec=None), 2, "p", False),
+        (ACTIVE, 0, "p", False),
+    ],
+)
+def test_a_machine_that_an_operator_calls_the_instances(
+    known: Instance, attempt: int, project: str | None, its_own: bool
+) -> None:
+    kept = Unexplained(UUID, attempt, host(1), UnexplainedKind.QUARANTINED, NEWER)
+    found = FoundMachine(
+        instance_uuid=UUID, host_uuid=host(1), host="host-1", service="s1", attempt=attempt, project_id=project
+    )
+    assert (why_not_its_machine(known, kept, [found]) == "") is its_own
+
+
+# --- moves
+
+
+def test_an_answer_to_an_earlier_claim_of_a_destination_is_none_to_this_one() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    assert made.apply(refused(attempt=9)).instance is made.instance and made.instance.state is State.CLAIMING
+    undone = made.apply(refused()).instance
+    assert undone.state is State.REVERTING and undone.move is not None
+    assert undone.move.lost_reason.startswith("no host is left")
+
+
+def test_a_destination_that_does_not_answer_is_passed_over_for_the_next() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.apply(claimed(), TIMED_OUT)
+    assert (made.instance.state, [one.host for one in made.instance.alternates]) == (State.CLAIMING, ["host-3"])
+
+
+def test_only_the_destinations_own_host_ends_its_attempt() -> None:
+    made = begun(MoveKind.MIGRATE, 2, 3)
+    made.apply(claimed())
+    made.end(2, 2)
+    made.end(1, 1)
+    assert made.instance.state is State.FINISHING
+    assert made.apply(gone(1, 1)).instance.state is State.FINISHING
+    assert made.apply(gone(2, 2)).instance.state is not State.FINISHING
+
+
+def test_a_machine_that_is_gone_from_a_move_that_has_arrived_changes_nothing_without_doubt() -> None:
+    made = to_resized()
+    assert made.instance.state is State.RESIZED
+    for event in (gone(2, 2), gone(1, 1)):
+        assert made.apply(event).instance.state is State.RESIZED
+
+
+@pytest.mark.parametrize("order", [((2, 2), (1, 1)), ((1, 1), (2, 2))], ids=["destination first", "source first"])
+def test_a_delete_of_what_has_moved_waits_for_both_hosts_in_any_order(order: tuple[tuple[int, int], ...]) -> None:
+    made = to_resized()
+    made.apply(DELETE)
+    (first, second) = order
+    assert made.apply(gone(*first)).instance.state is State.DESTROYING
+    assert made.apply(gone(*second)).instance.state is State.RELEASING
+
+
+def test_a_delete_while_a_move_goes_back_destroys_the_machine_at_its_source() -> None:
+    made = begun(MoveKind.MIGRATE, 2)
+    made.apply(refused())
+    assert made.instance.state is State.REVERTING
+    deleted = made.apply(DELETE)
+    assert made.instance.phase == (State.DESTROYING, State.DELETED) and (1, host(1)) in made.destroys, deleted
+
+
+def test_a_delete_of_what_changes_in_place_goes_on_without_a_source() -> None:
+    made = begun(MoveKind.STOP)
+    made.apply(DELETE)
+    assert made.apply(e.TimedOut(at=400.0)).instance.phase == (State.DESTROYING, State.DELETED)
+
+
+def in_place(*, arrived: bool = True) -> Scenario:
+    """A resize on host 1."""
+    made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="large"))
+    made.apply(claimed())
+    if arrived:
+        made.end(1, 1)
+    return made
+
+
+def test_a_resize_in_place_that_has_arrived_stays_on_its_fenced_host() -> None:
+    arrived, under_way = in_place(), in_place(arrived=False)
+    assert arrived.instance.state is State.RESIZED and arrived.instance.is_in_place
+    assert arrived.apply(fenced(1)).instance.state is State.RESIZED
+    assert under_way.apply(fenced(1)).instance.state is not State.RESIZING
+
+
+def test_an_answer_to_an_earlier_change_in_place_does_not_end_its_undoing() -> None:
+    made = in_place(arrived=False)
+    made.end(1, 1, done=False, code="change.failed")
+    undoing = made.apply(e.TimedOut(at=400.0)).instance
+    assert undoing.phase == (State.DESTROYING, State.REVERTING) and undoing.move is not None
+    late = e.ChangeEnded(at=401.0, attempt=1, order=undoing.move.order - 1, host_uuid=host(1), service="s1", done=True)
+    assert made.apply(late).instance.phase == undoing.phase
+
+
+def test_changes_are_numbered_one_by_one_where_the_clock_is_behind() -> None:
+    moving = begun(MoveKind.STOP).instance
+    far = 2**52
+    assert numbered(replace(moving, order=far), 0.0).order == far + 1
+
+
+def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
+    destroying = run(queried(hosts=1), spawned(), DELETE).instance
+    for event, hosts in ((fenced(1), [host(1)]), (fenced(2), [])):
+        follower = FenceSteps()
+        stepped = step(destroying, event, PATIENCE)
+        follower.follow(destroying, stepped, event, PATIENCE)
+        assert [*follower.hosts] == hosts
+
+
+def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
+    made = to_resized()
+    made.apply(DELETE)
+    assert made.instance.move is not None and made.instance.move.source is not None
+    source = replace(made.instance.move.source, service="s2")
+    other = Scenario(replace(made.instance, move=replace(made.instance.move, source=source)))
+    assert other.apply(fenced(1)).instance.move.source_gone  # type: ignore[union-attr]
+
+
+# --- reports, leases, quarantine
+
+
+def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHosts:
+    hosts = tuple(HostReport(uuid=uuid, name=uuid[:2]) for uuid in uuids)
+    return ComputeHosts(
+        service=service,
+        cell="c",
+        epoch=1,
+        sequence=1,
+        hosts=hosts,
+        complete=True,
+        ring_term=ring[0],
+        ring_number=ring[1],
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "up", "contested"),
+    [
+        ((0, 0), (0, 0), ("s1", "s2"), True),
+        ((1, 1), (1, 2), ("s1", "s2"), False),
+        ((0, 0), (1, 2), ("s1", "s2"), True),
+        ((1, 1), (0, 0), ("s1", "s2"), True),
+        ((0, 0), (0, 0), ("s1",), False),
+    ],
+)
+def test_two_services_contest_a_host_unless_they_share_by_a_ring(
+    first: tuple[int, int], second: tuple[int, int], up: tuple[str, ...], contested: bool
+) -> None:
+    known = listings.Listings()
+    known.note(page("s2", host(1), ring=second))
+    known.note(page("s1", host(1), ring=first))
+    assert known.contested(page("s1", host(1), ring=first), up) == ({host(1): "s2"} if contested else {})
+
+
+def test_hosts_beyond_the_bound_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listings, "MAX_HOSTS", 1)
+    known = listings.Listings()
+    known.note(page("s1", host(1), host(2)))
+    known.note(page("s2", host(1)))
+    assert [known.listers(host(n)) for n in (1, 2)] == [("s1", "s2"), ()]
+
+
+def test_it_is_known_who_is_up_when_each_may_have_been_heard() -> None:
+    known = LeaseTable(3)
+    whole = LISTEN_BEATS * DEFAULT_BEAT_S
+    known.advance_clock(1000.0)
+    for second in range(1, int(whole)):
+        known.advance_clock(1000.0 + second)
+    assert known.up is None
+    known.advance_clock(1000.0 + whole)
+    assert known.up == ()
+
+
+def test_reservations_fill_a_message_to_its_bound() -> None:
+    machine = Running(instance_uuid=UUID, attempt=1)
+    half = [machine] * (MAX_RESERVED_AT_ONCE // 2)
+    assert pages({host(1): half, host(2): half}) == [[host(1), host(2)]]
+    assert pages({host(1): half, host(2): [*half, machine]}) == [[host(1)], [host(2)]]

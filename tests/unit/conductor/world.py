@@ -1,0 +1,148 @@
+"""What the suites of a conductor around the table share: buses that answer, and a conductor over memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from bus.clock import SystemClock
+from bus.consuming.outcome import Outcome, Received
+from bus.contracts.base import Message, Meta
+from bus.contracts.cell import CellBuild, ComputeHosts, FindMachines, FoundMachine, HostReport, MachinesFound, Running
+from bus.faults import Fault, Transient
+from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.instance import Instance
+from cell_conductor.engine import Engine
+from cell_conductor.handlers import RequestHandlers
+from cell_conductor.search import MachineSearch
+from cell_conductor.store.memory import MemoryInstances, MemoryInstanceTable
+from tests.unit.conductor.scenario import SPEC, UUID, host, selection
+
+
+class Relay:
+    """Keeps what would be published."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+
+    def send(self, row_id: int | None, outgoing: Any) -> None:
+        """Keep it."""
+        self.sent += outgoing
+
+
+class Queried:
+    """A bus whose requests get no answer."""
+
+    name = "c1"
+
+    async def request_all(self, messages: list[Any], *_: Any, **__: Any) -> list[Any]:
+        """No answer to any of them."""
+        return [Transient("no answer", code="request.timeout") for _ in messages]
+
+
+class Silent:
+    """A bus that takes what is published."""
+
+    name = "c"
+
+    async def publish(self, *_: object, **__: object) -> None:
+        return None
+
+
+def listing(service: str, *hosts: int, sequence: int = 1, runs: tuple[Running, ...] = (), **other: Any) -> ComputeHosts:
+    reports = tuple(HostReport(uuid=host(n), name=f"host-{n}", running=runs) for n in hosts)
+    made = ComputeHosts(service=service, cell="c1", epoch=1, sequence=sequence, hosts=reports, complete=True)
+    return replace(made, **other)
+
+
+class Quiet(Queried):
+    """A bus that keeps what is published."""
+
+    def __init__(self) -> None:
+        self.published: list[object] = []
+
+    async def publish(self, message: object, **_: Any) -> None:
+        """Keep it."""
+        self.published.append(message)
+
+
+BUILD = CellBuild(spec=SPEC, selections=(selection(1), selection(2)), consumer_generation=7, requested_at=1.0)
+
+
+class Services:
+    """A bus whose compute services have these machines; those of `silent` do not answer. Placement never does."""
+
+    name = "c1"
+
+    def __init__(self, **machines: Sequence[FoundMachine]) -> None:
+        self.machines = machines
+        self.silent: set[str] = set()
+        self.hosts: tuple[str, ...] | None = tuple(host(n) for n in range(1, 10))  # that each has looked at
+        self.page: int | None = None  # of these hosts in one answer
+        self.queried: list[FindMachines] = []
+
+    async def request_all(self, messages: Sequence[Any], *_: Any, **__: Any) -> list[MachinesFound | Fault]:
+        """One answer or fault each."""
+        self.queried += [one for one in messages if isinstance(one, FindMachines)]
+        return [
+            MachinesFound(
+                service=one.service,
+                machines=tuple(self.machines[one.service]),
+                hosts=self._hosts(one),
+                more=self.page is not None and (one.hosts_after or 0) + self.page < len(self.hosts or ()),
+            )
+            if isinstance(one, FindMachines) and one.service not in self.silent
+            else Transient("no answer", code="request.timeout")
+            for one in messages
+        ]
+
+    def _hosts(self, query: FindMachines) -> tuple[str, ...] | None:
+        if not query.thorough or self.hosts is None or self.page is None:
+            return self.hosts if query.thorough else None
+        assert query.hosts_after is not None
+        return self.hosts[query.hosts_after : query.hosts_after + self.page]
+
+
+class Conductor:
+    """Takes requests over a database that was set back just now."""
+
+    def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
+        self.table = MemoryInstanceTable(clock := SystemClock())
+        self.relay, bus = Relay(), services
+        self.store = MemoryInstances(self.table.session())
+        self.search = MachineSearch(
+            self.store,
+            bus,  # type: ignore[arg-type]
+            timeout_s=1.0,
+            up=lambda: up,
+            unexplained=lambda: unexplained,
+        )
+        self.engine = Engine(
+            store=self.store,
+            bus=bus,  # type: ignore[arg-type]
+            relay=self.relay,  # type: ignore[arg-type]
+            clock=clock,
+            config=ConductorConfig(),
+            cell="c1",
+            search=self.search,
+        )
+        self.requests = RequestHandlers(self.engine, clock, search=self.search)
+
+    async def take(self, build: CellBuild = BUILD, *, set_back: bool = True, attempt: int = 0) -> Outcome:
+        await self.store.open()
+        if set_back:
+            self.table.place += 1
+            await self.engine.sweep()
+        return await self.request(build, attempt=attempt)
+
+    async def request(self, message: Message, *, attempt: int = 0) -> Outcome:
+        (outcome,) = await self.requests.requests(
+            [Received(message, Meta(id="m", attempt=attempt), "c1", "conductor.requests")]
+        )
+        return outcome
+
+    async def recorded(self) -> Instance | None:
+        async with self.store.transaction() as transaction:
+            return (await transaction.lock([UUID])).get(UUID)

@@ -1,0 +1,137 @@
+"""Each condition of the admission of builds and moves by itself: what would be decided without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming.outcome import Done, Received
+from bus.contracts.base import Meta, Refusal
+from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.groups import GroupPolicy, ServerGroup
+from bus.contracts.moves import Condition, MoveKind, MoveRequest
+from scheduler_worker.domain.admission import Answered, Start, admit, admit_known, first_of_each, is_clash_of_first
+from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
+from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.gangs import withdrawn_by_gang
+from scheduler_worker.domain.moves import check_move, pending_move
+from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from tests.unit.scheduler.hosts import Hosts
+
+UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")
+REQUEST = BuildRequest(instance_uuid=UUID, project_id="p", flavor="m1.small")
+SELECTOR = Hosts([]).selector
+
+
+def taken(request: BuildRequest = REQUEST, delivery: RequestDelivery | None = None) -> PendingBuild:
+    received = Received(request, Meta(id="m"), "api", "scheduler.requests")
+    return pending_build(received, delivery or RequestDelivery(), now=1000.0, flavors=SELECTOR)
+
+
+def on_record(pending: PendingBuild, state: BuildState = BuildState.ACCEPTED, **more: Any) -> BuildStatus:
+    build = RecordedBuild(instance_uuid=UUID, project_id="p", state=state, sequence=1, **more)
+    return BuildStatus(build, pending.digest)
+
+
+def test_the_second_of_two_in_a_batch_is_answered_and_not_begun() -> None:
+    first, second = taken(), taken()
+    firsts = first_of_each([first, second])
+    assert [admit(one, firsts, [UUID], {}) == Start() for one in (first, second)] == [True, False]
+
+
+def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> None:
+    gang = members_of(taken(replace(REQUEST, count=2)), start=0)
+    other = taken(replace(REQUEST, count=3))
+    firsts, later = first_of_each(gang), gang[1]
+    assert not is_clash_of_first(later, firsts, {})
+    assert not is_clash_of_first(later, firsts, {UUID: on_record(gang[0])})
+    assert is_clash_of_first(later, firsts, {UUID: on_record(other)})
+    assert not is_clash_of_first(later, firsts, {UUID: on_record(other, code="instance.unknown")})
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [(BuildState.ACCEPTED, None), (BuildState.SCHEDULED, None), (BuildState.FAILED, None)]
+)
+def test_what_a_request_would_be_refused_for_now_counts_only_where_it_is_not_on_record(
+    state: BuildState, code: str | None
+) -> None:
+    """Its flavor has been deleted since."""
+    pending = taken(replace(REQUEST, flavor="deleted"))
+    admission = admit_known(pending, on_record(pending, state))
+    reply = admission.outcome.reply if isinstance(admission, Answered) and isinstance(admission.outcome, Done) else None
+    assert (reply.code if isinstance(reply, Refusal) else None) == code
+
+
+def test_members_that_a_delete_takes_out_are_counted_for_their_gang() -> None:
+    gang, alone = members_of(taken(replace(REQUEST, count=2)), start=0), taken()
+    both = [Start(), Start()]
+    assert withdrawn_by_gang(gang, both, [gang[1].instance_uuid]) == {UUID: 1}
+    assert withdrawn_by_gang(gang, [Start(), Answered(outcome=Done(), withdrawn=True)], []) == {UUID: 1}
+    assert withdrawn_by_gang(gang, both, []) == {} == withdrawn_by_gang([alone], [Start()], [UUID])
+
+
+def test_a_request_names_a_server_group_that_there_is() -> None:
+    stated = ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY)
+    refusals = [
+        taken(replace(REQUEST, **more)).refusal for more in ({"group": "g"}, {"group": "g", "server_group": stated})
+    ]
+    assert [one is not None and one.code for one in refusals] == ["group.unknown", "group.invalid"]
+
+
+# --- moves
+
+ACTIVE = RecordedBuild(
+    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=True, cell="c", host="h"
+)
+
+
+def checked(
+    kind: MoveKind = MoveKind.STOP,
+    *,
+    move: dict[str, Any] | None = None,
+    condition: Condition = Condition.ACTIVE,
+    **more: Any,
+) -> Answered | Refusal | None:
+    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, **more)
+    pending = pending_move(Received(request, Meta(id="m"), "api", "q"), RequestDelivery(), 0, now=1000.0)
+    recorded = None
+    if move is not None:
+        known = {"digest": pending.digest, "project_id": "p", "state": "scheduled", "sequence": 2, **move}
+        recorded = RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=kind, **known)
+    now = InstanceRecord(instance_uuid=UUID, condition=condition)
+    context = MoveContext(move=recorded, build=ACTIVE, instance=now, build_request=REQUEST)
+    return check_move(pending, context, SELECTOR, same_host=True)
+
+
+def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
+    def replied(**move: Any) -> str:
+        answer = checked(move=move)
+        assert isinstance(answer, Answered) and isinstance(answer.outcome, Done)
+        return answer.label
+
+    assert replied() != "duplicate"
+    assert replied(digest=b"other") == replied(project_id="other") == "duplicate"
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "condition", "code"),
+    [
+        (MoveKind.UNSHELVE, "h", Condition.SHELVED, "instance.not_offloaded"),
+        (MoveKind.UNSHELVE, None, Condition.SHELVED, None),
+        (MoveKind.UNSHELVE, "h", Condition.OFFLOADED, None),
+        (MoveKind.MIGRATE, "h", Condition.SHELVED, None),
+    ],
+)
+def test_a_shelved_instance_starts_where_it_is(
+    kind: MoveKind, host: str | None, condition: Condition, code: str | None
+) -> None:
+    answer = checked(kind, host=host, condition=condition)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+def test_an_instance_that_has_ended_is_refused_by_its_condition() -> None:
+    answer = checked(condition=Condition.DELETED)
+    assert isinstance(answer, Refusal) and answer.code == "instance.not_active" and answer.reason.endswith("deleted")

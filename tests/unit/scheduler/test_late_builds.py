@@ -1,0 +1,108 @@
+"""A build that has no time left is not begun, whatever way it came; one that no queue has ends if it crashes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from bus.consuming.given_up import EXPIRED, GIVEN_UP
+from bus.consuming.outcome import Done, Outcome, Received
+from bus.contracts.base import Meta
+from bus.contracts.build import BuildRequest
+from bus.faults import BrokenInvariant
+from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
+from scheduler_worker.domain.pending import PendingBuild, pending_build
+from scheduler_worker.engine import SchedulingEngine
+from scheduler_worker.fleet import Warmup
+from scheduler_worker.handlers import RequestHandler
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.kit.sent import Sent
+from tests.unit.scheduler.test_deletes import hold
+from tests.unit.scheduler.test_late_moves import keep_up
+from tests.unit.scheduler.test_placing import Cluster, cluster
+
+__all__ = ["cluster"]  # a fixture
+
+
+def engine_of(cluster: Cluster) -> SchedulingEngine:
+    store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    return SchedulingEngine(
+        store,
+        cluster.port,
+        cluster.hosts.selector,
+        cluster,
+        clock=cluster.clock,
+        rng=random.Random(7),
+        config=cluster.hosts.config,
+    )
+
+
+def taken(cluster: Cluster, request: BuildRequest, *, left_s: float = -1.0, waits: bool = False) -> PendingBuild:
+    """A request that its queue has delivered again, and that is no letter."""
+    meta = Meta(id="m", attempt=1, reply_to="client.reply.x" if waits else None)
+    received = Received(request, meta, "api", "scheduler.requests", redelivered=True, left_s=lambda: left_s)
+    return pending_build(received, delivery_of(received), now=0.0, flavors=cluster.hosts.selector)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+async def test_a_build_whose_time_is_over_ends_as_a_move_does(cluster: Cluster, *, waits: bool) -> None:
+    """It was built, as it was no letter; the move of the same batch ended."""
+    engine = engine_of(cluster)
+    late, in_time = cluster.hosts.request(), cluster.hosts.request()
+    came = [taken(cluster, late, waits=waits), taken(cluster, in_time, left_s=9.0, waits=waits)]
+    ended, begun = await engine.not_left(came)
+    assert begun is came[1]
+    assert (None if ended is None or ended.delivery.why is None else ended.delivery.why.code) == (
+        None if waits else EXPIRED
+    )
+    assert (ended is None) is waits, "its requester may request it again"
+
+
+@pytest.mark.parametrize("is_recorded", [True, False])
+async def test_a_build_whose_time_is_over_goes_on_where_it_was_begun(cluster: Cluster, *, is_recorded: bool) -> None:
+    engine, request = engine_of(cluster), cluster.hosts.request()
+    if is_recorded:
+        await engine.process([taken(cluster, request, left_s=9.0)], ())
+    else:
+        hold(cluster, request)
+    (going_on,) = await engine.not_left([taken(cluster, request)])
+    assert going_on is not None and going_on.delivery.why is None and not going_on.delivery.is_late()
+
+
+class Broken:
+    """An engine whose replica has lost its order: it can only end what it is given."""
+
+    def __init__(self, accepted: PendingBuild) -> None:
+        self._accepted = accepted
+        self.ended: list[str] = []
+
+    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
+        return [[replace(self._accepted, delivery=RequestDelivery(has_letter=False))]]
+
+    async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
+        if any(one.delivery.why is None for one in builds):
+            raise BrokenInvariant("broken")
+        self.ended += [one.delivery.why.code for one in builds if one.delivery.why is not None]
+        return dict.fromkeys(range(len(builds)), Done())
+
+
+async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the_process(cluster: Cluster) -> None:
+    """The rule stood twice; where builds are taken up again, a broken invariant was passed over."""
+    engine = Broken(taken(cluster, cluster.hosts.request()))
+    handler = RequestHandler(
+        engine,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        cluster.hosts.selector,
+        clock=cluster.clock,
+        config=cluster.hosts.config,
+        warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
+        keep_up=keep_up,
+    )
+    with pytest.raises(BrokenInvariant):
+        await handler.resume({"any": 0})
+    assert engine.ended == [GIVEN_UP]

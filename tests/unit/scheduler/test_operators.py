@@ -1,0 +1,291 @@
+"""Operators' commands at a scheduler: fences, services that are forgotten, and an unavailable database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from bus.bus import Bus
+from bus.clock import SystemClock
+from bus.consuming.outcome import Received, Refuse
+from bus.consuming.stall_watch import StallWatch
+from bus.contracts.base import Message, Meta, Refusal
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
+from bus.contracts.cell import ForgetServiceInCell, ServiceDown, ServiceForgottenInCell, ServicesDigest
+from bus.contracts.fences import CellFence
+from bus.contracts.objects import (
+    CellBus,
+    CellDecision,
+    CellState,
+    FenceRecord,
+    HostDecision,
+    ObjectChange,
+    ObjectKind,
+    ObjectsChange,
+    StoredObject,
+)
+from bus.contracts.operations import AdminState, ForgetService, ServiceForgotten, SetAdminState
+from bus.faults import DatabaseUnavailable
+from scheduler_worker import fences
+from scheduler_worker.changes import ChangeHandler
+from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain import hosts
+from scheduler_worker.domain.fences import fence_of, fenced_by
+from scheduler_worker.domain.hosts import CELL_UNKNOWN
+from scheduler_worker.domain.object_changes import fence_changes
+from scheduler_worker.domain.objects import ChangePlan, RecordedObjects, plan
+from scheduler_worker.fences import FencePublisher
+from scheduler_worker.fleet import Warmup
+from scheduler_worker.forgetting import ServiceForgetter
+from scheduler_worker.objects import MakeChange, ObjectRegistry
+from scheduler_worker.store.memory import MemoryBuilds
+from scheduler_worker.store.memory_units import MemoryBuildTable
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+
+# --- Of which cell the fence is that a decision about a host leads to.
+
+
+HOST = "10000000-0000-4000-8000-000000000001"
+
+
+def stored(kind: ObjectKind, name: str, body: object) -> StoredObject:
+    return StoredObject(kind=kind, name=name, body=msgspec.to_builtins(body), version=1)
+
+
+def change(state: AdminState = AdminState.FENCED) -> ObjectsChange:
+    body = msgspec.to_builtins(HostDecision(host="h", state=state))
+    return ObjectsChange(changes=(ObjectChange(kind=ObjectKind.HOST, name=HOST, body=body),), who="ann")
+
+
+def cell_of_fence(
+    *settings: str, shown: str | None = None, named: str | None = None, objects: tuple[StoredObject, ...] = ()
+) -> str | None:
+    """The cell on record after the host was fenced; None: that was refused."""
+    present = RecordedObjects(1, {(one.kind, one.name): one for one in objects})
+    planned = plan(change(), present.objects)
+    assert isinstance(planned, ChangePlan)
+    made = fence_changes(present, planned, lambda _: shown, named=named, settings=settings, force=False)
+    if isinstance(made, Refusal):
+        assert (made.code == CELL_UNKNOWN and HOST in made.reason) or "there is no cell" in made.reason
+        return None
+    (one,) = made
+    assert one.after is not None
+    return msgspec.convert(one.after, FenceRecord).cell
+
+
+@pytest.mark.parametrize(
+    ("settings", "shown", "named", "cell"),
+    [
+        (("c1", "c2"), "c2", None, "c2"),
+        (("c1", "c2"), "c2", "c1", "c2"),  # it has announced the host
+        (("c1", "c2"), None, "c1", "c1"),
+        (("c1", "c2"), None, "c3", None),
+        (("c1", "c2"), None, None, None),
+        (("c1",), None, None, "c1"),
+        (("c1",), None, "c2", None),
+    ],
+)
+def test_a_fence_is_of_the_cell_that_something_shows_or_its_operator_names(
+    settings: tuple[str, ...], shown: str | None, named: str | None, cell: str | None
+) -> None:
+    assert cell_of_fence(*settings, shown=shown, named=named) == cell
+
+
+def test_where_a_cell_was_removed_a_host_may_have_been_in_it() -> None:
+    bus = CellBus(url_file="x")
+    removed = stored(ObjectKind.CELL, "c2", CellDecision(state=CellState.REMOVED, bus=bus))
+    assert cell_of_fence("c1", objects=(removed,)) is None
+    assert cell_of_fence("c1", named="c1", objects=(removed,)) == "c1"
+
+
+def test_a_fence_on_record_shows_its_cell() -> None:
+    """One that is being lifted, of a host that is to be fenced again."""
+    lifting = stored(ObjectKind.FENCE, HOST, FenceRecord(host="h", cell="c2", version=1, lifting=True))
+    assert fence_of(lifting).lifting and cell_of_fence("c1", "c2", objects=(lifting,)) == "c2"
+
+
+def test_only_decisions_to_fence_need_a_cell() -> None:
+    assert fenced_by(change()) == [HOST]
+    assert not any(fenced_by(change(state)) for state in AdminState if state is not AdminState.FENCED)
+
+
+# --- Publishing one fence takes time, and cells lift others meanwhile.
+
+
+PATIENCE_S = 20.0
+FENCED = FenceRecord(host="h", cell="c1", version=2)
+FIRST, SECOND = (f"{n}0000000-0000-4000-8000-000000000000" for n in "ab")
+
+
+class FenceBus(Bus):
+    """Where commands of fences go. meanwhile: happens while one is published."""
+
+    def __init__(self, meanwhile: Callable[[str], None]) -> None:
+        self.name = "c1"
+        self._meanwhile = meanwhile
+
+    async def publish(self, message: Message, *, cause: str | None = None) -> None:
+        assert isinstance(message, CellFence)
+        self._meanwhile(message.host_uuid)
+
+
+async def test_a_fence_that_is_lifted_while_another_is_published_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seed 1795360394: the task ended with a KeyError, and its scheduler with it."""
+    monkeypatch.setattr(fences, "REPUBLISH_S", 0.001)
+    store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
+    registry = ObjectRegistry(
+        store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()
+    )
+    registry.fences = {FIRST: FENCED, SECOND: FENCED}
+    published: list[str] = []
+    twice = asyncio.Event()
+
+    def lifted(host_uuid: str) -> None:
+        published.append(host_uuid)
+        registry.fences = {FIRST: FENCED}
+        if len(published) == 2:
+            twice.set()
+
+    task = asyncio.create_task(FencePublisher(registry, {"c1": FenceBus(lifted)}, clock=SystemClock()).run())
+    waiting = asyncio.create_task(twice.wait())
+    await asyncio.wait([task, waiting], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
+    assert not task.done(), task
+    assert published == [FIRST, FIRST]
+    task.cancel()
+    waiting.cancel()
+
+
+# --- A compute service that an operator wants forgotten, at a scheduler: the book's hosts keep it.
+
+
+NAME = "compute-c1"
+COMMAND = ForgetService(service=NAME, reason="burnt", by="ann", cell="c1")
+
+
+class Answering:
+    """A bus of placement and of the cell. hosts: that the book has of the service."""
+
+    def __init__(self, *hosts: str) -> None:
+        self.hosts = hosts
+        self.removed = True
+        self.ordered: list[Message] = []
+
+    async def request(self, message: Message, *_: object, **__: object) -> Message:
+        """Answer as placement and as the cell's conductor do."""
+        if isinstance(message, ServiceHostsQuery):
+            assert (message.service, message.cell) == (NAME, "c1")
+            return ServiceHostsPage(hosts=self.hosts)
+        assert isinstance(message, ForgetServiceInCell)
+        self.ordered.append(message)
+        return ServiceForgottenInCell(service=message.service, removed=self.removed, at=1.0)
+
+
+class Log:
+    """A registry that keeps the entries, and the messages that made them."""
+
+    def __init__(self) -> None:
+        self.handled: set[str] = set()
+        self.entries: list[str] = []
+
+    async def first_time(self, _handler: str, message_id: str) -> bool:
+        """As the table of handled messages."""
+        is_new = message_id not in self.handled
+        self.handled.add(message_id)
+        return is_new
+
+    async def write(self, make: MakeChange) -> None:
+        """Keep the names."""
+        nothing: Any = None
+        unit: Any = self
+        made = await make(unit, nothing)
+        assert not isinstance(made, Refusal)
+        self.entries += [one.name for one in made[0]]
+
+
+def forgetter(known: Hosts, bus: Answering, entries: Log | None = None) -> ServiceForgetter:
+    any_log: Any = entries or Log()
+    any_bus: Any = bus
+    return ServiceForgetter(any_log, known.selector, any_bus, lambda: {"c1": any_bus}, clock=SystemClock())
+
+
+def down(number: int) -> ServicesDigest:
+    silent = ServiceDown(service=NAME, epoch=1, code="service.silent")
+    return ServicesDigest(cell="c1", term=1, number=number, down=(silent,), up=0)
+
+
+async def test_one_that_is_down_for_long_is_kept_by_the_hosts_that_it_announced() -> None:
+    """Its hosts had no service any more, and it was forgotten with 100 of them in the book."""
+    known, bus = Hosts([PLENTY] * 2), Answering()
+    known.table.apply(down(1), 1.0)
+    for number, now_s in enumerate((2.0, 2.0 + hosts.DOWN_HOLD_S), start=2):
+        known.table.apply(down(number), now_s)
+        refused = await forgetter(known, bus).forget(COMMAND, "m")
+        assert isinstance(refused, Refusal) and refused.code == "service.has_hosts", now_s
+    assert known.table.service[0] == hosts.NO_SERVICE and bus.ordered == []
+    known.give_up()
+    assert isinstance(await forgetter(known, bus).forget(COMMAND, "m"), ServiceForgotten), (
+        "it lists none of them any more"
+    )
+
+
+async def test_of_one_that_was_never_announced_the_book_decides() -> None:
+    known = Hosts([])
+    bus = Answering(*(f"h{number:04}" for number in range(100)))
+    refused = await forgetter(known, bus).forget(COMMAND, "m")
+    assert isinstance(refused, Refusal) and refused.code == "service.has_hosts"
+    assert "100, as h0000, h0001" in refused.reason and bus.ordered == []
+    bus.hosts = ()
+    done = await forgetter(known, bus).forget(COMMAND, "m")
+    assert isinstance(done, ServiceForgotten) and done.removed, (
+        "its hosts are forgotten, and nothing else of it is on record"
+    )
+
+
+async def test_who_forgot_it_is_on_record_though_the_first_answer_was_late() -> None:
+    known, bus, entries = Hosts([]), Answering(), Log()
+    bus.removed = False  # it has done so, and its answer did not come in time
+    for message, expected in (("m", 1), ("m", 1), ("repeated by the operator", 2)):
+        done = await forgetter(known, bus, entries).forget(COMMAND, message)
+        assert isinstance(done, ServiceForgotten) and not done.removed
+        assert entries.entries == [NAME] * expected, message
+
+
+# --- The handler of operators' commands while its database is unavailable: a change is refused, a decision waits.
+
+
+REASON = "connection refused"
+
+
+class UnavailableRecord:
+    """Refused commands, of a database that does not answer."""
+
+    async def find(self, message_id: str) -> Refuse | None:
+        raise DatabaseUnavailable(REASON)
+
+
+def handler() -> ChangeHandler:
+    """A handler that reaches nothing but that record."""
+    return ChangeHandler(
+        *cast("Any", [None] * 5),
+        refused=cast("Any", UnavailableRecord()),
+        finder=cast("Any", None),
+        warmup=Warmup(Hosts([]).selector, clock=SystemClock()),
+    )
+
+
+def received(message: Message) -> Received:
+    return Received(message=message, meta=Meta(id="m", cause="m", sent_at=1.0), bus="api", queue="scheduler.changes")
+
+
+async def test_a_change_of_objects_is_refused_at_once() -> None:
+    change = received(ObjectsChange(who="ann", changes=()))
+    assert await handler()([change]) == [Refuse(DatabaseUnavailable.code, REASON)]
+
+
+async def test_a_decision_about_a_host_waits() -> None:
+    with pytest.raises(DatabaseUnavailable):
+        await handler()([received(SetAdminState(host="h1", state=AdminState.FENCED, by="ann"))])

@@ -1,0 +1,383 @@
+"""Decisions with several conditions: a row for each condition that alone makes the difference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec.structs import replace
+
+from bus.contracts.base import Refusal
+from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+from bus.contracts.drains import DrainMoveState
+from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.objects import (
+    CellBus,
+    ChangedObject,
+    FenceRecord,
+    ObjectChange,
+    ObjectKind,
+    ObjectsChange,
+    StoredObject,
+)
+from bus.contracts.operations import AdminState, HostAdminState
+from bus.contracts.placement import ClaimOutcome, ClaimResult
+from bus.faults import DatabaseUnavailable
+from scheduler_worker.config import Flavor
+from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.explain import phrase
+from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
+from scheduler_worker.domain.moves import rebuilt_from
+from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left
+from scheduler_worker.domain.object_rules import MAX_COUNTED, counted
+from scheduler_worker.domain.objects import ChangePlan, plan
+from scheduler_worker.domain.placement import is_lost
+from scheduler_worker.domain.ranking import Spread
+from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.transfers import sent_on
+from scheduler_worker.domain.unanswered import open_move, open_now
+from tests.unit.scheduler.hosts import PLENTY, Hosts
+from tests.unit.scheduler.test_drains import ROW, known, passed
+from tests.unit.scheduler.test_transfers import DEPARTURE
+
+HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
+NOW = 1000.0
+
+
+def changed(kind: ObjectKind, name: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> ChangedObject:
+    return ChangedObject(kind=kind, name=name, before=before, after=after)
+
+
+# --- cells
+
+
+def decided(name: str, state: str, **more: Any) -> StoredObject:
+    return StoredObject(kind=ObjectKind.CELL, name=name, body={"state": state, **more}, version=3, changed_by="ann")
+
+
+@pytest.mark.parametrize(
+    ("decision", "occupied", "used"),
+    [
+        (None, False, True),
+        ({"state": "enabled"}, False, True),
+        ({"state": "removed"}, False, False),
+        ({"state": "removed"}, True, True),
+        ({"state": "removed", "abandoned": True}, True, False),
+    ],
+)
+def test_the_cells_that_a_worker_connects_to(decision: dict[str, Any] | None, occupied: bool, used: bool) -> None:
+    decisions = {} if decision is None else {"c1": decided("c1", **decision)}
+    assert cells_in_use(["c1"], decisions, ["c1"] if occupied else []) == ({"c1": None} if used else {})
+
+
+def test_a_cell_that_was_added_is_where_its_decision_says_unless_the_settings_name_it() -> None:
+    decisions = {"c2": decided("c2", "enabled", bus={"prefix": "x"})}
+    assert cells_in_use(["c1"], decisions) == {"c1": None, "c2": CellBus(prefix="x")}
+    assert cells_in_use(["c1", "c2"], decisions) == {"c1": None, "c2": None}
+
+
+def test_a_cell_is_shown_with_its_link_and_what_was_decided() -> None:
+    plain, known = (
+        cell_record("c1", ["c1"], decisions, in_use=True, link=("up", "why"))
+        for decisions in ({}, {"c1": decided("c1", "disabled", reason="r")})
+    )
+    assert (plain.link, plain.problem, plain.version) == ("up", "why", 0)
+    assert (known.link, known.problem, known.version, known.reason, known.by) == ("up", "why", 3, "r", "ann")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "configured", "left"),
+    [
+        (None, {"state": "removed"}, True, True),
+        ({"state": "removed"}, {"state": "removed", "reason": "r"}, True, False),
+        ({"state": "enabled"}, None, True, False),
+        ({"state": "enabled"}, None, False, True),
+        ({"state": "removed"}, None, False, False),
+    ],
+)
+def test_a_cell_is_taken_out_of_use(before: Any, after: Any, configured: bool, left: bool) -> None:
+    one = changed(ObjectKind.CELL, "c2", before, after)
+    assert cells_left(["c1", "c2"] if configured else ["c1"], [one]) == (("c2",) if left else ())
+
+
+# --- fences
+
+
+FENCE = FenceRecord(host="h", cell="c1", version=4)
+
+
+def body(state: AdminState) -> dict[str, Any]:
+    return {"host": "h", "state": state.value}
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "fences"),
+    [
+        (ObjectKind.HOST, AdminState.FENCED, True),
+        (ObjectKind.HOST, AdminState.DISABLED, False),
+        (ObjectKind.HOST, None, False),
+        (ObjectKind.FLAVOR, AdminState.FENCED, False),
+    ],
+)
+def test_a_change_fences_by_a_decision_about_a_host(kind: ObjectKind, state: AdminState | None, fences: bool) -> None:
+    one = ObjectChange(kind=kind, name=HOST, body=None if state is None else body(state))
+    assert fenced_by(ObjectsChange(who="me", changes=(one,))) == ([HOST] if fences else [])
+
+
+@pytest.mark.parametrize(
+    ("state", "force", "known", "forced"),
+    [
+        (AdminState.ENABLED, True, False, True),
+        (AdminState.ENABLED, False, False, False),
+        (AdminState.ENABLED, False, True, True),
+        (AdminState.FENCED, True, True, False),
+    ],
+)
+def test_a_fence_is_ended_by_force_when_it_is_lifted(state: AdminState, force: bool, known: bool, forced: bool) -> None:
+    stored = StoredObject(
+        kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "forced": known}, version=4
+    )
+    present = {(ObjectKind.FENCE, HOST): stored}
+    (after,) = followed([changed(ObjectKind.HOST, HOST, None, body(state))], present, 9, lambda _: "c1", force=force)
+    assert after.after is not None and after.after.get("forced", False) is forced
+
+
+@pytest.mark.parametrize(("forced", "state"), [(True, AdminState.ENABLED), (False, AdminState.FENCED)])
+def test_a_fence_that_was_ended_by_force_does_not_count(forced: bool, state: AdminState) -> None:
+    assert fenced(None, HOST, replace(FENCE, forced=forced)).state is state
+
+
+def test_the_policy_of_an_instance_then_of_its_flavor_then_of_the_site() -> None:
+    flavor = Flavor(vcpus=1, memory_mb=1, extra_specs={"berth:on_host_failure": "restart"})
+    restart, fail, wait = EvacuationPolicy.RESTART, EvacuationPolicy.FAIL, EvacuationPolicy.WAIT
+    assert [policy_of(fail, flavor, wait), policy_of(None, flavor, wait), policy_of(None, None, wait)] == [
+        fail,
+        restart,
+        wait,
+    ]
+
+
+# --- objects
+
+
+def test_a_flavor_is_remade_when_its_machines_would_change() -> None:
+    small = {"vcpus": 1}
+    rows = [
+        (ObjectKind.FLAVOR, small, {"vcpus": 2}, True),
+        (ObjectKind.FLAVOR, small, {"vcpus": 1, "projects": ["p"]}, False),
+        (ObjectKind.FLAVOR, None, small, False),
+        (ObjectKind.FLAVOR, small, None, False),
+        (ObjectKind.QUOTA, small, {"vcpus": 2}, False),
+    ]
+    for kind, before, after, remade in rows:
+        assert ChangePlan((changed(kind, "f", before, after),)).flavors_remade == (("f",) if remade else ()), (
+            kind,
+            after,
+        )
+
+
+def test_an_aggregate_names_the_hosts_that_it_did_not_name_before() -> None:
+    both = changed(ObjectKind.AGGREGATE, "a", {"uuid": UUID, "hosts": ["h1"]}, {"uuid": UUID, "hosts": ["h1", "h2"]})
+    assert ChangePlan((both,)).hosts_named == (("a", "h2"),)
+    assert ChangePlan((replace(both, before=None),)).hosts_named == (("a", "h1"), ("a", "h2"))
+
+
+def test_what_follows_from_decisions_is_changed_by_no_client() -> None:
+    one = ObjectChange(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 1})
+    refused = plan(ObjectsChange(who="me", changes=(one,)), {})
+    assert isinstance(refused, Refusal) and refused.code == "object.invalid"
+
+
+@pytest.mark.parametrize(
+    ("count", "words"), [(1, "1 build"), (2, "2 builds"), (MAX_COUNTED, f"{MAX_COUNTED} or more builds")]
+)
+def test_a_bounded_count_in_words(count: int, words: str) -> None:
+    assert counted(count, "build") == words
+
+
+# --- records and announcements
+
+BUILD = RecordedBuild(
+    instance_uuid=UUID, project_id="p", state=BuildState.ACTIVE, sequence=9, terminal=False, cell="c1", attempt=2
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sequence", "early"),
+    [
+        ({}, 10, True),
+        ({}, 9, False),
+        ({"state": BuildState.DELETED}, 10, False),
+        ({"cell": "c2"}, 10, False),
+        ({"terminal": True}, 10, False),
+    ],
+)
+def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
+    changes: dict[str, Any], sequence: int, early: bool
+) -> None:
+    event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=sequence, terminal=False)
+    assert is_early(replace(BUILD, **changes), event, "c1") is early
+
+
+@pytest.mark.parametrize(("attempt", "known"), [(0, 2), (3, 3)])
+def test_an_announcement_without_an_attempt_leaves_the_one_on_record(attempt: int, known: int) -> None:
+    event = BuildEvent(
+        instance_uuid=UUID, project_id="p", state=BuildState.BUILDING, sequence=10, terminal=False, attempt=attempt
+    )
+    assert apply_announcement(BUILD, event, "c1")[0].attempt == known
+
+
+MOVE = RecordedMove(
+    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, digest=b"", cell="c2",
+    state=MoveState.SCHEDULED, sequence=2,
+    command=CellMove(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, to_cell="c1"),
+)  # fmt: skip
+SEEN = MoveEvent(
+    request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=5
+)
+
+
+def test_a_revert_goes_on_in_the_instances_cell_when_its_keeper_has_seen_the_machine() -> None:
+    went_on = sent_on(SEEN, MOVE, "c2")
+    assert went_on is not None and (went_on.cell, went_on.command and went_on.command.to_cell) == ("c1", None)
+    others = [
+        (SEEN, None),
+        (SEEN, replace(MOVE, command=None)),
+        (SEEN, replace(MOVE, command=replace(MOVE.command, to_cell=None))),
+        (replace(SEEN, departure=DEPARTURE), MOVE),
+        (replace(SEEN, terminal=True), MOVE),
+    ]
+    assert [sent_on(event, move, "c2") for event, move in others] == [None] * len(others)
+
+
+def test_a_move_that_is_awaited_is_judged_by_its_own_record() -> None:
+    awaited = open_move(MOVE)
+    assert awaited is not None
+    context = MoveContext(move=MOVE, build=BUILD, instance=InstanceRecord(instance_uuid=UUID))
+    assert open_now(awaited, context) == awaited
+    assert open_now(awaited, replace(context, move=None)) is None
+    assert open_now(awaited, replace(context, move=replace(MOVE, terminal=True))) is None
+
+
+def test_a_rebuild_has_the_properties_of_its_image() -> None:
+    build_request = BuildRequest(
+        instance_uuid=UUID, project_id="p", flavor="f", image="old", image_properties={"hw_arch": "x"}
+    )
+    context = MoveContext(build=BUILD, build_request=build_request, instance=InstanceRecord(instance_uuid=UUID))
+    request = MoveRequest(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REBUILD, image="old")
+    assert rebuilt_from(request, context) == {"hw_arch": "x"}
+    assert rebuilt_from(replace(request, image="new"), context) == {}
+    assert rebuilt_from(replace(request, image="new", image_properties={"a": "b"}), context) == {"a": "b"}
+
+
+# --- claims and hosts
+
+
+@pytest.mark.parametrize(
+    ("answer", "lost"),
+    [
+        (ClaimResult(outcome=ClaimOutcome.FULL), True),
+        (ClaimResult(outcome=ClaimOutcome.CLAIMED), False),
+        (ClaimResult(outcome=ClaimOutcome.OVER_LIMIT), False),
+        (DatabaseUnavailable("away"), False),
+    ],
+)
+def test_a_claim_that_got_nothing(answer: Any, lost: bool) -> None:
+    assert is_lost(answer) is lost
+
+
+def test_the_share_of_lost_claims_fades_and_never_exceeds_one() -> None:
+    spread = Spread()
+    for _ in range(50):
+        spread = spread.after(4, 4)
+    assert spread.lost == pytest.approx(1.0, abs=0.001)
+    assert spread.after(4, 0).lost == pytest.approx(0.8, abs=0.001) and spread.after(0, 0) is spread
+
+
+def test_a_host_is_shown_as_its_service_announced_it() -> None:
+    hosts = Hosts([PLENTY, PLENTY, PLENTY], reports={1: {"enabled": False}})
+    hosts.table.adopt_decisions(
+        {hosts.uuids[2]: HostAdminState(host_uuid=hosts.uuids[2], host="h2", state=AdminState.DISABLED)}
+    )
+    view = hosts.view()
+    assert [view.host(at).enabled for at in range(3)] == [True, False, False]
+    view = replace_index(view)
+    assert not view.host(0).enabled
+
+
+def replace_index(view: Any) -> Any:
+    """The same hosts, none of which a service has announced."""
+    from scheduler_worker.domain.hosts import NO_SERVICE  # noqa: PLC0415  (beside its one use)
+
+    view.index = np.full(len(view), NO_SERVICE, dtype=np.intp)
+    return view
+
+
+def test_a_decision_about_a_host_that_nobody_announces_is_about_no_other_one() -> None:
+    hosts = Hosts([PLENTY])
+    other = HostAdminState(host_uuid=HOST, host="gone", state=AdminState.DISABLED)
+    hosts.table.adopt_decisions({HOST: other})
+    assert hosts.view().host(0).enabled
+
+
+def test_the_image_traits_of_a_flavor_with_only_groups_are_the_hosts() -> None:
+    flavor = Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs={"resources1:VGPU": "1"})
+    hosts = Hosts([PLENTY])
+    config = replace(hosts.config, flavors={**hosts.config.flavors, "gpu": flavor})
+    hosts = Hosts([PLENTY], config=config)
+    traits = {"trait:CUSTOM_A": "required", "trait:CUSTOM_B": "forbidden"}
+    of_root, of_tree = (hosts.spec(name, image_properties=traits).query for name in ("gpu", "m1.small"))
+    assert ("CUSTOM_A",) in of_root.root_required and "CUSTOM_B" in of_root.root_forbidden and not of_root.required
+    assert ("CUSTOM_A",) in of_tree.required and "CUSTOM_B" in of_tree.forbidden
+    assert ("CUSTOM_A",) not in of_tree.root_required
+
+
+def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
+    hosts = Hosts([])
+    own = Flavor(vcpus=1, memory_mb=1, projects=("p",))
+    selector = Hosts([], config=replace(hosts.config, flavors={"own": own, "all": replace(own, projects=())})).selector
+    assert [{"own", "all"} & {*selector.flavors_for(project)} for project in ("p", "q")] == [{"own", "all"}, {"all"}]
+
+
+# --- drains
+
+
+@pytest.mark.parametrize(("due_at", "begins"), [(NOW - 1, True), (NOW, True), (NOW + 1, False)])
+def test_an_instance_of_a_drain_is_tried_when_it_is_due(due_at: float, begins: bool) -> None:
+    assert bool(passed(replace(ROW, due_at=due_at), known())[1]) is begins
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "next_kind", "failures"),
+    [
+        (MoveKind.LIVE_MIGRATE, "instance.not_running", MoveKind.MIGRATE, 0),
+        (MoveKind.LIVE_MIGRATE, "no_valid_host", MoveKind.LIVE_MIGRATE, 1),
+        (MoveKind.MIGRATE, "instance.not_running", MoveKind.MIGRATE, 1),
+    ],
+)
+def test_what_cannot_be_moved_live_is_moved_cold_at_once(
+    kind: MoveKind, code: str, next_kind: MoveKind, failures: int
+) -> None:
+    row = replace(ROW, kind=kind, state=DrainMoveState.UNDER_WAY, tries=1, begun_at=NOW)
+    after, _ = passed(row, known(ended=MoveState.FAILED, code=code))
+    assert (after.state, after.kind, after.failures) == (DrainMoveState.WAITING, next_kind, failures)
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("step_name", "reason", "part"),
+    [
+        ("groups _A and _B", "groups do not fit together", "each of groups _A and _B"),
+        ("other", "groups do not fit together", "rejected by other"),
+        ("groups _A", "else", "rejected by groups _A (else)"),
+        ("filter", "image.os_distro", "images with another os_distro"),
+        ("filter", "capability.arch", "requested arch"),
+        ("filter", "filter", "rejected by filter"),
+    ],
+)
+def test_each_reason_has_its_own_words(step_name: str, reason: str, part: str) -> None:
+    assert phrase(step_name, reason).endswith(part) or part in phrase(step_name, reason)
