@@ -21,7 +21,7 @@ from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import Scenario, claimed, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host
 from tests.unit.conductor.test_leaving import THERE, arrives, checking, departed, given_away, gone, is_announced
-from tests.unit.conductor.test_search import Conductor, Services
+from tests.unit.conductor.world import Conductor, Services
 
 SET_BACK_AT = 1_000.0
 AFTER = replace(THERE, set_back_at=SET_BACK_AT)
