@@ -252,8 +252,11 @@ MESSAGES: tuple[MessageRow, ...] = (
     ),
     to_conductor(moves.CellMove, "cell.move", "request_id"),
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
-    to_conductor(moves.CellCheck, "cell.check", "order of the change; a check changes nothing"),
-    to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question"),
+    # A conductor makes these two as well, and has the schedulers hand them on.
+    to_conductor(
+        moves.CellCheck, "cell.check", "order of the change; a check changes nothing", by=(SCHEDULER, CONDUCTOR)
+    ),
+    to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question", by=(SCHEDULER, CONDUCTOR)),
     event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, by=(CONDUCTOR,)),
     to_conductor(fences.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(fences.HostFence, "host.fence", "host_uuid, version and state"),
