@@ -114,7 +114,7 @@ MUTANTS_OF_TRANSFERS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
 )
 FOUND_BY: dict[str, int] = {
     "former_cell_keeps_it": 1,
-    "map_names_the_former_cell": 5,
+    "map_names_the_former_cell": 1,
     "leaves_with_its_machine": 1,
     "leaves_unchecked": 1,
     "leaves_without_an_image": 1,
