@@ -27,7 +27,7 @@ from bus.port import BusError
 from .config import ConductorConfig
 from .domain.events import HostFenced, InstanceEvent
 from .domain.fences import Fence, Loss, RunningAfterFence
-from .domain.proof import has_just_changed
+from .domain.report import has_just_changed
 from .engine import Engine
 from .store.port import InstanceStore
 

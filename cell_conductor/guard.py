@@ -33,13 +33,10 @@ from bus.contracts.placement import COMPUTE_SOURCE, InventoryReleased
 
 from . import metrics
 from .config import ConductorConfig
-from .domain.breaker import Finding, RecentFindings, ScanFindings, assess
+from .domain.breaker import Finding, Listings, RecentFindings, ScanFindings, assess, misreserved, pages, reserved_on
 from .domain.events import Event, InstanceEvent
 from .domain.instance import Instance
-from .domain.listings import Listings
-from .domain.proof import is_ordered
-from .domain.quarantine_reservations import misreserved, pages, reserved_on
-from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind
+from .domain.report import MAX_SERVICES, Differences, Unexplained, UnexplainedKind, is_ordered
 from .store.port import InstanceStore
 from .store.safety import ADOPT, DESTROY, MachineKey, UnexplainedRecord
 

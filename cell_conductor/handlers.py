@@ -31,6 +31,7 @@ from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMov
 
 from . import metrics
 from .config import ConductorConfig
+from .domain.breaker import Listings
 from .domain.events import (
     BuildRequested,
     ChangeEnded,
@@ -45,7 +46,6 @@ from .domain.events import (
     move_event,
 )
 from .domain.instance import MACHINE_EXISTS
-from .domain.listings import Listings
 from .domain.report import Differences, Newest, differences
 from .domain.rules import is_doubted_request
 from .engine import Engine

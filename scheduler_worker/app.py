@@ -29,7 +29,6 @@ from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
-from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
@@ -38,21 +37,19 @@ from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drain_plan import DrainHolders, DrainPlanner
 from scheduler_worker.drains import DrainKeeper
 from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.fences import CellFinder, EvacuationTask, FencePublisher
 from scheduler_worker.fleet import QUEUE as METRICS_QUEUE
 from scheduler_worker.fleet import HostMetricsListener, HostsListener, Warmup, age
 from scheduler_worker.forgetting import HostForgetter, ServiceForgetter
 from scheduler_worker.handlers import RequestHandler
-from scheduler_worker.keepers import AggregateKeeper, CellKeeper
+from scheduler_worker.keepers import AggregateKeeper, CellFinder, CellKeeper, EvacuationTask, FencePublisher
 from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
-from scheduler_worker.queries import QueryHandler
-from scheduler_worker.retention import purge_forever
-from scheduler_worker.status import StatusHandler
+from scheduler_worker.placing import BusClaims
+from scheduler_worker.queries import QueryHandler, StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
-from scheduler_worker.unanswered import UnansweredRequests
+from scheduler_worker.unanswered import UnansweredRequests, purge_forever
 
 
 def is_progress(message: Message) -> bool:

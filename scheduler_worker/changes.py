@@ -22,15 +22,15 @@ from bus.contracts.operations import (
 )
 from bus.contracts.workers import WorkerHeartbeat
 from bus.faults import Transient
-from scheduler_worker.domain.delivery import delivery_of
 from scheduler_worker.domain.fences import fenced_by
 from scheduler_worker.domain.fleet import WorkerTable
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
+from scheduler_worker.domain.requests import delivery_of
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.drains import DrainKeeper
-from scheduler_worker.fences import CellFinder
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import CELL_SILENT, UNKNOWN, HostForgetter, ServiceForgetter
+from scheduler_worker.keepers import CellFinder
 from scheduler_worker.objects import TOO_LATE, ObjectRegistry
 from scheduler_worker.store.port import SchedulerStore
 

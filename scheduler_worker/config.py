@@ -39,7 +39,7 @@ DEFAULT_FLAVORS: dict[str, Flavor] = {
 
 # Most selective and cheapest first; they run in this order.
 DEFAULT_FILTERS = (
-    "scheduler_worker.filters.service_is_up.ComputeFilter",
+    "scheduler_worker.filters.host_state.ComputeFilter",
     "scheduler_worker.filters.project.AggregateMultiTenancyIsolation",
     "scheduler_worker.filters.project.ProjectHostFilter",
     "scheduler_worker.filters.extra_specs.ComputeCapabilitiesFilter",
@@ -54,7 +54,7 @@ MORE_FILTERS = (
     "scheduler_worker.filters.extra_specs.AggregateTypeAffinityFilter",
     "scheduler_worker.filters.image.ImagePropertiesFilter",
     "scheduler_worker.filters.image.AggregateImagePropertiesIsolation",
-    "scheduler_worker.filters.has_metrics.MetricsFilter",
+    "scheduler_worker.filters.host_state.MetricsFilter",
 )
 DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.free_amounts.RAMWeigher",
@@ -63,9 +63,9 @@ DEFAULT_WEIGHERS = (
     "scheduler_worker.weighers.preferences.PreferenceWeigher",
     "scheduler_worker.weighers.group_members.ServerGroupSoftAffinityWeigher",
     "scheduler_worker.weighers.group_members.ServerGroupSoftAntiAffinityWeigher",
-    "scheduler_worker.weighers.host_metrics.MetricsWeigher",
-    "scheduler_worker.weighers.host_health.HealthWeigher",
-    "scheduler_worker.weighers.host_health.BuildFailureWeigher",
+    "scheduler_worker.weighers.host_state.MetricsWeigher",
+    "scheduler_worker.weighers.host_state.HealthWeigher",
+    "scheduler_worker.weighers.host_state.BuildFailureWeigher",
 )
 
 

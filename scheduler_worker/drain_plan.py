@@ -30,7 +30,6 @@ from bus.faults import Transient
 from bus.port import BusError
 from bus.turns import next_turn
 from placement_worker.replica.request import total_resources
-from scheduler_worker.domain.delivery import LAST
 from scheduler_worker.domain.drains import (
     DRAIN_KINDS,
     HOST_FENCED,
@@ -44,6 +43,7 @@ from scheduler_worker.domain.drains import (
 )
 from scheduler_worker.domain.placement import PlacementUnavailable, unavailable_after
 from scheduler_worker.domain.recorded_moves import MoveContext, PendingMove, RecordedMove, flavor_of
+from scheduler_worker.domain.requests import LAST
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import Chosen, MoveEngine

@@ -17,15 +17,14 @@ from bus.faults import BrokenInvariant, Forbidden, Transient
 from bus.port import BusError
 from bus.turns import InParts
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.deletes import PendingDelete, pending_delete
-from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
 from scheduler_worker.domain.moves import pending_move
-from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
-from scheduler_worker.domain.requests import FlavorAccess
+from scheduler_worker.domain.requests import FlavorAccess, RequestDelivery, delivery_of
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.moves import MoveEngine
-from scheduler_worker.retention import max_request_age_s
+from scheduler_worker.unanswered import max_request_age_s
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)

@@ -1,12 +1,24 @@
 """Makes what is outside follow the objects on record: the cells that a scheduler connects to, and the members of
 aggregates in the book. Schedulers do so side by side.
+
+Tells cells of fences until they have acknowledged them, and evacuates the instances of fenced hosts whose policy is
+`restart`. Any number of schedulers do so side by side.
+
+A fence has to reach the cell of its host and no other: the first that acknowledges it may be one that does not have the
+host. A host that no compute service has announced here is in the cell of the dead service that the book has it as.
+
+A pass over the evacuations reads which instances are on record on fenced hosts, and publishes a move request for each
+that has none. The id of a request is the same in every scheduler and after every restart, so a request that is
+published twice is one move. A move that has failed (no host fits) is tried again after a pause, under the next id. A
+pass keeps no state that it could not find out again: a scheduler may end between any two steps.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import random
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import structlog
@@ -15,15 +27,29 @@ from msgspec import Struct
 from bus.bus import Bus
 from bus.cell_links import CellLinks
 from bus.clock import Clock
+from bus.contracts.book import ServiceHostsPage, ServiceHostsQuery
 from bus.contracts.cells import CellsPage, CellsQuery
-from bus.contracts.objects import MAX_AGGREGATE_HOSTS
+from bus.contracts.moves import MoveRequest
+from bus.contracts.objects import MAX_AGGREGATE_HOSTS, FenceRecord
 from bus.contracts.placement import AggregateMembers, AggregateMembersSet
-from bus.faults import RequestRefused, RequestTimeout, Transient
+from bus.faults import Fault, RequestRefused, RequestTimeout, Transient
+from bus.port import BusError
 from scheduler_worker.config import Aggregate
+from scheduler_worker.domain.builds import RecordedBuild
+from scheduler_worker.domain.fences import (
+    MAX_TRIES,
+    FencedHost,
+    command,
+    evacuation,
+    fenced_hosts,
+    is_restarted,
+    pause_s,
+)
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, known_cells, removed_cells
+from scheduler_worker.domain.recorded_moves import RecordedMove
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.objects import ObjectRegistry
-from scheduler_worker.store.port import SchedulerStore
+from scheduler_worker.store.port import FIRST_UUID, SchedulerStore
 
 log = structlog.get_logger(__name__)
 
@@ -178,3 +204,215 @@ class AggregateKeeper:
         """Whether the aggregates have changed before the next look is due."""
         names_hosts = any(one.hosts is not None for one in self._selector.config.aggregates)
         return await changed_within(self._registry.aggregates_changed, LOOK_S if names_hosts else None)
+
+
+REPUBLISH_S = 5.0  # to a cell that has not recorded a fence, or is to lift one, it is published again after this
+REPEAT_S = 300.0  # to every cell all of its fences are published again after this: its record may have been set back
+
+
+class FencePublisher:
+    """Publishes the fences of one scheduler's registry. cells: the bus of each."""
+
+    def __init__(self, registry: ObjectRegistry, cells: Mapping[str, Bus], *, clock: Clock) -> None:
+        self._registry = registry
+        self._cells = cells
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        repeated_s = self._clock.monotonic()
+        while True:
+            await self._clock.sleep(REPUBLISH_S)
+            everything = self._clock.monotonic() - repeated_s >= REPEAT_S
+            if everything:
+                repeated_s = self._clock.monotonic()
+            for uuid in tuple(self._registry.fences):
+                fence = self._registry.fences.get(uuid)
+                if fence is None:  # its host is used again: its cell has lifted it while another one was published
+                    continue
+                is_open = fence.acknowledged < fence.version or fence.lifting
+                if everything or (is_open and not fence.forced):  # a forced fence's cell may be gone for good
+                    await self._publish(uuid, fence)
+
+    async def _publish(self, uuid: str, fence: FenceRecord) -> None:
+        """To the host's cell, or to all cells if that is not known: a cell ignores the fence of another cell's host."""
+        order = command(uuid, fence, self._registry.decision_of(uuid))
+        for bus in [one for name, one in self._cells.items() if fence.cell in (None, name)]:
+            try:
+                await bus.publish(order, cause=uuid)
+            except BusError as fault:
+                log.info("fence.not_published", cell=bus.name, host=order.host, code=fault.code, reason=str(fault))
+
+
+CELL_ANSWER_S = 2.0  # of placement; a person waits for the decision
+MAX_HOSTS = 1000  # of one service, as a query may ask for
+MAX_SERVICES = 20  # dead ones that the book is queried about
+LOGGED = 10
+
+
+class CellFinder:
+    """Of one scheduler. api: the bus to placement."""
+
+    def __init__(self, selector: Selector, api: Bus) -> None:
+        self._selector = selector
+        self._api = api
+
+    async def find_cells(self, uuids: Collection[str]) -> None:
+        """Find the cells of hosts that are to be fenced, unless nothing shows them or placement does not answer in
+        time.
+
+        The book has no two hosts of one name, and a host's cell is that which first reported it.
+        """
+        table, book = self._selector.table, self._selector.book
+        unknown = sorted(uuid for uuid in uuids if table.last_cell_of(uuid) is None)
+        wanted = {book.name_of(row): uuid for uuid in unknown if (row := book.row_of(uuid)) is not None}
+        for cell, service in table.dead_unannounced()[:MAX_SERVICES]:
+            if not wanted:
+                return
+            query = ServiceHostsQuery(service=service, cell=cell, limit=MAX_HOSTS)
+            try:
+                page = await self._api.request(query, ServiceHostsPage, timeout_s=CELL_ANSWER_S, cause=unknown[0])
+            except (Fault, BusError) as fault:
+                log.warning("host.cell_unknown", hosts=sorted(wanted)[:LOGGED], code=getattr(fault, "code", "bus"))
+                return
+            for host in wanted.keys() & set(page.hosts):
+                table.learn_cell(wanted.pop(host), cell)
+
+
+STAGGER_S = 0.5  # schedulers begin at different moments: each finds the records of the earlier ones
+BUSY_S = 1.0  # between two passes while evacuations are under way, or wait for their next try
+IDLE_S = 60.0  # otherwise: a policy may have been changed since
+AGAIN_S = 10.0  # a request that is not on record this long after it was published is published again
+PAGE = 500  # instances read at a time
+
+
+class OpenRequest(Struct, frozen=True):
+    """A request that is to be made, or is under way (it, or another one about the instance). due_s:
+    the earliest time.
+    """
+
+    request_id: str
+    build: RecordedBuild
+    is_under_way: bool
+    due_s: float
+
+
+class EvacuationTask:
+    """The task of one scheduler."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        registry: ObjectRegistry,
+        selector: Selector,
+        bus: Bus,
+        *,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._store = store
+        self._registry = registry
+        self._selector = selector
+        self._bus = bus
+        self._clock = clock
+        self._rng = rng
+        self._fenced: frozenset[FencedHost] = frozenset()
+        self._tried: dict[tuple[FencedHost, str], int] = {}  # how many requests for an instance have failed
+        self._due_s: dict[tuple[FencedHost, str], float] = {}  # (monotonic) when its next request may be made
+        self._published_s: dict[str, float] = {}  # (monotonic) requests that are not on record yet
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        due_s: float | None = None
+        while True:
+            left_s = None if due_s is None else due_s - self._clock.monotonic()
+            await changed_within(self._registry.fences_changed, left_s)
+            fenced = fenced_hosts(self._registry.fences)
+            if fenced != self._fenced:
+                self._adopt(fenced)
+                due_s = self._clock.monotonic() + self._rng.uniform(0.0, STAGGER_S) if fenced else None
+            if due_s is None or self._clock.monotonic() < due_s:
+                continue
+            try:
+                is_busy = await self._pass()
+            except (Transient, BusError) as fault:
+                is_busy = True
+                log.warning("evacuations.waiting", code=fault.code, reason=str(fault))
+            due_s = self._clock.monotonic() + (BUSY_S if is_busy else IDLE_S)
+
+    def _adopt(self, fenced: frozenset[FencedHost]) -> None:
+        self._fenced = fenced
+        self._tried = {key: tried for key, tried in self._tried.items() if key[0] in fenced}
+        self._due_s = {key: due_s for key, due_s in self._due_s.items() if key[0] in fenced}
+
+    async def _pass(self) -> bool:
+        """Look at all instances of the fenced hosts once; returns whether the next look is due soon.
+
+        Raises Transient or BusError.
+        """
+        hosts = {host.uuid: host for host in self._fenced}
+        under_way, last = 0, FIRST_UUID
+        ready: list[MoveRequest] = []
+        is_busy, is_full = False, True
+        while is_full:
+            page = await self._store.active_on(sorted(hosts), PAGE, after=last)
+            is_full, last = len(page) == PAGE, page[-1] if page else last
+            for one in await self._open_requests(page, hosts):
+                is_busy = True
+                if one.is_under_way:
+                    self._published_s.pop(one.request_id, None)
+                    under_way += 1
+                elif self._clock.monotonic() >= one.due_s:
+                    ready.append(evacuation(one.request_id, one.build))
+        await self._publish(ready, self._selector.config.evacuations_at_once - under_way)
+        return is_busy
+
+    async def _open_requests(self, uuids: Sequence[str], hosts: Mapping[str, FencedHost]) -> list[OpenRequest]:
+        """For each of these instances that is to be restarted: its first request that has not failed."""
+        found: list[OpenRequest] = []
+        async with self._store.operation() as unit:
+            on_fenced: dict[str, FencedHost] = {}
+            for uuid, known in (await unit.known({uuid: uuid for uuid in uuids})).items():
+                host = None if known.build is None else hosts.get(known.build.host_uuid or "")
+                if host is not None and is_restarted(known, self._selector.config):
+                    on_fenced[uuid] = host
+            while on_fenced:  # at most MAX_TRIES rounds, and one where they have been counted before
+                ids: dict[str, str] = {}
+                for uuid, host in list(on_fenced.items()):
+                    if (tried := self._tried.get((host, uuid), 0)) < MAX_TRIES:
+                        ids[host.request_id(uuid, tried)] = uuid
+                    else:
+                        del on_fenced[uuid]
+                for request_id, known in (await unit.known(ids)).items():
+                    host = on_fenced[ids[request_id]]
+                    if known.build is not None and known.move is not None and known.move.terminal:
+                        self._count_failure(host, known.move)
+                        continue
+                    del on_fenced[ids[request_id]]
+                    if known.build is not None:
+                        due_s = self._due_s.get((host, known.build.instance_uuid), 0.0)
+                        is_under_way = known.move is not None or known.now.under_way is not None
+                        found.append(OpenRequest(request_id, known.build, is_under_way, due_s))
+        return found
+
+    def _count_failure(self, host: FencedHost, move: RecordedMove) -> None:
+        key = host, move.instance_uuid
+        tried = self._tried[key] = self._tried.get(key, 0) + 1
+        self._due_s[key] = self._clock.monotonic() + pause_s(tried)
+        self._published_s.pop(move.request_id, None)
+        emit = log.info if tried < MAX_TRIES else log.error
+        emit("evacuation.failed", instance=move.instance_uuid, host=host.name, tried=tried, code=move.code)
+
+    async def _publish(self, ready: Sequence[MoveRequest], free_slots: int) -> None:
+        """As many as there are free slots for: requests that were published and are not on record
+        yet take slots, too.
+        """
+        now_s = self._clock.monotonic()
+        self._published_s = {one: at for one, at in self._published_s.items() if now_s - at < AGAIN_S}
+        waiting = [one for one in ready if one.request_id not in self._published_s]
+        chosen = waiting[: max(0, free_slots - len(self._published_s))]
+        if not chosen:
+            return
+        log.warning("evacuations.requested", count=len(chosen), waiting=len(waiting) - len(chosen))
+        self._published_s.update((one.request_id, now_s) for one in chosen)
+        await self._bus.publish_all([(one, one.request_id) for one in chosen])

@@ -40,12 +40,9 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate
-from scheduler_worker.domain.decision_messages import instance_spec
-from scheduler_worker.domain.decisions import NO_HOST
-from scheduler_worker.domain.delivery import HOSTS_UNKNOWN
+from scheduler_worker.domain.decisions import NO_HOST, instance_spec
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.flavors import IMAGE_TRAITS
 from scheduler_worker.domain.moves import (
@@ -70,9 +67,10 @@ from scheduler_worker.domain.recorded_moves import (
     flavor_of,
     recorded,
 )
-from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable, peers_of
+from scheduler_worker.domain.requests import HOSTS_UNKNOWN
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.placing import ReplicaFollower
+from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
+from scheduler_worker.placing import ClaimPort, ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from bus.service.settings import SettingsError
 from scheduler_worker.config import DEFAULT_FILTERS, MORE_FILTERS, SchedulerConfig
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing
-from scheduler_worker.filters.has_metrics import MetricsFilter
+from scheduler_worker.filters.host_state import MetricsFilter
 
 
 class PluginInvalid(SettingsError):

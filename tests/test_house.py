@@ -395,7 +395,7 @@ COPY = {"redelivered", "meta.attempt", "received.exhausted", "received.given_up"
 ONE_PLACE: tuple[tuple[str, tuple[str, ...], set[str], set[str]], ...] = (
     ("late", ("bus",), LATE, {"bus/consuming/in_flight.py"}),
     ("late", (*WORKERS, "berth"), LATE, set()),
-    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/delivery.py"}),
+    ("copy", ("scheduler_worker",), COPY, {"scheduler_worker/domain/requests.py"}),
     ("copy", ("cell_conductor",), COPY, {"cell_conductor/handlers.py"}),
     ("copy", ("placement_worker", "compute_sim", "ironic_sync", "berth"), COPY, set()),
 )

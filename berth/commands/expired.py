@@ -19,7 +19,7 @@ from bus.contracts.base import tag_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.placement import Claim, Swap
 from bus.port import Transport
-from scheduler_worker.retention import CLOCK_SLACK_S
+from scheduler_worker.unanswered import CLOCK_SLACK_S
 
 KEPT_S: Mapping[str, Callable[[Settings], float]] = {
     tag_of(CellBuild): lambda settings: settings.conductor.deleted_retention_s,

@@ -19,7 +19,9 @@ import asyncpg
 from sqlalchemy import MetaData
 
 APPLIED = "schema_revision"  # the table with the newest revision that was applied; Alembic keeps it
-# The table with the oldest revision whose code may run on the schema.
+# The table with the oldest revision whose code may run on the schema. Alembic kept its revision there while each schema
+# had one migration, and versions of that time start only where it holds the revision that they know: they follow the
+# rule, too. A schema that one of them has made has this table alone.
 OLDEST = "alembic_version"
 REVISION_TABLES = (APPLIED, OLDEST)
 
@@ -79,11 +81,12 @@ def known_revisions(package: str) -> list[str]:
 
 async def read_revisions(connection: asyncpg.Connection, schema: str) -> Revisions:
     """The revisions of a schema; Revisions() when it has none."""
-    tables = [f'"{schema}".{table}' for table in REVISION_TABLES]
-    present = await connection.fetchrow(PRESENT, *tables)
-    return Revisions(
-        *[await _read(connection, table) if there else "" for table, there in zip(tables, present, strict=True)]
-    )
+    applied, oldest = (f'"{schema}".{table}' for table in REVISION_TABLES)
+    has_applied, has_oldest = await connection.fetchrow(PRESENT, applied, oldest)
+    if not has_oldest:
+        return Revisions()
+    found = await _read(connection, oldest)
+    return Revisions(await _read(connection, applied) if has_applied else found, found)
 
 
 async def _read(connection: asyncpg.Connection, table: str) -> str:

@@ -172,9 +172,9 @@ async def _get_frame(receiver: Any) -> Received:
     """The next frame. Raises as aiormq's own: AMQPConnectionError when the connection ends, InvalidFrameError."""
     if not receiver.started:
         first: Received = await _first_frame(receiver)
-        receiver.cut = Cut()
         return first
-    cut: Cut = receiver.cut
+    # A connection that is older than this patch has read whole frames only: it goes on at the next one.
+    cut: Cut = receiver.__dict__.setdefault("cut", Cut())
     while (frame := cut.next()) is None:
         try:
             data = await receiver.reader.read(READ_BYTES)

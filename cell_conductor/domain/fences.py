@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from .instance import Instance
-from .proof import is_over, rescan_of
+from .report import is_over, rescan_of
 
 FENCED = "host.fenced"  # the code of what ended because its host was fenced
 

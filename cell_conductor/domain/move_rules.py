@@ -37,8 +37,7 @@ from .events import (
     SpawnFailed,
     TimedOut,
 )
-from .history import OVER_QUOTA, why_not_claimed
-from .instance import Instance, Power, State
+from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
 from .move_doubts import adopt_arrived, is_unsure, refuse_doubted, undo_doubted
 from .move_events import (
     DELETED,

@@ -22,8 +22,7 @@ from .events import (
     ChangeEnded,
     MoveRequested,
 )
-from .history import NO_HOST
-from .instance import FORGOTTEN_ATTEMPTS, Instance, Move, Power, State
+from .instance import FORGOTTEN_ATTEMPTS, NO_HOST, Instance, Move, Power, State
 from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .orders import change_of, numbered, step_s
 from .steps import Step, StepContext, is_doubted

@@ -32,9 +32,8 @@ from .events import (
     TimedOut,
 )
 from .fences import FENCED
-from .history import NO_HOST, summary_of, why_not_claimed
-from .instance import MACHINE_EXISTS, NOT_TRIED, SET_BACK_GAP, Instance, State
-from .proof import is_later, is_over
+from .instance import MACHINE_EXISTS, NO_HOST, NOT_TRIED, SET_BACK_GAP, Instance, State, summary_of, why_not_claimed
+from .report import is_later, is_over
 from .steps import CLOCKS_APART_S, Step, StepContext
 
 # The code of a doubted build whose host stayed silent.

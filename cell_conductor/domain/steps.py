@@ -21,7 +21,7 @@ from .events import Destroyed, HostMissing, HostRuns, Spawned
 from .fences import Fence, RunningAfterFence
 from .instance import Instance, State
 from .leases import Lease
-from .proof import is_later
+from .report import is_later
 
 # The most that the clock of a build's request and that of the database's set-back may differ. A build within this time
 # after a restore is doubted needlessly: it waits longer for a silent host.

@@ -26,7 +26,7 @@ from cell_conductor.domain.desires import (
 from cell_conductor.domain.fences import Fence, Loss
 from cell_conductor.domain.instance import Instance, Phase
 from cell_conductor.domain.leases import Lease
-from cell_conductor.domain.proof import is_at
+from cell_conductor.domain.report import is_at
 from cell_conductor.domain.rules import numbered_on
 
 from . import memory_safety

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.proof import LEFT_WITH_ORDER
+from cell_conductor.domain.report import LEFT_WITH_ORDER
 from compute_sim.fleet import Guest
 from lab.simulation.plan import MAX_FAULT_S
 from lab.simulation.watch import Breach

@@ -1,21 +1,42 @@
-"""How a build request is admitted: from what is on record, a new one, a redelivery, a repetition or a clash. Pure."""
+"""How a build request is admitted: from what is on record, a new one, a redelivery, a repetition or a clash. Pure.
+
+One build request of a batch: the request as received, and its first record. Pure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from hashlib import blake2b
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Retry
-from bus.contracts.base import Refusal
-from bus.contracts.build import BuildState
+from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.contracts.base import MAX_REASON, Refusal
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
+from bus.contracts.stages import Stamps
 from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
+from scheduler_worker.domain.builds import (
+    ACCEPTED,
+    FAILED_OR_REFUSED,
+    Author,
+    BuildStatus,
+    Gang,
+    NewBuild,
+    RecordedBuild,
+)
 from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.pending import PendingBuild, accepted
-from scheduler_worker.domain.requests import refused_build
+from scheduler_worker.domain.placement import HostClaimed
+from scheduler_worker.domain.requests import (
+    RETRIES,
+    TOO_OLD,
+    FlavorAccess,
+    RequestDelivery,
+    digest_of,
+    refused_build,
+    unknown_flavor,
+)
 
 DUPLICATE = "request.duplicate"
 
@@ -157,3 +178,182 @@ def clash(event: OutboxMessage, why: Refusal) -> Answered:
 def _clash(pending: PendingBuild) -> Answered:
     why = Refusal(code=DUPLICATE, reason="this instance_uuid is on record with other content")
     return clash(refused_build(pending.instance_uuid, pending.request.project_id, why, pending.taken_at), why)
+
+
+GROUP_UNKNOWN = "group.unknown"
+GROUP_INVALID = "group.invalid"
+MAX_NAME = 255  # of an instance
+
+
+class PendingBuild(Struct, frozen=True, kw_only=True):
+    """A build request that has no outcome yet, or one member of a request for several.
+
+    position: among those that are processed with it; of a request for several, each member has one. requested_at,
+    taken_at: when it was sent, and when this batch was taken (seconds since the epoch). gang: the gang that it is a
+    member of. refusal: why it is refused at once, if it is new. run: as in RecordedBuild. attempt: that an earlier
+    delivery may have claimed for its record (0: the record is new).
+    """
+
+    position: int
+    request: BuildRequest
+    digest: bytes
+    requested_at: float
+    taken_at: float
+    delivery: RequestDelivery = RequestDelivery()
+    refusal: Refusal | None = None
+    gang: Gang | None = None
+    run: str = ""
+    attempt: int = 0
+
+    @property
+    def is_later_member(self) -> bool:
+        """Whether it is a member of a gang, and not the first, whose record stands for the whole request."""
+        return self.gang is not None and self.gang.uuid != self.instance_uuid
+
+    @property
+    def instance_uuid(self) -> str:
+        """The instance that it requests."""
+        return self.request.instance_uuid
+
+
+def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
+    """A request that has just been received."""
+    request, meta = received.message, received.meta
+    assert isinstance(request, BuildRequest)
+    digest, names = digest_of(request), [request.flavor, *(one.flavor for one in request.also)]
+    refusal = unknown_flavor(names, request.project_id, flavors)
+    if refusal is None:
+        refusal = TOO_OLD if delivery.is_old else _group_refusal(request, flavors)
+    return PendingBuild(
+        position=0,
+        request=_with_group(request, flavors),
+        digest=digest,
+        # A request without a time of sending counts as sent just now.
+        requested_at=meta.sent_at or now,
+        taken_at=now,
+        delivery=delivery,
+        refusal=refusal,
+        run=_run(meta.id or digest.hex(), now),
+    )
+
+
+def pending_again(new: NewBuild, position: int, *, tries: int, now: float) -> PendingBuild:
+    """A build as it is on record, which no delivery of its message carries on. tries: as often as this was done."""
+    return PendingBuild(
+        position=position,
+        request=new.request,
+        digest=new.digest,
+        requested_at=new.created_at,
+        taken_at=now,
+        delivery=RequestDelivery(attempt=tries, has_letter=False, last=tries >= RETRIES),
+        gang=new.gang,
+        run=new.build.run,
+    )
+
+
+def _run(message: str, now: float) -> str:
+    """The name of the record that this delivery may make. A later delivery of the same message finds that record, or
+    makes another one, when it is lost: what was claimed for the lost one may have been dispatched by then.
+    """
+    return blake2b(f"{message} {now!r}".encode(), digest_size=16).hexdigest()
+
+
+def _with_group(request: BuildRequest, flavors: FlavorAccess) -> BuildRequest:
+    """The request with the server group that it names; it goes on record so, and keeps that rule."""
+    if request.group is None or request.server_group is not None:
+        return request
+    return replace(request, server_group=flavors.group_of(request.project_id, request.group))
+
+
+def _group_refusal(request: BuildRequest, flavors: FlavorAccess) -> Refusal | None:
+    """Why a request cannot be held to the server group that it names; None: it can, or names none."""
+    project, stated = request.project_id, request.server_group
+    if request.group is not None:
+        if stated is not None:
+            return Refusal(code=GROUP_INVALID, reason="a request names `group` or `server_group`, not both")
+        if flavors.group_of(project, request.group) is None:
+            return Refusal(code=GROUP_UNKNOWN, reason=f"project {project} has no server group {request.group}")
+    elif stated is not None and (known := flavors.group_by_uuid(project, stated.uuid)) is not None:
+        name, group = known
+        if group != stated:
+            rule = f"{group.policy.value}, max_per_host {group.max_per_host}"
+            reason = f"{stated.uuid} is server group {name}, and its rule is {rule}"
+            return Refusal(code=GROUP_INVALID, reason=reason[:MAX_REASON])
+    return None
+
+
+def members_of(pending: PendingBuild, start: int) -> list[PendingBuild]:
+    """A request as its members, at positions from `start` on: itself, if it is for one machine.
+
+    Each is a request for one machine, with the digest of the whole; the same request has the same members.
+    """
+    request = pending.request
+    if request.members == 1:
+        return [replace(pending, position=start)]
+    count = request.min_count
+    gang = Gang(uuid=request.instance_uuid, size=request.members, min_count=count or request.members)
+    flavors = [
+        kind.flavor
+        for kind in (FlavorCount(flavor=request.flavor, count=request.count), *request.also)
+        for _ in range(kind.count)
+    ]
+    return [
+        replace(
+            pending,
+            position=start + number,
+            request=replace(
+                request,
+                instance_uuid=uuid,
+                flavor=flavor,
+                name=f"{request.name}-{number + 1}"[-MAX_NAME:] if request.name else "",
+                count=1,
+                also=(),
+                min_count=None,
+            ),
+            gang=gang,
+        )
+        for number, (uuid, flavor) in enumerate(zip(member_uuids(request), flavors, strict=True))
+    ]
+
+
+def new_build(pending: PendingBuild, author: Author) -> NewBuild:
+    """The first record of a new request: accepted, or refused at once.
+
+    Its timeline begins when it was sent: it may have waited in its queue. A client's clock may be ahead.
+    """
+    request, refusal = pending.request, pending.refusal
+    of_gang = "" if pending.gang is None else f", one of {pending.gang.size} of gang {pending.gang.uuid}"
+    requested = replace(
+        author.entry("requested", f"{request.flavor} for {request.project_id}{of_gang}"),
+        at=min(pending.requested_at, author.at),
+    )
+    return NewBuild(
+        request=request,
+        digest=pending.digest,
+        build=RecordedBuild(
+            instance_uuid=request.instance_uuid,
+            project_id=request.project_id,
+            state=BuildState.REFUSED if refusal else BuildState.ACCEPTED,
+            sequence=FAILED_OR_REFUSED if refusal else ACCEPTED,
+            terminal=refusal is not None,
+            code=refusal.code if refusal else "",
+            reason=refusal.reason if refusal else "",
+            run=pending.run,
+        ),
+        timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
+        gang=pending.gang,
+    )
+
+
+def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
+    """When each stage so far has ended."""
+    if claimed is None:
+        return Stamps(requested=pending.requested_at, queued=pending.taken_at, decided=now)
+    return Stamps(
+        requested=pending.requested_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
+    )
+
+
+def accepted(instance_uuid: str) -> Done:
+    """The outcome of a request that is on record."""
+    return Done(reply=BuildAccepted(instance_uuid=instance_uuid))

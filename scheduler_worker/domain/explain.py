@@ -9,7 +9,7 @@ from msgspec import Struct
 from bus.contracts.build import FunnelStep
 from bus.contracts.placement import ClaimHolder
 from placement_worker.replica.request import total_resources
-from scheduler_worker.domain.request_spec import RequestSpec
+from scheduler_worker.domain.view import RequestSpec
 
 
 class ClaimLoss(Struct, frozen=True):

@@ -17,8 +17,7 @@ from bus.contracts.fences import EvacuationPolicy
 from placement_worker.replica.request import UNNUMBERED, Group, Query
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.fences import SPEC as POLICY_SPEC
-from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
-from scheduler_worker.domain.view import Membership
+from scheduler_worker.domain.view import Membership, RequestSpec, Unsatisfiable
 from scheduler_worker.filters.project import KEY as TENANT_KEY
 from scheduler_worker.filters.project import tenants
 

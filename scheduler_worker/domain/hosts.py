@@ -327,8 +327,8 @@ class HostTable:
         if down is None and service.unanswered > MAX_UNANSWERED:
             reason = f"it answered none of the last {service.unanswered} questions for its hosts"
             down = ServiceDown(service=service.name, epoch=service.epoch, code=UNRESPONSIVE, reason=reason)
-        if down is not None and service.down is None:
-            service.down_s = now_s
+        if service.down is None:
+            service.down_s = now_s  # if it is down from now on
         self.revision += (down is None) is not (service.down is None)
         service.down = down
 

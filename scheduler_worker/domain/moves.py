@@ -23,7 +23,6 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from scheduler_worker.domain.admission import DUPLICATE, Answered, clash
-from scheduler_worker.domain.delivery import RequestDelivery
 from scheduler_worker.domain.recorded_moves import (
     InstanceRecord,
     MoveContext,
@@ -32,7 +31,14 @@ from scheduler_worker.domain.recorded_moves import (
     image_of,
     image_properties_of,
 )
-from scheduler_worker.domain.requests import TOO_OLD, FlavorAccess, digest_of, refused_move, unknown_flavor
+from scheduler_worker.domain.requests import (
+    TOO_OLD,
+    FlavorAccess,
+    RequestDelivery,
+    digest_of,
+    refused_move,
+    unknown_flavor,
+)
 
 INCOMPLETE = "request.incomplete"
 UNKNOWN = "instance.unknown"

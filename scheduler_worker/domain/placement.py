@@ -14,8 +14,8 @@ from bus.faults import Fault, Transient
 from scheduler_worker.domain.builds import Gang
 from scheduler_worker.domain.explain import ClaimLoss
 from scheduler_worker.domain.ranking import Choice, RankedHost
-from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import NoValidHost, Selector
+from scheduler_worker.domain.view import RequestSpec
 
 CONSUMER_CHANGED = "claim.consumer_changed"  # the allocation is another client's: the scheduler never releases it
 STRANDED = "claim.stranded"  # a claim is held on a host that no compute service announces, and of no known cell

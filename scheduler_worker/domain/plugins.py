@@ -14,8 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from scheduler_worker.domain.hosts import Floats, Mask
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView, HostView, Membership
+from scheduler_worker.domain.view import HostsView, HostView, Membership, RequestSpec
 
 
 class Verdict(Struct, frozen=True):

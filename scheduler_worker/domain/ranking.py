@@ -21,8 +21,7 @@ from bus.contracts.placement import ClaimOption
 from placement_worker.replica.search import options
 from scheduler_worker.domain.hosts import Floats, Rows
 from scheduler_worker.domain.plugins import KEPT_HOSTS, Weighing, reweigh, score
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 MEMORY = 0.8  # the weight of the past after a round of claims: a burst of conflicts fades within some ten rounds
 

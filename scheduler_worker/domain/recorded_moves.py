@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep, TimelineEntry
 from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
-from scheduler_worker.domain.delivery import RequestDelivery
-from scheduler_worker.domain.requests import OFF_RECORD, is_newer, timeline_of
+from scheduler_worker.domain.requests import OFF_RECORD, RequestDelivery, is_newer, timeline_of
 
 
 class RecordedMove(Struct, frozen=True, kw_only=True):

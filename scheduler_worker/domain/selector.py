@@ -30,8 +30,7 @@ from scheduler_worker.domain.plugins import (
     runs_on_rebuild,
 )
 from scheduler_worker.domain.ranking import CellRuns, RandomSource, RankedHost, Ranking
-from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
-from scheduler_worker.domain.view import HostsView, Membership
+from scheduler_worker.domain.view import HostsView, Membership, RequestSpec, Unsatisfiable
 
 UNANNOUNCED = "host.unannounced"
 CELL_DISABLED = "cell.disabled"

@@ -17,7 +17,7 @@ from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellMoveQuery
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import OPEN, RecordedBuild
-from scheduler_worker.domain.decision_messages import build_query
+from scheduler_worker.domain.decisions import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
 
 # After this many queries without an answer the record of the request states that its cell is silent.

@@ -9,8 +9,7 @@ import numpy as np
 
 from scheduler_worker.domain.flavors import matches, scoped_specs, unscoped_specs
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 AGGREGATE_SCOPE = "aggregate_instance_extra_specs"
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from bus.contracts.groups import GroupPolicy
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class ServerGroupAntiAffinityFilter:

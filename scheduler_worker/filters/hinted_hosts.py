@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from scheduler_worker.domain.plugins import Verdict, verdict_of
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class DifferentHostFilter:

@@ -7,8 +7,7 @@ from typing import ClassVar
 import numpy as np
 
 from scheduler_worker.domain.plugins import NONE_REJECTED, Verdict, verdict_of
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class ProjectHostFilter:

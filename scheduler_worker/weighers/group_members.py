@@ -6,8 +6,7 @@ from typing import ClassVar
 
 from bus.contracts.groups import GroupPolicy
 from scheduler_worker.domain.hosts import Floats
-from scheduler_worker.domain.request_spec import RequestSpec
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 
 class ServerGroupSoftAffinityWeigher:

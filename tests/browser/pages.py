@@ -163,7 +163,7 @@ class Person:
         return (
             "/", "/fleet", f"/fleet/{host}", f"/fleet/{host}/drain", "/builds", f"/builds/{build}", "/moves",
             f"/drains/{drain}", "/metal", "/objects", "/objects/flavors?name=m1.tiny",
-            "/objects/groups?name=people/apart", "/system",
+            "/objects/groups?name=people/apart", "/quarantine", "/system",
         )  # fmt: skip
 
     def errors(self) -> list[str]:
@@ -544,6 +544,7 @@ def take_pictures(person: Person, directory: Path, looks: tuple[str, ...]) -> No
         "objects": "/objects",
         "object": "/objects/flavors?name=m1.tiny",
         "group": "/objects/groups?name=people/apart",
+        "quarantine": "/quarantine",
         "system": "/system",
     }
     for size, (width, height) in SIZES.items():

@@ -42,7 +42,6 @@ class OtlpReceiver:
     def __init__(self) -> None:
         self.spans: list[ReceivedSpan] = []
         self.url = ""
-        self._arrived = asyncio.Event()
 
     async def take(self, request: Request) -> Response:
         body = await request.body()
@@ -55,14 +54,10 @@ class OtlpReceiver:
             resource = {one.key: one.value.string_value for one in of_process.resource.attributes}
             for scope in of_process.scope_spans:
                 self.spans += [_received(resource["service.name"], span) for span in scope.spans]
-        self._arrived.set()
         return Response(b"{}", media_type="application/json")
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not condition():
-                self._arrived.clear()
-                await self._arrived.wait()
+        await until(condition, LIMIT_S)
 
 
 @asynccontextmanager

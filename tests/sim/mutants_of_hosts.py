@@ -15,7 +15,7 @@ import cell_conductor.handlers
 import placement_worker.store.memory_rows as book_store
 from bus.consuming.consumer import Consumer
 from bus.consuming.outcome import Refuse
-from cell_conductor.domain.proof import rescan_id
+from cell_conductor.domain.report import rescan_id
 from compute_sim.drivers.hypervisor import Hypervisors
 from compute_sim.drivers.ironic.driver import BareMetal
 from compute_sim.host_changes import HostChanges

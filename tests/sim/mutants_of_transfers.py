@@ -22,7 +22,7 @@ from cell_conductor.domain.instance import State
 from cell_conductor.domain.move_steps import change, is_awaited
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, Rule
-from scheduler_worker.domain import announced_moves
+from scheduler_worker.domain import transfers
 from scheduler_worker.unanswered import UnansweredRequests
 from tests.sim.mutants_of_disks import unwatched
 
@@ -40,13 +40,13 @@ def former_cell_keeps_it() -> AbstractContextManager[Any]:
 
 def map_names_the_former_cell() -> AbstractContextManager[Any]:
     """The map of instances to cells is not changed when one leaves."""
-    original = announced_moves.transfer
+    original = transfers.transfer
 
     def transfer(event: MoveEvent, build: Any, move: Any) -> Any:
         gone = original(event, build, move)
         return replace(gone, build=replace(gone.build, cell=build.cell))
 
-    return patch.object(announced_moves, "transfer", transfer)
+    return patch.object(transfers, "transfer", transfer)
 
 
 def leaves_with_its_machine() -> AbstractContextManager[Any]:
@@ -84,7 +84,7 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     Without the watch of builds, which repeats a delete until it has ended, and so mends this.
     """
-    original = announced_moves.transfer
+    original = transfers.transfer
 
     def transfer(event: MoveEvent, *arguments: Any) -> Any:
         gone = original(event, *arguments)
@@ -92,7 +92,7 @@ def delete_does_not_follow() -> AbstractContextManager[Any]:
 
     patches = ExitStack()
     patches.enter_context(patch.object(UnansweredRequests, "_open_builds", unwatched))
-    patches.enter_context(patch.object(announced_moves, "transfer", transfer))
+    patches.enter_context(patch.object(transfers, "transfer", transfer))
     return patches
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from cell_conductor.store.safety import DESTROY, KEEP, DecidedMachine
 from compute_sim.config import ComputeConfig, IronicConfig
 from compute_sim.fleet import Fleet
 from tests.kit.lone_cell import CONDUCTOR, LoneCell, a_third_cell_joins
+from tests.kit.waiting import until
 
 # --- Objects that are not ours, or not proved to be over, are never changed: conductor, compute service and Ironic
 # stand-in.
@@ -284,10 +284,10 @@ class Metal:
         return found
 
     async def until(self, there: Callable[[dict[str, list[str]]], bool]) -> dict[str, list[str]]:
-        async with asyncio.timeout(WAIT_S):
-            while not there(found := await self.by_service()):  # noqa: ASYNC110  (asked of the scheduler)
-                await asyncio.sleep(0.05)
-        return found
+        async def found() -> dict[str, list[str]] | None:
+            return services if there(services := await self.by_service()) else None
+
+        return await until(found, WAIT_S)
 
 
 @pytest_asyncio.fixture

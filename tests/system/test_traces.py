@@ -37,6 +37,7 @@ from compute_sim.config import ComputeConfig
 from compute_sim.domain.faults import Faults
 from scheduler_worker.config import SchedulerConfig
 from tests.kit.otlp import OtlpReceiver, ReceivedSpan, otlp_receiver
+from tests.kit.waiting import until
 from tests.system.worker_processes import rig
 
 # --- One trace a build, from the client's publish to its last event, over both buses of a real broker.
@@ -404,10 +405,7 @@ async def ask(client: httpx.AsyncClient, query: str) -> list[dict[str, object]]:
 
 
 async def until_it_has(client: httpx.AsyncClient, query: str) -> list[dict[str, object]]:
-    async with asyncio.timeout(PATIENCE_S):
-        while not (found := await ask(client, query)):  # noqa: ASYNC110  (another process has nothing to await)
-            await asyncio.sleep(POLL_S)
-    return found
+    return await until(lambda: ask(client, query))
 
 
 @pytest.mark.system

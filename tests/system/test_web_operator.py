@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.system.web_server import TIMEOUT_S, Web, boot, code_of, ended, follow, running_web
+from tests.kit.waiting import wait_until
+from tests.system.web_server import Web, boot, code_of, ended, follow, running_web
 
 pytestmark = [pytest.mark.system, pytest.mark.postgres]
 
@@ -22,15 +22,6 @@ ZONE = "0c8f0c9e-3f0d-4d9f-8b58-9c2f6f0f2a11"
 def web() -> Iterator[Web]:
     with running_web() as found:
         yield found
-
-
-def until(what: Callable[[], Any]) -> Any:
-    """The state in the end."""
-    for _ in range(int(TIMEOUT_S * 20)):
-        if found := what():
-            return found
-        threading.Event().wait(0.05)
-    raise AssertionError(what())
 
 
 def booted(client: httpx.Client, **fields: Any) -> str:
@@ -315,7 +306,7 @@ def test_a_host_is_drained_by_its_plan(web: Web) -> None:
             assert begun.status_code == 202, begun.text
             assert begun.json()["planned"] == len(plan["moves"]) and begun.json()["by"] == "op"
             where = begun.headers["location"]
-            until(lambda: see.get(where).json()["state"] == "ended")
+            wait_until(lambda: see.get(where).json()["state"] == "ended")
             accepted = see.get(where).json()
             assert instance in accepted["moved"] and not (
                 accepted["failed"] or accepted["not_begun"] or accepted["under_way"]
@@ -344,7 +335,7 @@ def test_a_service_is_drained_paused_and_resumed(web: Web) -> None:
         where = begun.headers["location"]
         assert client.post(f"{where}/pause", json={"reason": "lunch"}).status_code in (200, 409)
         assert client.post(f"{where}/resume", json={"deadline_s": 600}).json()["state"] == "running"
-        until(lambda: see.get(where).json()["state"] == "ended")
+        wait_until(lambda: see.get(where).json()["state"] == "ended")
         assert code_of(client.post(f"{where}/pause", json={}), 409) == "drain.ended"
         for one in see.get("/api/v1/hosts", params={"limit": 1000}).json():
             if one["service"] == service:
@@ -360,7 +351,7 @@ def test_a_drain_that_is_stuck_begins_nothing(web: Web) -> None:
         try:
             for name in others:
                 client.put(f"/api/v1/hosts/{name}/admin-state", json={"state": "disabled"})
-            plan = until(lambda: _stuck(client, build["host"], instance))
+            plan = wait_until(lambda: _stuck(client, build["host"], instance))
             assert plan["code"] and plan["reason"], plan
             answer = client.post(f"/api/v1/hosts/{build['host']}/drain", json={})
             assert code_of(answer, 409) == "drain.stuck"
@@ -380,8 +371,8 @@ def _stuck(client: httpx.Client, host: str, instance: str) -> Any:
 
 def test_workers_and_cells_are_listed(web: Web) -> None:
     with web.client("see") as see:
-        workers = until(lambda: see.get("/api/v1/workers").json())
-        until(lambda: {"scheduler", "placement"} <= {one["heartbeat"]["role"] for one in workers_of(see)})
+        workers = wait_until(lambda: see.get("/api/v1/workers").json())
+        wait_until(lambda: {"scheduler", "placement"} <= {one["heartbeat"]["role"] for one in workers_of(see)})
         assert all(one["heartbeat"]["pid"] > 0 for one in workers)
         assert [one["heartbeat"]["role"] for one in see.get("/api/v1/workers?role=placement").json()] == ["placement"]
         cells = see.get("/api/v1/cells").json()
@@ -442,7 +433,7 @@ def test_dead_letters_are_counted_shown_replayed_and_purged(web: Web) -> None:
             "too_old": [],
             "barred": {},
         }
-        until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
+        wait_until(lambda: one in {letter["id"] for letter in see.get(queue).json()})  # it is refused and parked again
         assert client.delete(queue).json()["purged"] == 2
         assert see.get(queue).json() == []
         assert code_of(client.get("/api/v1/dead-letters/mars/x"), 404) == "bus.unknown"

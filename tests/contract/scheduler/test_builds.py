@@ -18,9 +18,9 @@ from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, RecordedMove
-from scheduler_worker.retention import purge
 from scheduler_worker.store.port import FIRST_UUID, BuildUnit, SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds
+from scheduler_worker.unanswered import purge
 from tests.kit.sent import Sent
 
 T = TypeVar("T")

@@ -29,10 +29,10 @@ from bus.contracts.objects import (
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.changes import RefusedCommands
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.domain.admission import PendingBuild, new_build
 from scheduler_worker.domain.builds import Author, BuildUpdate, Gang, NewBuild, RecordedBuild
 from scheduler_worker.domain.drains import DrainMove
 from scheduler_worker.domain.objects import ChangeAuthor, RecordedObjects
-from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.objects import ObjectRegistry
 from scheduler_worker.store import objects as store_module
 from scheduler_worker.store.port import FIRST_UUID, OperationUnit, SchedulerStore

@@ -13,8 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from berth.trial.embedded.process import (
 from berth.trial.embedded.rabbitmq import ADMIN, NOT_STARTED, RabbitMQ
 from tests.kit import lent
 from tests.kit.lent import Lender
+from tests.kit.waiting import wait_until
 
 PATIENCE_S = 60.0
 LOWEST_GIVEN_OUT = 32_768
@@ -53,14 +53,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):  # the second: it ended between the opening and the reading
         return False
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Another process's state: there is no event to wait for."""
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)
 
 
 @pytest.mark.postgres
@@ -112,8 +104,8 @@ def test_a_server_and_its_files_go_when_its_owner_is_killed(end: signal.Signals)
     assert alive(int(pid))
     child.send_signal(end)
     child.wait()
-    until(lambda: not alive(int(pid)))
-    until(lambda: not Path(directory).exists())
+    wait_until(lambda: not alive(int(pid)))
+    wait_until(lambda: not Path(directory).exists())
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from bus.memory import MemoryBroker, MemoryTransport
 from bus.persistence.database import Database
 from cell_conductor.domain.events import MoveRequested
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import step
 from cell_conductor.placement_requests import PlacementRequests, due_questions
@@ -47,7 +47,7 @@ from scheduler_worker.domain.builds import (
     RecordedBuild,
 )
 from scheduler_worker.domain.deletes import PendingDelete, plan_deletes
-from scheduler_worker.domain.delivery import RequestDelivery
+from scheduler_worker.domain.requests import RequestDelivery
 from scheduler_worker.store.postgres import MIGRATIONS as SCHEDULER_MIGRATIONS
 from scheduler_worker.store.postgres import PostgresBuilds
 from tests.integration.placement.conftest import Book, claim

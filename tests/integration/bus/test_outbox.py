@@ -26,6 +26,7 @@ from bus.port import BusUnavailable, Unroutable
 from bus.tracing.context import CURRENT, Scope, TraceContext
 from bus.tracing.tracer import Tracer
 from tests.kit.posting import PostedBus
+from tests.kit.waiting import until
 
 pytestmark = pytest.mark.postgres
 
@@ -92,9 +93,10 @@ async def held(relay: Relay) -> int:
 
 
 async def until_equal(look: Callable[[], Awaitable[T]], wanted: T) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while await look() != wanted:  # each look is a round trip to the server
-            pass
+    async def is_so() -> bool:
+        return await look() == wanted
+
+    await until(is_so)
 
 
 async def test_a_committed_row_is_published_with_its_causes_and_deleted(database: Database) -> None:

@@ -17,7 +17,7 @@ from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from bus.faults import Transient
 from cell_conductor.domain.events import DeleteRequested, InstanceEvent, SpawnFailed
 from cell_conductor.domain.instance import State
-from cell_conductor.domain.proof import rescan_id
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.engine import Engine
 from cell_conductor.handlers import RequestHandlers, build_requested
 from cell_conductor.placement_requests import PendingQuestion, PlacementRequests

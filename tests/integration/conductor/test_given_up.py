@@ -19,8 +19,7 @@ from bus.key_trust import CODE
 from bus.port import Outgoing
 from cell_conductor.domain.events import InstanceEvent
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.proof import is_over
-from cell_conductor.domain.report import differences
+from cell_conductor.domain.report import differences, is_over
 from cell_conductor.engine import Engine
 from scheduler_worker.domain.builds import RecordedBuild
 from tests.integration.conductor.neighbours import Cell, opened

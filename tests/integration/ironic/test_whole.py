@@ -88,7 +88,6 @@ class Book:
     def __init__(self) -> None:
         self.newest: dict[str, InventoryUpdate] = {}
         self.causes: dict[str, str] = {}
-        self.changed = asyncio.Event()
 
     async def take(self, batch: Sequence[Received]) -> Sequence[Outcome]:
         for received in batch:
@@ -98,7 +97,6 @@ class Book:
             if known is None or update.version > known.version:
                 self.newest[update.root_uuid] = update
                 self.causes[update.root_uuid] = received.meta.cause
-        self.changed.set()
         return [Done()] * len(batch)
 
     def offered(self) -> set[str]:
@@ -110,10 +108,7 @@ class Book:
         }
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not condition():
-                self.changed.clear()
-                await self.changed.wait()
+        await until(condition, LIMIT_S)
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, QueueKind, lane_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
-from scheduler_worker.claims import HeldClaims
-from scheduler_worker.domain import delivery
+from scheduler_worker.domain import requests
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
+from scheduler_worker.placing import HeldClaims
 from tests.integration.scheduler.steps import (
     BEGUN_S,
     CONFIG,
@@ -59,7 +59,7 @@ async def test_a_request_that_finds_a_claim_on_a_silent_host_keeps_it(
     world: World, monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
     """Also when it is tried again: the next delivery finds the record, and cannot know of what time it is."""
-    monkeypatch.setattr(delivery, "RETRIES", retries)
+    monkeypatch.setattr(requests, "RETRIES", retries)
     request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
@@ -195,7 +195,7 @@ async def test_a_redelivered_request_that_sent_no_claim_releases_none(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As test_a_request_that_has_sent_no_claim_releases_none, and its scheduler dies before the acknowledgement."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
+    monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -254,7 +254,7 @@ async def test_the_last_delivery_of_a_build_that_was_set_back_queries_its_cell(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its host is announced to nobody, so it cannot be built there; it failed, and its claim was released."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
+    monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await set_back_running(world)
     await unannounce(world, host)
     await world.answer(request, BuildAccepted)
@@ -281,7 +281,7 @@ async def test_the_running_member_of_a_gang_that_is_short_keeps_its_claim(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other member was deleted before the records were set back."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
+    monkeypatch.setattr(requests, "RETRIES", 0)
     await world.scheduler("s1", CONFIG)
     hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)

@@ -16,7 +16,7 @@ from bus.contracts.moves import CellMove, Condition, MoveKind, MoveRequest, Move
 from bus.contracts.objects import ObjectChange, ObjectKind, ObjectLogPage, ObjectLogQuery, ObjectsChange, ObjectsChanged
 from bus.contracts.operations import AdminState
 from bus.faults import RequestRefused
-from scheduler_worker import fences
+from scheduler_worker import keepers
 from scheduler_worker.domain.fences import SPEC
 from tests.integration.scheduler.steps import WARM, becomes, decide, fence_sent, publish_fence, refused
 from tests.integration.scheduler.world import World
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.postgres
 async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
+    monkeypatch.setattr(keepers, "REPUBLISH_S", 0.02)
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     decided = await decide(world, uuid, AdminState.FENCED, reason="PSU")
@@ -47,7 +47,7 @@ async def test_a_cell_is_notified_of_a_fence_until_it_acknowledges_it(
     before = len(world.fences)
     await world.scheduler("s2", WARM)
     await becomes(world, uuid, AdminState.FENCED, acknowledged=number)
-    monkeypatch.setattr(fences, "REPEAT_S", 0.0)
+    monkeypatch.setattr(keepers, "REPEAT_S", 0.0)
     await world.until(lambda: len(world.fences) > before)
 
 
@@ -122,7 +122,7 @@ async def test_a_cell_that_knows_a_later_decision_gets_a_version_above_it(world:
 
 async def test_a_fence_that_only_its_cell_knows_is_lifted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record was set back to before the decision: the fence was neither repeated nor lifted, for ever."""
-    monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
+    monkeypatch.setattr(keepers, "REPUBLISH_S", 0.02)
     await world.scheduler("s1", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
     await publish_fence(world, uuid, 1000, FenceState.FENCED, losses=2)
@@ -168,8 +168,8 @@ async def test_nothing_is_evacuated_from_a_host_that_is_to_be_used_again(world: 
 async def test_a_fence_whose_cell_is_gone_for_good_is_ended_by_force_with_a_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "REPUBLISH_S", 0.02)
-    monkeypatch.setattr(fences, "REPEAT_S", 0.1)
+    monkeypatch.setattr(keepers, "REPUBLISH_S", 0.02)
+    monkeypatch.setattr(keepers, "REPEAT_S", 0.1)
     await world.scheduler("s1", WARM)
     await world.scheduler("s2", WARM)
     (uuid,) = await world.add_hosts("c1", 1)
@@ -219,8 +219,8 @@ RESTART = EvacuationPolicy.RESTART
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fences, "STAGGER_S", 0.01)
-    monkeypatch.setattr(fences, "BUSY_S", 0.05)
+    monkeypatch.setattr(keepers, "STAGGER_S", 0.01)
+    monkeypatch.setattr(keepers, "BUSY_S", 0.05)
 
 
 async def active(world: World, count: int, flavor: str = "m1.small", **more: object) -> list[BuildRequest]:
@@ -340,7 +340,7 @@ async def test_nothing_is_evacuated_while_the_cell_has_not_the_fence_on_record(w
 async def test_what_found_no_room_is_tried_again_under_another_id(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "pause_s", lambda _tried: 0.05)
+    monkeypatch.setattr(keepers, "pause_s", lambda _tried: 0.05)
     await world.scheduler("s1", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)
     (built,) = await active(world, 1, on_host_failure=RESTART)
@@ -360,7 +360,7 @@ async def test_what_found_no_room_is_tried_again_under_another_id(
 async def test_a_request_that_was_lost_on_its_way_is_published_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "AGAIN_S", 0.2)
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.2)
     publish_all, lost = Bus.publish_all, list[object]()
 
     async def losing(self: Bus, messages: Sequence[tuple[Message, str]], traces: Sequence[str] = ()) -> None:
@@ -402,8 +402,8 @@ async def test_a_shelved_instance_gives_its_host_up_and_is_unshelved_elsewhere(w
 async def test_an_instance_that_cannot_be_evacuated_is_given_up_after_so_many_tries(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fences, "pause_s", lambda _tried: 0.0)
-    monkeypatch.setattr(fences, "MAX_TRIES", 3)
+    monkeypatch.setattr(keepers, "pause_s", lambda _tried: 0.0)
+    monkeypatch.setattr(keepers, "MAX_TRIES", 3)
     await world.scheduler("s1", EVACUATING)
     await world.scheduler("s2", EVACUATING)
     (uuid,) = await world.add_hosts("c1", 1)

@@ -20,12 +20,12 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
 from scheduler_worker import engine
-from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import delivery
+from scheduler_worker.domain import requests
 from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.retention import max_request_age_s, purge
+from scheduler_worker.placing import BusClaims
 from scheduler_worker.store.postgres import PostgresBuilds
+from scheduler_worker.unanswered import max_request_age_s, purge
 from tests.integration.scheduler.steps import (
     CONFIG,
     ROOM_FOR_ONE,
@@ -181,7 +181,7 @@ async def test_a_claim_on_a_host_without_a_service_or_a_cell_blocks_no_request_a
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cell can be queried whether its machine runs: `berth audit` names it."""
-    monkeypatch.setattr(delivery, "RETRIES", 1)
+    monkeypatch.setattr(requests, "RETRIES", 1)
     writing = Gate(monkeypatch, engine.SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (lost,) = await world.add_hosts("c1", 1, **ROOM_FOR_ONE)
@@ -247,7 +247,7 @@ async def test_a_request_that_cannot_be_placed_is_left_to_the_cell_of_its_claim_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of the instance is not announced; the machine runs on there."""
-    monkeypatch.setattr(delivery, "RETRIES", 1)
+    monkeypatch.setattr(requests, "RETRIES", 1)
     request, host = await running(world)
     await unannounce(world, host)
     await world.ask(request)
@@ -287,7 +287,7 @@ async def test_a_delete_that_comes_before_the_decision_releases_no_older_claim(
 
 async def test_a_request_that_has_sent_no_claim_releases_none(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """No host has room, and that of the instance is not announced."""
-    monkeypatch.setattr(delivery, "RETRIES", 0)
+    monkeypatch.setattr(requests, "RETRIES", 0)
     request, host = await running(world)
     await world.stop("s1")
     del world.hosts["c1"][host]
@@ -320,7 +320,7 @@ async def test_each_delete_is_refused_while_it_is_not_known_which_cell_has_the_i
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host was reported over the API bus and is not announced. Later it is, and the delete goes to its cell."""
-    monkeypatch.setattr(delivery, "RETRIES", 1)
+    monkeypatch.setattr(requests, "RETRIES", 1)
     request, host = await running(world, API)
     await world.stop("s1")
     announced = world.hosts["c1"].pop(host)
@@ -366,7 +366,7 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No cell has the build, and its claim is by the run on record. That it was not dispatched, its cell proves."""
-    monkeypatch.setattr(delivery, "RETRIES", 1)
+    monkeypatch.setattr(requests, "RETRIES", 1)
     writing = Gate(monkeypatch, SchedulingEngine, "_write")
     await world.scheduler("s1", CONFIG)
     (host,) = await world.add_hosts("c1", 1, on="c1", **ROOM_FOR_ONE)
@@ -381,12 +381,12 @@ async def test_a_copy_leaves_the_claim_of_the_copy_that_came_on_record_before_it
     assert set(await world.used()) == {host}
 
 
-@pytest.mark.parametrize("retries", [delivery.RETRIES, 0])
+@pytest.mark.parametrize("retries", [requests.RETRIES, 0])
 async def test_a_gang_that_is_short_releases_no_older_claim_of_its_members(
     world: World, monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
     """One member had failed before the restore; its host is taken."""
-    monkeypatch.setattr(delivery, "RETRIES", retries)
+    monkeypatch.setattr(requests, "RETRIES", retries)
     await world.scheduler("s1", CONFIG)
     hosts = await world.add_hosts("c1", 2, on="c1", **ROOM_FOR_ONE)
     request = world.request(count=2)

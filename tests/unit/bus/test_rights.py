@@ -35,7 +35,7 @@ from bus.key_trust import BROKERS_OWN, letters_code, letters_key, published_key
 from bus.port import UNREAD, Delivery, Outgoing
 from bus.topology import matches, plan
 from scheduler_worker.config import Flavor, SchedulerConfig
-from scheduler_worker.domain.decision_messages import instance_spec
+from scheduler_worker.domain.decisions import instance_spec
 from tests.unit.bus.test_wire import UUID, Arrived
 
 # --- An operator's rights: one table, which every door goes by.

@@ -10,7 +10,7 @@ from bus.contracts.placement import ClaimOutcome
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
-from cell_conductor.domain.proof import rescan_id
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step, StepContext
 from cell_conductor.domain.table import step
 

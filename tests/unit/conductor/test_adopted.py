@@ -18,8 +18,7 @@ from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
 from cell_conductor.domain.events import Event, InstanceEvent
 from cell_conductor.domain.instance import MACHINE_EXISTS, Instance, State
-from cell_conductor.domain.proof import is_over
-from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
+from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind, is_over
 from cell_conductor.domain.rules import is_doubted_request
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of

@@ -28,12 +28,28 @@ from bus.contracts.cell import (
 from bus.contracts.moves import MoveKind
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
-from cell_conductor.domain.breaker import Breaker, CountedAs, Finding, RecentFindings, assess
+from cell_conductor.domain.breaker import (
+    Breaker,
+    CountedAs,
+    Finding,
+    RecentFindings,
+    assess,
+    misreserved,
+    pages,
+    reserved_on,
+)
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import MAX_ENDED_ATTEMPTS, Instance, State
-from cell_conductor.domain.proof import is_ordered, rescan_id
-from cell_conductor.domain.quarantine_reservations import misreserved, pages, reserved_on
-from cell_conductor.domain.report import NO_MARK, NO_RECORD, Differences, Unexplained, UnexplainedKind, differences
+from cell_conductor.domain.report import (
+    NO_MARK,
+    NO_RECORD,
+    Differences,
+    Unexplained,
+    UnexplainedKind,
+    differences,
+    is_ordered,
+    rescan_id,
+)
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard, QuarantineReservations
 from cell_conductor.handlers import HostHandlers

@@ -14,8 +14,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState
 from cell_conductor.domain.move_doubts import IN_DOUBT
-from cell_conductor.domain.proof import is_over
-from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences
+from cell_conductor.domain.report import RENUMBERED, UnexplainedKind, differences, is_over
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN, numbered_on
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step

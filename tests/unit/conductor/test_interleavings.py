@@ -18,7 +18,7 @@ from bus.contracts.cell import Destroy, InstanceSpec, Selection, Spawn
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
-from cell_conductor.domain.proof import rescan_id
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import StepContext
 from cell_conductor.domain.table import question_of, step
 

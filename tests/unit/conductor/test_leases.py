@@ -71,11 +71,12 @@ class LeaseScenario:
 
 def test_so_many_missing_heartbeats_in_a_row_make_a_service_silent_with_a_reason() -> None:
     scenario = LeaseScenario("a", "b")
+    assert scenario.run(10) == []
     assert scenario.run(MISSED, without="a") == []
     assert scenario.run(1, without="a") == ["a"]
     lease = scenario.table.leases["a"]
     assert (lease.state, lease.code, lease.since) == (LeaseState.SILENT, "service.silent", scenario.now)
-    assert "6.0 s" in lease.reason and "every 1 s" in lease.reason
+    assert "for 6.0 s" in lease.reason and "every 1 s" in lease.reason
     assert list(scenario.table.down) == list(scenario.table.abandoned) == ["a"]
     assert scenario.run(3, without="a") == [], "published once"
 

@@ -19,10 +19,9 @@ from bus.contracts.base import Meta
 from bus.contracts.cell import UNKNOWN_ATTEMPT, ComputeHosts, HostReport, InstanceSpec, RescanHosts, Running, Selection
 from bus.faults import DatabaseUnavailable
 from cell_conductor.config import ConductorConfig
+from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.events import Event, HostMissing, HostRuns
 from cell_conductor.domain.instance import Instance, Phase, State
-from cell_conductor.domain.listings import Listings
-from cell_conductor.domain.proof import rescan_id
 from cell_conductor.domain.report import (
     NO_RECORD,
     UNTRIED,
@@ -31,6 +30,7 @@ from cell_conductor.domain.report import (
     Unexplained,
     UnexplainedKind,
     differences,
+    rescan_id,
 )
 from cell_conductor.engine import Engine, Sender
 from cell_conductor.guard import Guard

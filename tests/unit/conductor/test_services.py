@@ -28,10 +28,10 @@ from bus.contracts.moves import MoveKind
 from bus.contracts.placement import InventoryReleased
 from cell_conductor.config import ConductorConfig
 from cell_conductor.domain import events as e
+from cell_conductor.domain.breaker import Listings
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import Lease, LeaseState, LeaseTable
-from cell_conductor.domain.listings import Listings
-from cell_conductor.domain.proof import is_at
+from cell_conductor.domain.report import is_at
 from cell_conductor.domain.steps import Step
 from cell_conductor.engine import Engine
 from cell_conductor.guard import HostOwners

@@ -6,16 +6,19 @@ import pytest
 from msgspec.structs import replace
 
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
-from bus.contracts.moves import MoveKind
+from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from cell_conductor.domain import breaker
 from cell_conductor.domain import events as e
-from cell_conductor.domain import listings
 from cell_conductor.domain.adopt_rules import why_not_its_machine
+from cell_conductor.domain.breaker import pages
 from cell_conductor.domain.fence_steps import FenceSteps
+from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.leases import DEFAULT_BEAT_S, LISTEN_BEATS, LeaseTable
+from cell_conductor.domain.move_events import DONE, MoveEnd, close
 from cell_conductor.domain.orders import numbered
-from cell_conductor.domain.quarantine_reservations import pages
 from cell_conductor.domain.report import NEWER, Unexplained, UnexplainedKind
+from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import step
 from tests.unit.conductor.move_scenario import Scenario, active, begun, claimed, refused, to_resized
 from tests.unit.conductor.scenario import (
@@ -165,6 +168,17 @@ def test_a_delete_of_what_changes_in_place_goes_on_without_a_source() -> None:
     assert made.apply(e.TimedOut(at=400.0)).instance.phase == (State.DESTROYING, State.DELETED)
 
 
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [(DONE, MoveState.CHANGING), (MoveEnd(MoveState.FAILED, "instance.lost", "why"), MoveState.UNDOING)],
+)
+def test_a_move_that_is_over_after_each_request_had_its_end_is_announced_as_progress(
+    ending: MoveEnd, state: MoveState
+) -> None:
+    (event,) = close(to_resized().instance, ending, 300.0, PATIENCE).commands
+    assert isinstance(event, MoveEvent) and (event.state, event.terminal) == (state, False)
+
+
 def in_place(*, arrived: bool = True) -> Scenario:
     """A resize on host 1."""
     made = begun(MoveKind.RESIZE, 1, spec=replace(SPEC, flavor="large"))
@@ -203,6 +217,15 @@ def test_a_fence_names_the_host_whose_fence_has_changed_something() -> None:
         stepped = step(destroying, event, PATIENCE)
         follower.follow(destroying, stepped, event, PATIENCE)
         assert [*follower.hosts] == hosts
+
+
+def test_a_record_that_an_event_leaves_as_it_was_loses_nothing_again() -> None:
+    over = run(queried(hosts=1), failed(final=True)).instance
+    fences = {host(1): Fence(host_uuid=host(1), host="host-1", version=1)}
+    follower = FenceSteps()
+    for event, before in ((TIMED_OUT, replace(over, state=State.FAILED, then=None)),):
+        follower.follow(before, Step(before), event, replace(PATIENCE, fences=fences))
+    assert follower.losses == []
 
 
 def test_a_fenced_source_is_gone_by_the_service_that_has_it() -> None:
@@ -244,15 +267,15 @@ def page(service: str, *uuids: str, ring: tuple[int, int] = (0, 0)) -> ComputeHo
 def test_two_services_contest_a_host_unless_they_share_by_a_ring(
     first: tuple[int, int], second: tuple[int, int], up: tuple[str, ...], contested: bool
 ) -> None:
-    known = listings.Listings()
+    known = breaker.Listings()
     known.note(page("s2", host(1), ring=second))
     known.note(page("s1", host(1), ring=first))
     assert known.contested(page("s1", host(1), ring=first), up) == ({host(1): "s2"} if contested else {})
 
 
 def test_hosts_beyond_the_bound_are_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listings, "MAX_HOSTS", 1)
-    known = listings.Listings()
+    monkeypatch.setattr(breaker, "MAX_HOSTS", 1)
+    known = breaker.Listings()
     known.note(page("s1", host(1), host(2)))
     known.note(page("s2", host(1)))
     assert [known.listers(host(n)) for n in (1, 2)] == [("s1", "s2"), ()]

@@ -18,7 +18,7 @@ from cell_conductor.domain.desires import DESIRES, in_text, of_text
 from cell_conductor.domain.fences import Fence
 from cell_conductor.domain.instance import FIRST_SEQUENCE, Instance, Move, Phase, State
 from cell_conductor.domain.orders import orders_of, with_orders
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import TABLE, ByThen, IllegalStep, question_of, rules_of, step
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, request, unbegun

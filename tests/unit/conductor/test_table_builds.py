@@ -12,7 +12,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FIRST_SEQUENCE, MACHINE_EXISTS, Instance, State
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.rules import OUTCOME_UNKNOWN
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (

@@ -17,7 +17,7 @@ from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Power, State
 from cell_conductor.domain.leases import LeaseState
 from cell_conductor.domain.move_events import condition_of
-from cell_conductor.domain.proof import is_over, rescan_id
+from cell_conductor.domain.report import is_over, rescan_id
 from cell_conductor.domain.table import question_of
 from tests.unit.conductor.move_scenario import (
     MOVE,

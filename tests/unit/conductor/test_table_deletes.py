@@ -10,7 +10,7 @@ from bus.contracts.cell import UNKNOWN_ATTEMPT, Destroy, FoundMachine
 from bus.contracts.placement import Claim, Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, Instance, Phase, State
-from cell_conductor.domain.proof import rescan_id
+from cell_conductor.domain.report import rescan_id
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from tests.unit.conductor.scenario import (

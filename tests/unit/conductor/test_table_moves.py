@@ -19,7 +19,7 @@ from bus.contracts.placement import Claim, Release, Revert
 from bus.persistence.outbox import OutboxMessage
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, Power, State
-from cell_conductor.domain.proof import is_over
+from cell_conductor.domain.report import is_over
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
 from cell_conductor.placement_requests import Transition, may_be_redone

@@ -42,7 +42,7 @@ from bus.contracts.cell import ServiceDown, ServicesDigest
 from bus.service.health import Health
 from placement_worker.rest.config import RestConfig
 from scheduler_worker.domain.fleet import WorkerTable
-from scheduler_worker.status import StatusHandler
+from scheduler_worker.queries import StatusHandler
 from tests.kit.waiting import wait_until
 from tests.unit.front.world import HandClock
 from tests.unit.scheduler.hosts import Hosts

@@ -118,8 +118,7 @@ def group(*updates: InventoryUpdate, sources: Any = None, cells: Any = None) -> 
 def test_a_flawed_report_of_another_cells_root_is_refused_for_its_flaw() -> None:
     flawed = update(replace(node(ROOT), inventories={"nothing": Inventory(total=1)}))
     both = group(flawed, update(node(SECOND)), cells={ROOT: "c2", SECOND: "c2"})
-    both.refuse_flawed(())
-    both.refuse_foreign()
+    both.refuse_invalid(())
     codes = [both.results[number].code for number in range(2)]  # type: ignore[union-attr]
     assert codes[0] == "class.unknown" and codes[1] not in ("", "class.unknown")
 
@@ -131,8 +130,16 @@ def test_a_report_after_a_flawed_one_is_still_compared_with_its_roots_owner() ->
     second = replace(update(node(SECOND)), source=f"{COMPUTE_SOURCE}s1")
     owned = {(SECOND, f"{COMPUTE_SOURCE}s2"): ReportSource(1, b"x", True, (SECOND,))}
     both = group(flawed, second, sources=owned)
-    both.refuse_flawed(())
+    both.refuse_invalid(())
     both.refuse_owned()
+    assert set(both.results) == {0, 1}
+
+
+def test_a_stale_report_after_a_flawed_one_is_still_stale() -> None:
+    flawed = update(replace(node(ROOT), inventories={"nothing": Inventory(total=1)}))
+    both = group(flawed, update(node(SECOND)), sources={(SECOND, "s"): ReportSource(9, b"x", True, (SECOND,))})
+    both.refuse_invalid(())
+    both.sort_out_stale()
     assert set(both.results) == {0, 1}
 
 

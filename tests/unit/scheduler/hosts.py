@@ -18,9 +18,8 @@ from scheduler_worker.config import Aggregate, SchedulerConfig
 from scheduler_worker.domain.flavors import parse
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import Filter, Weighing
-from scheduler_worker.domain.request_spec import RequestSpec
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, RequestSpec
 
 PLENTY = {"VCPU": 16, "MEMORY_MB": 65536, "DISK_GB": 1000}
 

@@ -12,13 +12,22 @@ from bus.contracts.base import Meta, Refusal
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
-from scheduler_worker.domain.admission import Answered, Start, admit, admit_known, first_of_each, is_clash_of_first
+from scheduler_worker.domain.admission import (
+    Answered,
+    PendingBuild,
+    Start,
+    admit,
+    admit_known,
+    first_of_each,
+    is_clash_of_first,
+    members_of,
+    pending_build,
+)
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
-from scheduler_worker.domain.delivery import RequestDelivery
-from scheduler_worker.domain.gangs import withdrawn_by_gang
 from scheduler_worker.domain.moves import check_move, pending_move
-from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.domain.step import withdrawn_by_gang
 from tests.unit.scheduler.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")
@@ -53,7 +62,8 @@ def test_members_of_a_gang_clash_by_what_is_on_record_of_the_first_alone() -> No
 
 
 @pytest.mark.parametrize(
-    ("state", "code"), [(BuildState.ACCEPTED, None), (BuildState.SCHEDULED, None), (BuildState.FAILED, None)]
+    ("state", "code"),
+    [(BuildState.ACCEPTED, None), (BuildState.SCHEDULED, None), (BuildState.REFUSED, "flavor.unknown")],
 )
 def test_what_a_request_would_be_refused_for_now_counts_only_where_it_is_not_on_record(
     state: BuildState, code: str | None
@@ -135,3 +145,9 @@ def test_a_shelved_instance_starts_where_it_is(
 def test_an_instance_that_has_ended_is_refused_by_its_condition() -> None:
     answer = checked(condition=Condition.DELETED)
     assert isinstance(answer, Refusal) and answer.code == "instance.not_active" and answer.reason.endswith("deleted")
+
+
+@pytest.mark.parametrize(("password", "code"), [("", "request.incomplete"), ("secret", None)])
+def test_a_rescue_names_a_password(password: str, code: str | None) -> None:
+    answer = checked(MoveKind.RESCUE, rescue_password=password)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code

@@ -25,12 +25,12 @@ from bus.faults import Fault
 from placement_worker.replica.book import Book
 from placement_worker.replica.sharing import SHARING_TRAIT
 from scheduler_worker import engine as engine_module
-from scheduler_worker import handlers, placing, status
+from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import decision_round, decisions
+from scheduler_worker.domain.admission import PendingBuild, new_build
 from scheduler_worker.domain.builds import Author, BuildDecision, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.pending import PendingBuild, new_build
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -39,9 +39,8 @@ from scheduler_worker.domain.placement import (
     initial_state,
 )
 from scheduler_worker.domain.ranking import CellRuns
-from scheduler_worker.domain.request_spec import Peers, RequestSpec, room_for
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, room_for
 from scheduler_worker.engine import BUILDS_AT_ONCE, SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.placing import ANSWERS_AT_ONCE
@@ -203,14 +202,14 @@ async def test_item_16_a_turn_of_the_loop_has_so_many_choices(turns: Turns) -> N
 async def test_item_16_a_part_of_a_pass_and_one_of_a_list_of_hosts_are_not_in_one_turn(
     turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(status, "HOSTS_AT_ONCE", 1)
-    monkeypatch.setattr(status, "RECORDS_AT_ONCE", 1)
-    monkeypatch.setattr(status, "_records", turns.counted("_records", status._records))
+    monkeypatch.setattr(queries, "HOSTS_AT_ONCE", 1)
+    monkeypatch.setattr(queries, "RECORDS_AT_ONCE", 1)
+    monkeypatch.setattr(queries, "_records", turns.counted("_records", queries._records))
     cluster = cluster_of([WIDE] * 8)
     async with turns.counting():
         await asyncio.gather(
             cluster.place(*(cluster.hosts.request() for _ in range(BATCH))),
-            status.hosts_page(HostsQuery(), cluster.hosts.selector, {}),
+            queries.hosts_page(HostsQuery(), cluster.hosts.selector, {}),
         )
     assert turns.total("_records") == 8 and turns.total("choose") == BATCH
     assert not set(turns.calls["choose"]) & set(turns.calls["_records"])

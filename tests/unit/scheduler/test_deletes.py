@@ -27,7 +27,6 @@ from scheduler_worker.domain.deletes import (
     refuse_unknown,
     tombstones,
 )
-from scheduler_worker.domain.delivery import HOSTS_UNKNOWN, LETTERS, OVERTAKES, RETRIES, delivery_of
 from scheduler_worker.domain.placement import (
     CONSUMER_CHANGED,
     STRANDED,
@@ -36,6 +35,7 @@ from scheduler_worker.domain.placement import (
     PlacementRefused,
     PlacementUnavailable,
 )
+from scheduler_worker.domain.requests import HOSTS_UNKNOWN, LETTERS, OVERTAKES, RETRIES, delivery_of
 from scheduler_worker.domain.selector import NoValidHost
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import CONFIG, RUN, Cluster, cluster, nowhere

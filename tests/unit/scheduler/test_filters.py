@@ -17,16 +17,15 @@ from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import matches
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.plugins import HostFilter, applies_to
-from scheduler_worker.domain.request_spec import RequestSpec, Unsatisfiable
-from scheduler_worker.domain.view import HostView
+from scheduler_worker.domain.view import HostView, RequestSpec, Unsatisfiable
 from scheduler_worker.filters.extra_specs import (
     AggregateInstanceExtraSpecsFilter,
     AggregateTypeAffinityFilter,
     ComputeCapabilitiesFilter,
 )
+from scheduler_worker.filters.host_state import ComputeFilter
 from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter, supports
 from scheduler_worker.filters.project import AggregateMultiTenancyIsolation, ProjectHostFilter
-from scheduler_worker.filters.service_is_up import ComputeFilter
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 # --- Filters and extra specs against Nova's rules.

@@ -18,11 +18,9 @@ from bus.contracts.cell import Selection
 from bus.contracts.deploy import NetworkRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, ClaimOption
+from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
-from scheduler_worker.domain.delivery import RequestDelivery
-from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
-from scheduler_worker.domain.pending import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -33,7 +31,9 @@ from scheduler_worker.domain.placement import (
     PlacementUnavailable,
     initial_state,
 )
-from scheduler_worker.domain.request_spec import Peers, RequestSpec
+from scheduler_worker.domain.requests import RequestDelivery
+from scheduler_worker.domain.step import claimable, needed, with_gang_results, with_shared_findings, within_bounds
+from scheduler_worker.domain.view import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 
 UUID_ = "00000000-0000-4000-8000-000000000001"

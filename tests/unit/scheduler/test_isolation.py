@@ -18,15 +18,14 @@ from bus.contracts.placement import LocatePage
 from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.hosts import Floats
 from scheduler_worker.domain.plugins import Filter, Weigher, Weighing, applies_to, reweigh, score
-from scheduler_worker.domain.request_spec import Peers, RequestSpec, Unsatisfiable, has_peers, peers_of
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, Peers, RequestSpec, Unsatisfiable, has_peers, peers_of
 from scheduler_worker.filters.extra_specs import AggregateInstanceExtraSpecsFilter, AggregateTypeAffinityFilter
 from scheduler_worker.filters.group import ServerGroupAffinityFilter, ServerGroupAntiAffinityFilter
 from scheduler_worker.filters.hinted_hosts import DifferentHostFilter, SameHostFilter
 from scheduler_worker.filters.image import AggregateImagePropertiesIsolation, ImagePropertiesFilter
 from scheduler_worker.weighers.free_amounts import CPUWeigher, DiskWeigher, RAMWeigher
 from scheduler_worker.weighers.group_members import ServerGroupSoftAffinityWeigher, ServerGroupSoftAntiAffinityWeigher
-from scheduler_worker.weighers.host_health import BuildFailureWeigher
+from scheduler_worker.weighers.host_state import BuildFailureWeigher
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 # --- Isolation by aggregates where several aggregates, properties or traits meet: a rule that knows one would err.
@@ -168,6 +167,7 @@ def test_an_isolated_aggregate_and_the_default_zone_both_keep_their_hosts() -> N
         ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_B": "required"}, (("CUSTOM_A",), ("CUSTOM_B",)), ()),
         ({"trait:CUSTOM_A": "required"}, {"trait:CUSTOM_A": "required"}, (("CUSTOM_A",),), ()),
         ({}, {"trait:CUSTOM_A": "forbidden", "os_type": "linux"}, (), ("CUSTOM_A",)),
+        ({"trait:CUSTOM_A": "forbidden"}, {"trait:CUSTOM_A": "forbidden"}, (), ("CUSTOM_A",)),
     ],
 )
 def test_the_traits_of_an_image_count_as_a_flavors_do(

@@ -13,8 +13,8 @@ from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
 from bus.contracts.build import BuildRequest
 from bus.faults import BrokenInvariant
-from scheduler_worker.domain.delivery import RequestDelivery, delivery_of
-from scheduler_worker.domain.pending import PendingBuild, pending_build
+from scheduler_worker.domain.admission import PendingBuild, pending_build
+from scheduler_worker.domain.requests import RequestDelivery, delivery_of
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler

@@ -23,9 +23,9 @@ from bus.port import Outgoing
 from lab.simulation.loop import SimClock
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
-from scheduler_worker.domain.delivery import RETRIES, RequestDelivery
 from scheduler_worker.domain.moves import CHANGED, accepted
 from scheduler_worker.domain.recorded_moves import InstanceRecord, PendingMove
+from scheduler_worker.domain.requests import RETRIES, RequestDelivery
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.moves import MoveEngine

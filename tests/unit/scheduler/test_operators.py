@@ -1,4 +1,4 @@
-"""Operators' commands at a scheduler: fences, services that are forgotten, and an unavailable database."""
+"""Operators' commands at a scheduler: keepers, services that are forgotten, and an unavailable database."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from bus.contracts.objects import (
 )
 from bus.contracts.operations import AdminState, ForgetService, ServiceForgotten, SetAdminState
 from bus.faults import DatabaseUnavailable
-from scheduler_worker import fences
+from scheduler_worker import keepers
 from scheduler_worker.changes import ChangeHandler
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import hosts
@@ -38,9 +38,9 @@ from scheduler_worker.domain.fences import fence_of, fenced_by
 from scheduler_worker.domain.hosts import CELL_UNKNOWN
 from scheduler_worker.domain.object_changes import fence_changes
 from scheduler_worker.domain.objects import ChangePlan, RecordedObjects, plan
-from scheduler_worker.fences import FencePublisher
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.forgetting import ServiceForgetter
+from scheduler_worker.keepers import FencePublisher
 from scheduler_worker.objects import MakeChange, ObjectRegistry
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
@@ -135,7 +135,7 @@ class FenceBus(Bus):
 
 async def test_a_fence_that_is_lifted_while_another_is_published_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seed 1795360394: the task ended with a KeyError, and its scheduler with it."""
-    monkeypatch.setattr(fences, "REPUBLISH_S", 0.001)
+    monkeypatch.setattr(keepers, "REPUBLISH_S", 0.001)
     store = MemoryBuilds(MemoryBuildTable(SystemClock()).session())
     registry = ObjectRegistry(
         store, Hosts([]).selector, SchedulerConfig(), clock=SystemClock(), stall_watch=StallWatch()

@@ -21,19 +21,20 @@ from scheduler_worker.domain.admission import (
     Admission,
     Answered,
     Continue,
+    PendingBuild,
     Start,
     admit_expired,
     admit_known,
     admit_new,
     admit_repeated,
+    new_build,
+    pending_build,
 )
 from scheduler_worker.domain.builds import Author, BuildStatus, RecordedBuild
 from scheduler_worker.domain.deletes import UNKNOWN
-from scheduler_worker.domain.delivery import LAST, LETTERS, RequestDelivery, delivery_of
 from scheduler_worker.domain.fleet import WaitingTable
-from scheduler_worker.domain.pending import PendingBuild, new_build, pending_build
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.requests import TOO_OLD
+from scheduler_worker.domain.requests import LAST, LETTERS, TOO_OLD, RequestDelivery, delivery_of
 from scheduler_worker.domain.unanswered import (
     CELL_SILENT,
     CELL_UNKNOWN,

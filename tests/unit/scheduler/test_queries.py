@@ -19,13 +19,12 @@ from bus.contracts.host_metrics import HostMetrics, HostReading
 from bus.contracts.objects import FenceRecord, ObjectLogQuery, ObjectsQuery
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.faults import DatabaseUnavailable
-from scheduler_worker import status
+from scheduler_worker import queries
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fleet import WaitingTable
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.objects import ObjectRegistry
-from scheduler_worker.queries import QueryHandler
-from scheduler_worker.status import hosts_page
+from scheduler_worker.queries import QueryHandler, hosts_page
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 
@@ -168,8 +167,8 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
     monkeypatch: pytest.MonkeyPatch, leaves_at: int | None
 ) -> None:
     """40,000 of them were one turn of 70 to 105 ms. leaves_at: the turn; the sixth is between two parts of records."""
-    monkeypatch.setattr(status, "HOSTS_AT_ONCE", 2)
-    monkeypatch.setattr(status, "RECORDS_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "HOSTS_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "RECORDS_AT_ONCE", 2)
     hosts = Hosts([PLENTY] * 9, cells=["c1"] * 9)
     named = Counter[int]()
     turn, name_of = 0, hosts.selector.name_of
@@ -196,9 +195,9 @@ async def test_item_16_hosts_are_listed_in_parts_less_one_that_leaves_the_book_m
 
 async def test_item_16_the_lists_of_all_hosts_are_freed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """40,000 hosts were freed in the turn in which the answer was encoded, 15 to 20 ms in all."""
-    monkeypatch.setattr(status, "HOSTS_AT_ONCE", 2)
-    monkeypatch.setattr(status, "RECORDS_AT_ONCE", 2)
-    monkeypatch.setattr(status, "LISTS_FREED_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "HOSTS_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "RECORDS_AT_ONCE", 2)
+    monkeypatch.setattr(queries, "LISTS_FREED_AT_ONCE", 2)
     freed = Counter[int]()
     turn = 0
 
@@ -209,7 +208,7 @@ async def test_item_16_the_lists_of_all_hosts_are_freed_in_parts(monkeypatch: py
         def __del__(self) -> None:
             freed[turn] += 1
 
-    monkeypatch.setattr(status, "_Host", Host)
+    monkeypatch.setattr(queries, "_Host", Host)
     hosts = Hosts([PLENTY] * 20, cells=["c1"] * 20)
     listing = asyncio.create_task(hosts_page(HostsQuery(limit=3), hosts.selector, {}))
     while not listing.done():

@@ -17,8 +17,8 @@ from scheduler_worker.config import Aggregate, Flavor, SchedulerConfig
 from scheduler_worker.domain.explain import sentence
 from scheduler_worker.domain.flavors import FlavorInvalid, parse
 from scheduler_worker.domain.ranking import CellRuns, Choice, Ranking, Spread
-from scheduler_worker.domain.request_spec import Unsatisfiable
 from scheduler_worker.domain.selector import CELL_DISABLED
+from scheduler_worker.domain.view import Unsatisfiable
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 
 

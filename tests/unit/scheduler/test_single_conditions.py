@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
+from bus.contracts.book import TreeHolder
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
+from bus.contracts.cell import ComputeHosts, HostReport
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.fences import EvacuationPolicy
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import CellMove, MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.objects import (
     CellBus,
@@ -26,19 +30,43 @@ from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
 from scheduler_worker.config import Flavor
-from scheduler_worker.domain.builds import RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.admission import members_of
+from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
+from scheduler_worker.domain.decision_round import DecisionRound
+from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
+from scheduler_worker.domain.deletes import plan_deletes
+from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
+from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
+from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import rebuilt_from
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left
-from scheduler_worker.domain.object_rules import MAX_COUNTED, counted
+from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
 from scheduler_worker.domain.objects import ChangePlan, plan
-from scheduler_worker.domain.placement import is_lost
+from scheduler_worker.domain.placement import (
+    ClaimStranded,
+    HostClaimed,
+    PlacementRefused,
+    PlacementRequest,
+    initial_state,
+    is_lost,
+)
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
+from scheduler_worker.domain.requests import timeline_of
+from scheduler_worker.domain.step import ANOTHERS, FENCED, with_gang_results
 from scheduler_worker.domain.unanswered import open_move, open_now
-from tests.unit.scheduler.hosts import PLENTY, Hosts
+from scheduler_worker.domain.view import Peers
+from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
+from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
+from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
 from tests.unit.scheduler.test_drains import ROW, known, passed
+from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states, taken
+from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
+from tests.unit.scheduler.test_hosts import announce
+from tests.unit.scheduler.test_step import ClaimCase
+from tests.unit.scheduler.test_transfers import LEFT, applied, on_record
 
 HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
 NOW = 1000.0
@@ -297,6 +325,7 @@ def replace_index(view: Any) -> Any:
     from scheduler_worker.domain.hosts import NO_SERVICE  # noqa: PLC0415  (beside its one use)
 
     view.index = np.full(len(view), NO_SERVICE, dtype=np.intp)
+    view.table.enabled[NO_SERVICE] = True
     return view
 
 
@@ -317,6 +346,7 @@ def test_the_image_traits_of_a_flavor_with_only_groups_are_the_hosts() -> None:
     assert ("CUSTOM_A",) in of_root.root_required and "CUSTOM_B" in of_root.root_forbidden and not of_root.required
     assert ("CUSTOM_A",) in of_tree.required and "CUSTOM_B" in of_tree.forbidden
     assert ("CUSTOM_A",) not in of_tree.root_required
+    assert DISABLED_TRAIT in of_root.root_forbidden and DISABLED_TRAIT in of_tree.root_forbidden
 
 
 def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
@@ -326,7 +356,121 @@ def test_a_project_may_request_the_flavors_that_it_is_allowed() -> None:
     assert [{"own", "all"} & {*selector.flavors_for(project)} for project in ("p", "q")] == [{"own", "all"}, {"all"}]
 
 
+def test_an_aggregate_that_names_its_hosts_has_those_that_one_name_means() -> None:
+    hosts = Hosts([PLENTY, PLENTY])
+    named = replace(aggregate("rack"), hosts=("h0", "nowhere"))
+    assert hosts.selector.members_named([named]) == {named.uuid: frozenset({hosts.uuids[0]})}
+
+
+def test_a_spec_without_peers_is_shared_as_it_is() -> None:
+    spec = Hosts([PLENTY]).spec()
+    assert spec.without_peers() is spec
+    assert replace(spec.with_peers(Peers(), UUID), peers=Peers()).without_peers() == spec
+
+
+@pytest.mark.parametrize(("groups", "is_read"), [(MAX_GROUPS, True), (MAX_GROUPS + 1, False)])
+def test_a_flavor_has_a_bounded_number_of_groups(groups: int, is_read: bool) -> None:
+    specs = {"group_policy": "none", **{f"resources{number}:VGPU": "1" for number in range(1, groups + 1)}}
+    try:
+        parse("f", Flavor(vcpus=0, memory_mb=0, disk_gb=0, extra_specs=specs))
+    except FlavorInvalid:
+        assert not is_read
+    else:
+        assert is_read
+
+
+def test_the_log_names_the_first_ten() -> None:
+    many = [changed(ObjectKind.FLAVOR, f"f{number}", None, {}) for number in range(12)]
+    assert named(many) == [f"flavor f{number}" for number in range(10)]
+
+
+# --- gangs and claims
+
+
+@pytest.mark.parametrize(("policy", "stays"), [(GroupPolicy.AFFINITY, False), (GroupPolicy.ANTI_AFFINITY, True)])
+def test_a_member_whose_gang_did_not_fit_stays_on_its_host_unless_all_share_one(
+    policy: GroupPolicy, stays: bool
+) -> None:
+    case = ClaimCase()
+    peers = Peers(server_group=ServerGroup(uuid=UUID, policy=policy))
+    state = replace(case.state, spec=replace(case.state.spec, peers=peers))
+    after = case.step(ClaimOutcome.INCOMPLETE, state=state).state
+    assert (after.same_host is not None) is stays
+
+
+def test_a_member_that_is_left_alone_is_placed_when_no_host_takes_the_largest() -> None:
+    hosts = Hosts([{"VCPU": 1, "MEMORY_MB": 1024, "DISK_GB": 20}])
+    peers = Peers(server_group=ServerGroup(uuid=UUID, policy=GroupPolicy.AFFINITY))
+    gang = Gang(uuid=UUID, size=2, min_count=1)
+    members = []
+    for flavor in ("m1.large", "m1.tiny"):
+        request = hosts.request(flavor)
+        spec = hosts.spec(flavor).with_peers(peers, request.instance_uuid)
+        members.append(initial_state(PlacementRequest(request=request, spec=spec, gang=gang), hosts.selector))
+    deciding = DecisionRound(hosts.selector, hosts.rng, subset=1).decide_gang(members)
+    try:
+        while True:
+            next(deciding)
+    except StopIteration as ended:
+        assert [one.choice is not None for one in ended.value] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"), [({}, FENCED), ({"consumer_generation": 3}, ANOTHERS), ({"reason": "its own"}, "its own")]
+)
+def test_a_consumer_that_is_not_the_requests_is_refused_with_why(more: dict[str, Any], reason: str) -> None:
+    result = ClaimCase().step(ClaimOutcome.CONSUMER_CHANGED, **more).state.result
+    assert isinstance(result, PlacementRefused) and result.reason == reason
+
+
+def test_builds_beside_a_gang_mean_nothing_for_it_nor_it_for_them() -> None:
+    alone, gang = states(None, least=1, gang=False), states(None, REFUSED, least=2)
+    assert results(with_gang_results([*alone, *gang]))[0] is None
+
+
+@pytest.mark.parametrize(("least", "queried"), [(1, False), (2, True)])
+def test_members_that_have_claims_start_when_enough_of_them_have(least: int, queried: bool) -> None:
+    members = members_of(taken(replace(BUILD_REQUEST, count=2, min_count=least)), start=0)
+    claimed = HostClaimed(cell="c1", selections=(SELECTION,), consumer_generation=1, passed=1, score=0.0, claims=1)
+    spec = Hosts([]).spec()
+    placed = [
+        PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
+        for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
+    ]
+    (_, first), _ = conclude(placed, Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
+
+
+def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
+    (member,) = members_of(taken(BUILD_REQUEST), start=0)
+    stranded = ClaimStranded("why", "c1", HOST, 1, ())
+    placed = PlacedBuild(member, PlacementRequest(request=member.request, spec=Hosts([]).spec()), stranded)
+    ((_, outcome),) = conclude([placed], Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    assert isinstance(outcome, Retry)
+
+
+@pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])
+def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_announced(host: str, waits: bool) -> None:
+    pending = taken(replace(BUILD_REQUEST, host=host))
+    delivery = replace(pending.delivery, awaits_hosts=waits)
+    concluded = prepare(
+        replace(pending, delivery=delivery),
+        None,
+        Hosts([PLENTY]).selector,
+        Circumstances(author=Author("s", 1.0), nearest=3),
+    )
+    assert isinstance(concluded, Retry) is waits
+
+
 # --- drains
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempt", "is_one"), [("MIGRATION", 1, True), ("MIGRATION", 0, False), ("INSTANCE", 1, False)]
+)
+def test_a_migration_is_what_a_claim_has_made_for_one(kind: str, attempt: int, is_one: bool) -> None:
+    holder = TreeHolder(consumer=REQUEST, project_id="p", user_id="u", consumer_type=kind, attempt=attempt)
+    assert is_migration(holder) is is_one
 
 
 @pytest.mark.parametrize(("due_at", "begins"), [(NOW - 1, True), (NOW, True), (NOW + 1, False)])
@@ -348,6 +492,57 @@ def test_what_cannot_be_moved_live_is_moved_cold_at_once(
     row = replace(ROW, kind=kind, state=DrainMoveState.UNDER_WAY, tries=1, begun_at=NOW)
     after, _ = passed(row, known(ended=MoveState.FAILED, code=code))
     assert (after.state, after.kind, after.failures) == (DrainMoveState.WAITING, next_kind, failures)
+
+
+def test_an_event_that_comes_late_is_announced_to_nobody() -> None:
+    late = replace(LEFT, departure=None, state=MoveState.CHANGING, sequence=1)
+    batch = applied(on_record(), late)
+    assert ([one.message for one in batch.messages], [*batch.changed]) == ([], [])
+
+
+@pytest.mark.parametrize(("is_late", "has_requester", "ends"), [(True, True, 0), (True, False, 1), (False, True, 1)])
+def test_a_delete_that_its_requester_has_left_has_no_end(is_late: bool, has_requester: bool, ends: int) -> None:
+    delivery = replace(LETTER.delivery, is_late=lambda: is_late, has_requester=has_requester)
+    planned = plan_deletes(
+        [replace(LETTER, delivery=delivery)], {UUID_OF_DELETES: recorded(BuildState.ACTIVE, "c1")}, AUTHOR
+    )
+    assert len(planned.messages) == ends
+
+
+def test_a_service_that_is_not_heard_any_more_loses_its_host_to_another_of_its_cell() -> None:
+    table = HostTable()
+    assert announce(table, "c1", 1, 0.0, "s1") == "c1"
+    announce(table, "c1", 1, 100_000.0, "s2")
+    assert table.services[int(table.service[0])].name == "s2"
+
+
+def test_of_two_hosts_with_one_name_the_one_in_the_book_counts_though_no_service_has_it() -> None:
+    hosts = Hosts([PLENTY])
+    other = ComputeHosts(
+        service="other", cell="c2", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),), complete=True
+    )
+    hosts.table.apply(other, 0.0)
+    hosts.table.apply(replace(other, sequence=2, hosts=()), 0.0)
+    hosts.give_up()
+    assert hosts.selector.uuids_of("h0") == [hosts.uuids[0]]
+
+
+def test_a_rebuild_is_held_to_the_filters_of_images_alone() -> None:
+    hosts = Hosts([PLENTY], reports={0: {"enabled": False}})
+    spec = hosts.spec()
+    assert hosts.selector.suits_rebuild(hosts.uuids[0], spec) is None
+
+
+@pytest.mark.parametrize(("attempt", "where"), [(0, "h"), (2, "h (attempt 2)")])
+def test_a_line_of_the_timeline_names_the_host_and_its_attempt(attempt: int, where: str) -> None:
+    *_, line = timeline_of(replace(SEEN, host="h", attempt=attempt), 0, NOW)
+    assert line.detail == where
+
+
+def test_a_source_that_is_gone_has_one_line_in_its_own_cell() -> None:
+    gone = replace(LEFT, departure=None, state=MoveState.SOURCE_GONE, sequence=50)
+    lines = [line.what for line in applied(on_record(), gone).timelines.get(LEFT.instance_uuid, ())]
+    assert lines.count("unshelve source-gone") == len(lines) == 1
 
 
 # --- words

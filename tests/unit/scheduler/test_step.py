@@ -38,10 +38,9 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.plugins import Verdict
 from scheduler_worker.domain.ranking import LONGEST_RUN, CellRuns
-from scheduler_worker.domain.request_spec import Peers, RequestSpec
 from scheduler_worker.domain.selector import Holds, NoValidHost
 from scheduler_worker.domain.step import MAX_PARTLY_FULL_RETRIES, found, nothing_fits, step
-from scheduler_worker.domain.view import HostsView
+from scheduler_worker.domain.view import HostsView, Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 from tests.unit.scheduler.test_placing import Cluster
 

@@ -24,12 +24,11 @@ from bus.contracts.moves import (
     MoveState,
 )
 from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
-from scheduler_worker.domain.announced_moves import AnnouncedMoves
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, handed_on, may_ask, refused
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"

@@ -1,0 +1,89 @@
+"""How is the host: is something wrong with it, have builds failed there, and what do its metrics say?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+import numpy as np
+
+from bus.contracts.host_metrics import SENSORS_CRITICAL, SENSORS_WARNING
+from scheduler_worker.config import MetricsConfig, SchedulerConfig
+from scheduler_worker.domain.hosts import Floats
+from scheduler_worker.domain.view import HostsView, RequestSpec
+
+
+class HealthWeigher:
+    """Puts hosts with a warning below all without, and above those with failed builds.
+
+    A warning is the host's attribute `health`, or a sensor of it that reads warning or critical. (A critical sensor
+    alone, for instance one of two power supplies, stops nothing: the host's manager disables a host that is not to be
+    used.)
+    """
+
+    name: ClassVar[str] = "health"
+    multiplier: ClassVar[float] = 100_000.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """1 for a host with a warning."""
+        del spec
+        found = view.warning.astype(float)
+        if len(view.metrics):
+            for name in (SENSORS_WARNING, SENSORS_CRITICAL):
+                found[view.metric(name) > 0] = 1.0
+        return found
+
+
+class BuildFailureWeigher:
+    """Puts hosts with build failures below all others, whatever their other weights."""
+
+    name: ClassVar[str] = "build_failure"
+    multiplier: ClassVar[float] = 1_000_000.0
+    sign: ClassVar[float] = -1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """Consecutive failures; a success on the host resets them."""
+        del spec
+        return view.failed_builds
+
+
+class MetricsWeigher:
+    """The sum of a host's metrics, each times its ratio of `metrics.weights`, as in Nova.
+
+    A host of which one of them is unknown weighs `metrics.weight_of_unavailable`. Without weights it is skipped.
+    """
+
+    name: ClassVar[str] = "metrics"
+    multiplier: ClassVar[float] = 1.0
+    sign: ClassVar[float] = 1.0
+    minimum: ClassVar[float | None] = None
+    maximum: ClassVar[float | None] = None
+
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, unavailable: float = MetricsConfig().weight_of_unavailable
+    ) -> None:
+        self._weights = dict(weights or {})
+        self._unavailable = unavailable
+
+    @classmethod
+    def from_config(cls, config: SchedulerConfig) -> Self:
+        """The weights of these settings."""
+        return cls(config.metrics.weights, config.metrics.weight_of_unavailable)
+
+    def applies_to(self, spec: RequestSpec) -> bool:
+        """Whether there are weights to add up."""
+        del spec
+        return bool(self._weights)
+
+    def weigh(self, view: HostsView, spec: RequestSpec) -> Floats:
+        """One look at a column for each metric."""
+        del spec
+        total = np.zeros(len(view), dtype=np.float64)
+        for name, ratio in sorted(self._weights.items()):
+            total += view.metric(name) * ratio
+        return np.where(np.isnan(total), self._unavailable, total)
