@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -16,7 +17,7 @@ from bus.consuming.outcome import Handler
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Message, Meta
 from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, EVENTS, MessageRow, destination
-from bus.faults import Fault
+from bus.faults import Fault, RequestUnconfirmed
 from bus.owner import enter
 from bus.port import QueueLocked, Transport
 from bus.publishing import BATCHED, BusLimits, Confirmation, Mode, Publisher, Waiter
@@ -135,8 +136,13 @@ class Bus:
         for (message, cause), traceparent, waiter in zip(messages, traceparents, waiters, strict=True):
             self._post(message, cause, waiter, None, None, few=few, traceparent=traceparent, line=line(message))
 
-    async def publish_each(self, messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
-        """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed."""
+    async def publish_each(
+        self, messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
+    ) -> list[BaseException | None]:
+        """Publish many messages, each with its cause, and return an outcome for each: None when it was confirmed.
+
+        within_s: what the broker has not confirmed by then has RequestUnconfirmed; it may have arrived.
+        """
         waiter = Waiter()
         places: list[Confirmation] = []
 
@@ -144,8 +150,14 @@ class Bus:
             places.append(Confirmation(waiter))
             return places[-1]
 
-        await self._post_each(messages, next_place)
-        await waiter.wait()
+        try:
+            async with asyncio.timeout(within_s):
+                await self._post_each(messages, next_place)
+                await waiter.wait()
+        except TimeoutError:
+            late = RequestUnconfirmed(f"the broker confirmed nothing of this within {within_s:.1f} s")
+            known = [late if place.pending else place.error for place in places]
+            return [*known, *[late] * (len(messages) - len(known))]
         return [place.error for place in places]
 
     async def _post_each(

@@ -258,13 +258,12 @@ class FenceKeeper:
         rescan) of what a later scan has to show.
 
         has_passed(host, service): whether that service has given the host up, or is gone for good. Until then the scan
-        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid.
-
-        The fence is the proof: no record has to explain them, and no breaker counts them.
+        of another one shows nothing of the first one's machines: the two may have two hosts of one uuid. The fence is
+        the proof: no record has to explain them, and no breaker counts them.
         """
-        rescans: list[tuple[str, str]] = []
         if not any(host.uuid in self._fences for host in report.hosts):
-            return report, rescans
+            return report, []
+        rescans: list[tuple[str, str]] = []
         gone: list[Loss] = []
         hosts: list[HostReport] = []
         for host in report.hosts:
@@ -273,10 +272,11 @@ class FenceKeeper:
                 continue
             losses = {loss.instance_uuid: loss for place, loss in self._losses.items() if place[0] == host.uuid}
             kept = await self._destroy_lost(host.running, losses, report.service, deployment)
-            kept_ours = any(one.deployment == deployment for one in kept)
             if (rescan := self._fences[host.uuid].rescan) in report.rescans:
                 self._note_running(host.uuid, report.service, kept, deployment, has_passed)
-            elif kept_ours or report.service in self._still_running.get(host.uuid, ()):
+            elif any(one.deployment == deployment for one in kept) or any(
+                name == report.service or has_passed(host.uuid, name) for name in self._still_running.get(host.uuid, ())
+            ):
                 rescans.append((host.uuid, rescan))
             listed = {one.instance_uuid for one in host.running}
             for loss in [loss for uuid, loss in losses.items() if uuid not in listed]:

@@ -300,9 +300,12 @@ class HostOwners:
         return replace(report, hosts=own)
 
     def has_passed(self, host: str, owner: str) -> bool:
-        """Whether its owner has given this host up, or is gone for good as the keeper of the leases knows."""
+        """Whether its owner has given this host up, or is gone for good. That knows the keeper of the leases, and each
+        conductor that the owner has listed hosts to.
+        """
         leases = self._leases
-        is_gone = leases is not None and leases.is_keeper and leases.is_gone(owner)
+        knows = leases is not None and (leases.is_keeper or self._listings.has_heard(owner))
+        is_gone = leases is not None and knows and leases.is_gone(owner)
         return is_gone or not self._listings.may_have(owner, host)
 
     async def _answer(self, report: ComputeHosts, owner: str, hosts: list[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import wraps
-from inspect import iscoroutinefunction
 from typing import Any, TypeVar, cast
 
 import structlog
@@ -23,6 +22,8 @@ NAMED: dict[str, tuple[type[Exception], ...]] = {
     "change": (ChangeFault, HandOverRefused, NotOurs),
     "check_source": (ChangeFault, HandOverRefused, NotOurs),
 }
+# By name and not by what they are: a driver may decorate a call, which still returns an awaitable.
+CALLS = {*NAMED, "open", "close", "hosts", "inventory", "list", "measure"}
 
 
 def guarded(driver: AnyDriver) -> AnyDriver:
@@ -40,7 +41,24 @@ class _Guarded:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._driver, name)
-        return _guarded_call(name, found) if iscoroutinefunction(found) else found
+        if name == "waiting":
+            return _guarded_look(name, found)
+        return _guarded_call(name, found) if name in CALLS else found
+
+
+def _guarded_look(name: str, look: Callable[[], Any]) -> Callable[[], Any]:
+    def looked() -> Any:
+        try:
+            return look()
+        except Exception as fault:  # the driver may be an operator's code
+            raise _fault_of(name, fault) from fault
+
+    return looked
+
+
+def _fault_of(name: str, fault: Exception) -> DriverFault:
+    log.error(DriverFault.code, call=name, exc_info=fault)
+    return DriverFault(f"{type(fault).__name__}: {fault}")
 
 
 def _guarded_call(name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -53,7 +71,6 @@ def _guarded_call(name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..
         except named:
             raise
         except Exception as fault:  # the driver may be an operator's code
-            log.exception(DriverFault.code, call=name)
-            raise DriverFault(f"{type(fault).__name__}: {fault}") from fault
+            raise _fault_of(name, fault) from fault
 
     return called

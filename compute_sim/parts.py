@@ -218,7 +218,7 @@ class Parts:
             return None
         return WaitingReporter(
             self.bus,
-            self._driver,
+            guarded(self._driver),
             service=self._service,
             cell=self._cell,
             clock=self.clock,

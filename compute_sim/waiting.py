@@ -8,7 +8,7 @@ from bus.clock import Clock
 from bus.contracts.cell import MAX_WAITING, BuildsWaiting
 from bus.faults import Transient
 from bus.port import BusError
-from compute_sim.driver import WaitingDriver
+from compute_sim.driver import DriverFault, WaitingDriver
 from compute_sim.publishing import PublishingBus
 
 HOLDS_FOR = 3  # intervals: this many messages may be lost in a row
@@ -36,7 +36,10 @@ class WaitingReporter:
 
     async def look(self) -> None:
         """Publish what waits; nothing, where nothing waits and nothing did at the last look."""
-        waiting = tuple(self._driver.waiting()[:MAX_WAITING])
+        try:
+            waiting = tuple(self._driver.waiting()[:MAX_WAITING])
+        except DriverFault:  # logged; the builds go on
+            return
         if not waiting and not self._had:
             return
         message = BuildsWaiting(

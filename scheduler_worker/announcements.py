@@ -21,6 +21,7 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from scheduler_worker import metrics
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.domain.builds import (
     BuildUpdate,
     RecordedBuild,
@@ -30,7 +31,6 @@ from scheduler_worker.domain.builds import (
 )
 from scheduler_worker.domain.requests import delivery_of, timeline_of
 from scheduler_worker.domain.transfers import AnnouncedMoves, handed_on, may_ask, refused
-from scheduler_worker.placing import BusClaims
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

@@ -29,6 +29,7 @@ from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.fleet import WaitingTable, WorkerTable
 from scheduler_worker.domain.hosts import HostTable
@@ -45,7 +46,6 @@ from scheduler_worker.keepers import AggregateKeeper, CellFinder, CellKeeper, Ev
 from scheduler_worker.metrics import FLEET
 from scheduler_worker.moves import MoveEngine
 from scheduler_worker.objects import ObjectRegistry, configured
-from scheduler_worker.placing import BusClaims
 from scheduler_worker.queries import QueryHandler, StatusHandler
 from scheduler_worker.store.port import SchedulerStore
 from scheduler_worker.store.postgres import PostgresBuilds

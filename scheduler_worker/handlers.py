@@ -70,18 +70,30 @@ class RequestHandler:
             return await self._process(batch, deliveries)
         return await self._or_end(lambda one: self._process(batch, [one]), deliveries[0], batch[0].meta.cause)
 
-    async def resume(self, instances: Mapping[str, int]) -> None:
+    async def resume(self, instances: Mapping[str, int]) -> set[str]:
         """Schedule builds that are on record as accepted and that no message carries on: it may have been acknowledged
         by a record that the database has lost. A gang with all its members.
 
-        instances: {instance: how often this was done before}. Raises Transient.
+        instances: {instance: how often this was done before}. Returns those that wait for a database or for placement:
+        that was no try, and holds up none of the others.
         """
 
         async def process(members: Sequence[PendingBuild], delivery: RequestDelivery) -> None:
             await self._engine.process([replace(one, delivery=delivery) for one in members], ())
 
-        for members in await self._engine.accepted_before(instances):
-            await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+        waiting: set[str] = set()
+        try:
+            requests = await self._engine.accepted_before(instances)
+        except Transient as fault:
+            log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
+            return set(instances)
+        for members in requests:
+            try:
+                await self._or_end(partial(process, members), members[0].delivery, members[0].instance_uuid)
+            except Transient as fault:
+                log.warning("requests.not_looked_at", code=fault.code, reason=str(fault))
+                waiting |= {one.instance_uuid for one in members}
+        return waiting
 
     async def _or_end(
         self, process: Callable[[RequestDelivery], Awaitable[T]], delivery: RequestDelivery, cause: str

@@ -40,6 +40,7 @@ from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
 from placement_worker.replica.request import QueryTooWide, total_resources
 from scheduler_worker import metrics
+from scheduler_worker.claims import ClaimPort
 from scheduler_worker.domain.admission import Answered
 from scheduler_worker.domain.builds import Author, BuildUpdate
 from scheduler_worker.domain.decisions import NO_HOST, instance_spec
@@ -70,7 +71,7 @@ from scheduler_worker.domain.recorded_moves import (
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
-from scheduler_worker.placing import ClaimPort, ReplicaFollower
+from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)

@@ -68,11 +68,11 @@ class UnansweredRequests:
         clock: Clock,
         rng: random.Random,
         after_s: float,
-        resume: Callable[[Mapping[str, int]], Awaitable[None]],
+        resume: Callable[[Mapping[str, int]], Awaitable[set[str]]],
         process: str = "",
     ) -> None:
         """`config()`: the settings and operators' objects that are in force now. `resume(instances)`: schedules builds,
-        {instance: how often before}.
+        {instance: how often before}, and returns those that wait, of which that was no try.
         """
         self._store = store
         self._cells = cells
@@ -106,9 +106,11 @@ class UnansweredRequests:
         for is_move in (True, False):
             if queries := [one for one in found.query if one.cell and one.is_move is is_move]:
                 await self._send(queries, found)
-        await self._resume(
-            {one.instance_uuid: found.watched[one.key].queried - 1 for one in found.query if not one.cell}
-        )
+        accepted = {one.instance_uuid: one.key for one in found.query if not one.cell}
+        waiting = await self._resume({uuid: found.watched[key].queried - 1 for uuid, key in accepted.items()})
+        for key in [accepted[uuid] for uuid in waiting if uuid in accepted]:
+            watched = found.watched[key]
+            found.watched[key] = replace(watched, queried=watched.queried - 1)
         return found
 
     async def _open_moves(self) -> list[AwaitedRequest]:

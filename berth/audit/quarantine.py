@@ -48,6 +48,9 @@ class CellNeverStarted(Fault):
     code = "cell.never_started"
 
 
+SeenWith = Mapping[MachineKey, tuple[str, int]]  # {place: (cell, attempt)}
+
+
 class InCells(Struct, frozen=True):
     """What was read of each cell's record. never_started: cells that have none."""
 
@@ -62,7 +65,7 @@ class InCells(Struct, frozen=True):
 
 async def read(env: Environment, cell: str | None = None) -> InCells:
     """The records of every cell, or of one. Raises SettingsError (no such cell), DatabaseUnavailable, Forbidden,
-    NotConfigured, and DatabaseUnprepared where no cell was ever started here.
+    NotConfigured, CellNeverStarted of the one, and DatabaseUnprepared where no cell was ever started here.
     """
     found: dict[str, list[UnexplainedRecord]] = {}
     breakers: dict[str, list[Breaker]] = {}
@@ -72,6 +75,8 @@ async def read(env: Environment, cell: str | None = None) -> InCells:
             found[name] = await _in_cell(env, name, lambda safety: safety.records())
             breakers[name] = await _in_cell(env, name, lambda safety: safety.breakers())
         except CellNeverStarted:
+            if cell is not None:
+                raise
             never.append(name)
     if not found:  # rather the wrong database than a deployment without machines
         raise DatabaseUnprepared(f"no conductor of {', '.join(never)} has ever been started here with this release")
@@ -99,10 +104,12 @@ async def reset(env: Environment, cell: str, service: str, by: str, *, tripped_a
 
 
 async def adopt(
-    env: Environment, places: Sequence[MachineKey], *, who: str, why: str
+    env: Environment, places: Sequence[MachineKey], *, who: str, why: str, seen: SeenWith | None = None
 ) -> tuple[dict[MachineKey, str], dict[MachineKey, RequestRefused]]:
     """Decide that machines in quarantine are their instances: checked against the cells' records, and put on record for
     the conductors, which check the hosts' own answers before they carry it out.
+
+    seen: the cell and the attempt that each was seen with; None: by its place alone.
 
     Each is in the log of changes before. Returns the cells of those that were decided, and the refusals of the others
     (`quarantine.` unknown, several, not_adoptable, recorded_elsewhere). Raises as `read`.
@@ -119,14 +126,11 @@ async def adopt(
     for host, uuid in places:
         of_instance = {cell: found[uuid] for cell, found in known.items() if uuid in found}
         try:
-            cell, machine = _checked(kept[uuid], of_instance, uuid, host)
+            cell, machine = _checked(kept[uuid], of_instance, uuid, host, None if seen is None else seen[host, uuid])
         except RequestRefused as refusal:
             refused[host, uuid] = refusal
             continue
-        has = of_instance[cell]
-        where = f"{has.state} on {has.here.host}"
-        found = f"runs on {host}, in quarantine: {machine.machine.why}; {cell} has it as {where}"
-        repairs[uuid] = AuditRepair(finding="quarantined", found=found, proof="by an operator's word")
+        repairs[uuid] = _repair(machine, cell, of_instance[cell])
         chosen[cell].append(DecidedMachine(uuid, host, machine.machine.attempt))
     if repairs:
         await enter(env, repairs, who, why)
@@ -137,16 +141,26 @@ async def adopt(
     return decided, refused
 
 
+def _repair(machine: UnexplainedRecord, cell: str, has: Instance) -> AuditRepair:
+    where = f"{cell} has it as {has.state} on {has.here.host}"
+    found = f"runs on {machine.machine.host_uuid}, in quarantine: {machine.machine.why}; {where}"
+    return AuditRepair(finding="quarantined", found=found, proof="by an operator's word")
+
+
 def unknown(uuid: str, host: str) -> RequestRefused:
     """The refusal of a decision about a machine that is not in quarantine, or not as it was seen."""
     return RequestRefused(f"no such machine of {uuid} is in quarantine on {host}", code="quarantine.unknown")
 
 
 def _checked(
-    kept: Sequence[tuple[str, UnexplainedRecord]], records: Mapping[str, Instance], uuid: str, host: str
+    kept: Sequence[tuple[str, UnexplainedRecord]],
+    records: Mapping[str, Instance],
+    uuid: str,
+    host: str,
+    seen: tuple[str, int] | None,
 ) -> tuple[str, UnexplainedRecord]:
     here = [(cell, one) for cell, one in kept if one.machine.host_uuid == host]
-    if not here:
+    if not here or (seen is not None and seen not in [(cell, one.machine.attempt) for cell, one in here]):
         raise unknown(uuid, host)
     if len(kept) > 1:
         others = ", ".join(one.machine.host_uuid for _, one in kept if one.machine.host_uuid != host)

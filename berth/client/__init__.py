@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -36,7 +36,7 @@ from bus.contracts.operations import (
     ServicesQuery,
     SetAdminState,
 )
-from bus.faults import Fault, RequestUnconfirmed, Transient
+from bus.faults import Fault, Transient
 from bus.port import BusError, BusUnavailable, PublishRefused
 from bus.retrying import CLIENT_PUBLISH, Retrying
 
@@ -174,7 +174,7 @@ class BuildClient:
             for request in requests
             for uuid in instances_of(request)
         ]
-        give_up_at = self._clock.monotonic() + retry_for_s
+        give_up_at = self._give_up_at(retry_for_s)
         for start in range(0, len(requests), PUBLISH_SLICE):
             await self._publish(requests[start : start + PUBLISH_SLICE], give_up_at)
         return tracks
@@ -216,7 +216,7 @@ class BuildClient:
                 self._end(track, build.state, None)
         await self._publish(
             [DeleteRequest(instance_uuid=build.instance_uuid, project_id=build.project_id) for build in builds],
-            self._clock.monotonic() + retry_for_s,
+            self._give_up_at(retry_for_s),
         )
         return tracks
 
@@ -346,18 +346,26 @@ class BuildClient:
         self._open.add(uuid)
         return track
 
-    async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
-        """Publish until all are confirmed; what already is does not go again."""
+    def _give_up_at(self, retry_for_s: float) -> float | None:
+        return self._clock.monotonic() + retry_for_s if retry_for_s > 0 else None
+
+    async def _publish(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float | None) -> None:
+        """Publish until all are confirmed; what already is does not go again. give_up_at: None: each goes once."""
         with self._spans.publishing(_traced(request) for request in requests):
             await self._publish_confirmed(requests, give_up_at)
 
-    async def _publish_confirmed(self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float) -> None:
+    async def _publish_confirmed(
+        self, requests: Sequence[BuildRequest | DeleteRequest], give_up_at: float | None
+    ) -> None:
         left = requests
 
         async def publish_left() -> bool:
             nonlocal left
-            async with _confirmed_in_time(give_up_at - self._clock.monotonic()):
-                errors = await self.bus.publish_each([(request, request.instance_uuid) for request in left])
+            # A broker that is out of disk or memory confirms nothing.
+            within_s = None if give_up_at is None else max(give_up_at - self._clock.monotonic(), 0.0)
+            errors = await self.bus.publish_each(
+                [(request, request.instance_uuid) for request in left], within_s=within_s
+            )
             now = self._clock.monotonic()
             for request, error in zip(left, errors, strict=True):
                 if error is None:
@@ -365,7 +373,7 @@ class BuildClient:
                         self.tracks[uuid].published_at = now
             failed = [(request, error) for request, error in zip(left, errors, strict=True) if error is not None]
             for _, error in failed:
-                if not isinstance(error, BusUnavailable | PublishRefused) or now >= give_up_at:
+                if not isinstance(error, BusUnavailable | PublishRefused) or give_up_at is None or now >= give_up_at:
                     raise error
             left = [request for request, _ in failed]
             return not left
@@ -400,16 +408,3 @@ class BuildClient:
         self._spans.end(track.instance_uuid, track.last.code if track.last is not None else "")
         for listener in self._end_listeners:
             listener(track)
-
-
-@contextlib.asynccontextmanager
-async def _confirmed_in_time(left_s: float) -> AsyncIterator[None]:
-    """A broker that is out of disk or memory confirms nothing. left_s: none: the caller has named no time.
-
-    Raises RequestUnconfirmed.
-    """
-    try:
-        async with asyncio.timeout(left_s if left_s > 0 else None):
-            yield
-    except TimeoutError:
-        raise RequestUnconfirmed(f"the broker confirmed nothing within {left_s:.1f} s") from None

@@ -33,6 +33,8 @@ MAX_SHOWN = 10_000
 # Of one request: their JSON is within the bound of a body.
 MAX_DECIDED = 1_000
 MAX_BREAKERS = 1_000
+# At once: each opens connections to every cell's database and reads all that is on record there.
+MAX_READS = 2
 # Pages that stay open read the records at most so often.
 COUNTED_AGE_S = 10.0
 
@@ -163,6 +165,7 @@ class SafetyReader:
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._reading = asyncio.Lock()
+        self._reads = asyncio.Semaphore(MAX_READS)
         self._counts: SafetyCounts | Problem | None = None
         self._counted_at = float("-inf")
 
@@ -181,7 +184,7 @@ class SafetyReader:
 
     async def read(self, cell: str | None = None) -> InCells:
         """Everything on record, of all cells or of one."""
-        async with _as_problems():
+        async with self._reads, _as_problems():
             return await records.read(self._env, cell)
 
     async def page(
@@ -220,8 +223,8 @@ class SafetyReader:
             if not decision.reason:
                 raise Problem(400, "request.invalid", "an adoption needs a reason")
             async with _as_problems():
-                places = [one.place for one in decision.machines]
-                adopted, refused = await records.adopt(self._env, places, who=who, why=decision.reason)
+                seen = {one.place: (one.cell, one.attempt) for one in decision.machines}
+                adopted, refused = await records.adopt(self._env, list(seen), who=who, why=decision.reason, seen=seen)
             return _decided(decision.machines, {(cell, *place) for place, cell in adopted.items()}, refused)
         of_cells: dict[str, list[DecidedMachine]] = defaultdict(list)
         for one in decision.machines:

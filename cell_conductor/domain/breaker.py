@@ -238,6 +238,10 @@ class Listings:
         listed = self._services.get(service)
         return listed is None or not listed.whole or host in listed.hosts
 
+    def has_heard(self, service: str) -> bool:
+        """Whether the service has listed any hosts to this conductor."""
+        return service in self._services
+
     def hosts_of(self, services: Collection[str]) -> set[str]:
         """The hosts that these services list."""
         return {host for service in services if service in self._services for host in self._services[service].hosts}

@@ -104,7 +104,7 @@ SELECT uuid, service FROM (
     WHERE deadline IS NOT NULL AND state IN ({in_sql(LEFT_WITH_ITS_SERVICE)})) AS building
 WHERE service = ANY($1::text[]) ORDER BY uuid
 """
-# As `domain.proof.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
+# As `domain.report.is_at`. The text is searched for the name first: parsing every record's JSON costs far more.
 AT_SERVICE = f"""
 SELECT uuid::text FROM instances
 WHERE state NOT IN ({in_sql(AT_REST)})

@@ -15,11 +15,12 @@ from bus.contracts.groups import GroupPolicy
 from placement_worker.replica.book import Book
 from placement_worker.replica.request import QueryTooWide
 from placement_worker.replica.search import options
+from scheduler_worker.domain.gangs import by_gang, largest_first, with_shared_findings
 from scheduler_worker.domain.hosts import Rows
 from scheduler_worker.domain.placement import PlacementState
 from scheduler_worker.domain.ranking import NONE_FULL, CellRuns, Choice, RandomSource, Ranking
 from scheduler_worker.domain.selector import Selector
-from scheduler_worker.domain.step import by_gang, largest_first, nothing_fits, refused, with_shared_findings
+from scheduler_worker.domain.step import nothing_fits, refused
 from scheduler_worker.domain.view import RequestSpec, room_for
 
 # The most hosts that are tried, one after another, for a gang all of whose members must be on one.

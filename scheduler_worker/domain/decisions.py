@@ -24,6 +24,7 @@ from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author,
 from scheduler_worker.domain.explain import funnel_step, sentence
 from scheduler_worker.domain.fences import for_cell, policy_of
 from scheduler_worker.domain.flavors import HOST_UNKNOWN
+from scheduler_worker.domain.gangs import needed
 from scheduler_worker.domain.placement import (
     FIRST_ATTEMPT,
     STRANDED,
@@ -40,7 +41,6 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.step import needed
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 
 NO_HOST = "no_valid_host"

@@ -17,11 +17,12 @@ from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.placement import ReleaseRun
 from bus.persistence.outbox import OutboxMessage
-from scheduler_worker import engine
+from scheduler_worker import deletes, engine
 from scheduler_worker.domain import decisions
 from scheduler_worker.domain.builds import Author, BuildDecision, ProjectsBuild, RecordedBuild
 from scheduler_worker.domain.decisions import NO_HOST, given_up
-from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, effects, plan_deletes
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes
+from scheduler_worker.domain.effects import effects
 from scheduler_worker.domain.placement import FIRST_ATTEMPT, ClaimStranded, PlacementState
 from scheduler_worker.placing import Placer
 
@@ -66,7 +67,7 @@ def kept_instances_are_called_deleted() -> AbstractContextManager[Any]:
             held = {key: one for key, one in held.items() if key[0] not in accepted}
         return plan_deletes(requested, builds, author, held)
 
-    return patch.object(engine, "plan_deletes", plan)
+    return patch.object(deletes, "plan_deletes", plan)
 
 
 def stranded_builds_fail() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Deliberate defects of step. FOUND_BY: the seed, with the kind `gangs` alone, that finds each."""
+"""Deliberate defects of gangs. FOUND_BY: the seed, with the kind `gangs` alone, that finds each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bus.contracts.placement import ClaimAll, ClaimOutcome
 from placement_worker.domain import claims
 from placement_worker.domain.claim_ledger import ClaimVerdict
 from scheduler_worker import placing
-from scheduler_worker.domain import decisions, step
+from scheduler_worker.domain import decisions, gangs
 from scheduler_worker.domain.placement import PlacementRefused
 from scheduler_worker.domain.selector import NoValidHost
 
@@ -44,7 +44,7 @@ def refused_gang_written_all_the_same() -> AbstractContextManager[Any]:
 
 def too_few_go_on() -> AbstractContextManager[Any]:
     """The members of a gang that have a host are claimed, however few they are."""
-    original = step.with_gang_results
+    original = gangs.with_gang_results
 
     def too_soon(states: Any) -> Any:
         lenient = [
@@ -60,13 +60,13 @@ def too_few_go_on() -> AbstractContextManager[Any]:
 
 def members_without_a_host_are_withdrawn() -> AbstractContextManager[Any]:
     """A gang waits for no member that has no host, as if a delete had fenced each."""
-    needed = step.needed
+    needed = gangs.needed
 
     def any_refusal(gang: Any, results: Any) -> int:
         return needed(gang, [REFUSED if isinstance(one, PlacementRefused | NoValidHost) else one for one in results])
 
     stack = ExitStack()
-    stack.enter_context(patch.object(step, "needed", any_refusal))
+    stack.enter_context(patch.object(gangs, "needed", any_refusal))
     stack.enter_context(patch.object(decisions, "needed", any_refusal))
     return stack
 

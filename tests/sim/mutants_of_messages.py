@@ -27,9 +27,9 @@ from compute_sim.agent import Agent
 from placement_worker.domain import claims
 from scheduler_worker import engine as scheduling
 from scheduler_worker import placing
-from scheduler_worker.domain import deletes, step
+from scheduler_worker.domain import effects, step
 from scheduler_worker.domain.builds import RecordedBuild
-from scheduler_worker.domain.deletes import releases_of
+from scheduler_worker.domain.effects import releases_of
 from scheduler_worker.fleet import HostsListener
 
 
@@ -86,7 +86,7 @@ def releases(change: Callable[[RecordedBuild, list[OutboxMessage]], list[OutboxM
     def changed(build: RecordedBuild) -> list[OutboxMessage]:
         return change(build, releases_of(build))
 
-    with patch.object(deletes, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
+    with patch.object(effects, "releases_of", changed), patch.object(scheduling, "releases_of", changed):
         yield
 
 

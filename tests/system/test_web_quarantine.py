@@ -108,6 +108,10 @@ def test_a_machine_without_an_instance_is_not_given_back(web: Web) -> None:
         answer = op.post("/api/v1/quarantine/decide", json={**body, "reason": "moved after the backup"}).json()
         assert answer["decided"] == []
         assert [one["code"] for one in answer["undecided"]] == ["quarantine.not_adoptable"] * 2
+        for changed in ({"attempt": 77}, {"cell": "never"}):  # not as it was seen: nothing is judged of another machine
+            stale = [{**one, **changed} for one in body["machines"]]
+            answer = op.post("/api/v1/quarantine/decide", json={**body, "machines": stale, "reason": "late"}).json()
+            assert [one["code"] for one in answer["undecided"]] == ["quarantine.unknown"] * 2
 
 
 def test_breakers_are_reset_as_they_were_seen(web: Web) -> None:

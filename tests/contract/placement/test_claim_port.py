@@ -40,7 +40,7 @@ from placement_worker.domain.values import Holding
 from placement_worker.handlers import PlacementHandlers
 from placement_worker.store.memory_rows import MemoryBookRows
 from placement_worker.store.memory_table import MemoryBookTable
-from scheduler_worker.placing import BusClaims, ClaimPort
+from scheduler_worker.claims import BusClaims, ClaimPort
 from tests.contract.books import HOSTS, MOVE, VMS, at, build, claimed, move, option, revert, reverted, roomy_host, used
 from tests.kit.claims import BookClaims
 from tests.kit.waiting import PATIENCE_S

@@ -254,8 +254,9 @@ async def test_a_machine_in_quarantine_is_given_back_to_its_record_by_an_operato
 # --- A cell whose database was set back to before a delete has it commanded once more by the schedulers' watch.
 
 
-async def none_is_accepted(instances: Mapping[str, int]) -> None:
+async def none_is_accepted(instances: Mapping[str, int]) -> set[str]:
     assert not instances
+    return set()
 
 
 @asynccontextmanager

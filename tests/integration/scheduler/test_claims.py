@@ -16,9 +16,9 @@ from bus.contracts.catalogue import BY_QUEUE, BY_TYPE, QueueKind, lane_of
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.placement import Release, ReleaseResult, ReleaseRun
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.domain import requests
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
-from scheduler_worker.placing import HeldClaims
 from tests.integration.scheduler.steps import (
     BEGUN_S,
     CONFIG,

@@ -20,10 +20,10 @@ from bus.faults import DatabaseUnavailable, RequestRefused
 from bus.memory import MemoryTransport
 from bus.wire import pack, single
 from scheduler_worker import engine
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain import requests
 from scheduler_worker.engine import SchedulingEngine
-from scheduler_worker.placing import BusClaims
 from scheduler_worker.store.postgres import PostgresBuilds
 from scheduler_worker.unanswered import max_request_age_s, purge
 from tests.integration.scheduler.steps import (

@@ -26,9 +26,10 @@ from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnavailable
+from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.engine import RequestRecorder, SchedulingEngine
-from scheduler_worker.placing import BusClaims, Placer
+from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import Gate, cut_request_consumer, fill
 from tests.integration.scheduler.world import World
 

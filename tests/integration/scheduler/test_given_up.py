@@ -19,10 +19,11 @@ from bus.faults import DatabaseUnavailable, RequestTimeout
 from bus.port import Transport
 from bus.rabbitmq import RabbitTransport
 from scheduler_worker.config import SchedulerConfig
+from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import Admission, PendingBuild
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.placement import PlacementState
-from scheduler_worker.engine import Deletes, RequestRecorder, SchedulingEngine
+from scheduler_worker.engine import RequestRecorder, SchedulingEngine
 from scheduler_worker.placing import Placer
 from tests.integration.scheduler.steps import BEGUN_S, one_active
 from tests.integration.scheduler.world import World

@@ -411,6 +411,21 @@ async def test_a_request_without_a_confirm_is_distinguished_from_one_without_a_r
 
 
 @on_virtual_time
+async def test_of_many_messages_those_that_were_confirmed_in_time_are_known() -> None:
+    """An alarm amid 1,000 boots: no instance that the broker had taken was named, and another try made second ones."""
+    clock = SystemClock()
+    transport = HungOnce(MemoryBroker(clock))
+    bus = Bus("c1", transport, process="t", clock=clock, rng=random.Random(1), limits=BusLimits(batch_items=1))
+    await bus.open()
+    await bus.declare("conductor.requests")
+    message = CellDelete(instance_uuid=boot(1).instance_uuid, project_id="p")
+    errors = await bus.publish_each([(message, "")] * 3, within_s=1.0)
+    assert [type(error) for error in errors] == [RequestUnconfirmed, type(None), type(None)]
+    transport.go_on.set()
+    await bus.close()
+
+
+@on_virtual_time
 async def test_a_publisher_that_closes_while_nothing_can_leave_leaves_the_loop_to_others() -> None:
     """The simulation's seed 26: it looked again and again for messages on their way."""
     clock = SystemClock()

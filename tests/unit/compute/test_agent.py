@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -563,10 +563,23 @@ async def test_a_call_raises_what_the_port_names_and_anything_else_as_the_driver
             async def call(self, fault: Exception = fault) -> None:
                 raise fault
 
-        setattr(Faulty, call, Faulty.call)
-        with pytest.raises(Exception) as found:
-            await getattr(guarded(Faulty()), call)()
-        assert type(found.value) is (type(fault) if fault in named else DriverFault)
+            def decorated(self) -> Awaitable[None]:
+                return self.call()
+
+        for written in (Faulty.call, Faulty.decorated):
+            setattr(Faulty, call, written)
+            with pytest.raises(Exception) as found:
+                await getattr(guarded(Faulty()), call)()
+            assert type(found.value) is (type(fault) if fault in named else DriverFault)
+
+
+def test_a_look_at_what_waits_raises_the_drivers_fault() -> None:
+    class Faulty:
+        def waiting(self) -> Sequence[object]:
+            raise KeyError("x")
+
+    with pytest.raises(DriverFault):
+        guarded(Faulty()).waiting()
 
 
 async def test_a_job_that_fails_before_anyone_watches_ends_the_service_still() -> None:

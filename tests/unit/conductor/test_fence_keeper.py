@@ -171,6 +171,23 @@ async def test_a_second_service_does_not_clear_what_the_first_one_has_found_runn
     assert list(keeper.still_running[HOST]) == ["another"], "the first one has given the host up"
 
 
+async def test_what_a_service_found_running_that_is_gone_is_looked_at_by_the_next_one() -> None:
+    """Nobody demanded that scan: evacuations from there were refused until they were forced."""
+    store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
+    await store.open()
+    fence = Fence(host_uuid=HOST, host="h1", version=1)
+    await store.fences.put(fence)
+    keeper = keeper_of(HeldReads(store))
+    await keeper.load()
+    runs = HostReport(uuid=HOST, name="h1", running=(Running(instance_uuid=INSTANCE, attempt=1, deployment="d"),))
+    first = ComputeHosts(service="s", cell="c1", epoch=1, sequence=1, hosts=(runs,), rescans=(fence.rescan,))
+    await keeper.without_losses(first, "d")
+    nothing = replace(first, service="another", hosts=(replace(runs, running=()),), rescans=())
+    passed = [(HOST, "s")]
+    assert (await keeper.without_losses(nothing, "d"))[1] == []
+    assert (await keeper.without_losses(nothing, "d", lambda *place: place in passed))[1] == [(HOST, fence.rescan)]
+
+
 @pytest.mark.parametrize(("ahead_s", "is_scanned"), [(0.0, False), (86_400.0, True)])
 async def test_a_young_loss_causes_no_scan(ahead_s: float, *, is_scanned: bool) -> None:
     """The order that its host has to carry out first may be behind others. One from the future is no young one: its

@@ -206,12 +206,12 @@ async def test_with_patience_an_outage_only_delays(client_world: ClientWorld) ->
     publish = client_world.client.bus.publish_each
     failures = 3
 
-    async def unavailable(messages):  # type: ignore[no-untyped-def]
+    async def unavailable(messages, **options):  # type: ignore[no-untyped-def]
         nonlocal failures
         failures -= 1
         if failures >= 0:
             return [BusUnavailable("unavailable")] * len(messages)
-        return await publish(messages)
+        return await publish(messages, **options)
 
     client_world.client.bus.publish_each = unavailable  # type: ignore[method-assign]
     with pytest.raises(BusUnavailable):

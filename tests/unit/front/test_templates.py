@@ -25,6 +25,7 @@ from berth.web.objects import GroupView, Zone
 from berth.web.operations import MetalView
 from berth.web.pages import LostClaim, Now
 from berth.web.problems import Problem
+from berth.web.quarantine import BreakerView, QuarantinePage
 from berth.web.rendering import TEMPLATES
 from bus.contracts.build import BuildEvent, BuildRecord, BuildState, HostRecord, HostScore
 from bus.contracts.drains import DrainPlan, DrainProgress
@@ -95,6 +96,13 @@ PAGES: dict[str, dict[str, Any]] = {
         "services": list[ServiceRecord],
         "workers": list[WorkerRecord],
         "letters": list[LetterCount],
+    },
+    "quarantine.html": {
+        "page": QuarantinePage,
+        "further": str,
+        "breakers": list[BreakerView],
+        "query": dict[str, str],
+        "decided": bool,
     },
     "letters.html": {"bus": str, "queue": str, "letters": list[LetterView]},
     "problem.html": {"problem": Problem},

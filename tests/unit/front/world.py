@@ -90,13 +90,15 @@ class ClientWorld:
         await self.client.open()
         publish = self.client.bus.publish_each
 
-        async def stalled(messages: Sequence[tuple[Message, str]]) -> list[BaseException | None]:
+        async def stalled(
+            messages: Sequence[tuple[Message, str]], *, within_s: float | None = None
+        ) -> list[BaseException | None]:
             self._published += 1
             number = self._published
             self.clock.now += self.stall_s.get(number, 0.0)
             if number in self.full:
                 return [PublishRefused("full")] * len(messages)
-            errors = await publish(messages)
+            errors = await publish(messages, within_s=within_s)
             return [BusUnavailable("cut")] * len(messages) if number in self.unconfirmed else errors
 
         self.client.bus.publish_each = stalled  # type: ignore[method-assign]

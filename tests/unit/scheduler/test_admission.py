@@ -24,10 +24,10 @@ from scheduler_worker.domain.admission import (
     pending_build,
 )
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
+from scheduler_worker.domain.gangs import withdrawn_by_gang
 from scheduler_worker.domain.moves import check_move, pending_move
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
-from scheduler_worker.domain.step import withdrawn_by_gang
 from tests.unit.scheduler.hosts import Hosts
 
 UUID, MOVE = (f"{n}0000000-0000-4000-8000-000000000001" for n in "0d")

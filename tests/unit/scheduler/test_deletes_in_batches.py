@@ -8,12 +8,12 @@ from msgspec.structs import replace
 from bus.clock import SystemClock
 from bus.contracts.build import BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
+from scheduler_worker.claims import HeldClaims
+from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.builds import NewBuild
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import OVERTAKES, RequestDelivery
-from scheduler_worker.engine import Deletes
-from scheduler_worker.placing import HeldClaims
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
 from tests.kit.claims import BookClaims

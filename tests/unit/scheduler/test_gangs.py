@@ -21,6 +21,7 @@ from bus.contracts.placement import MAX_GANG_PROVIDERS, MAX_MEMBERS, Claim, Clai
 from scheduler_worker.domain.admission import PendingBuild, members_of, pending_build
 from scheduler_worker.domain.builds import Author, Gang
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude
+from scheduler_worker.domain.gangs import claimable, needed, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.placement import (
     GangIncomplete,
     HostClaimed,
@@ -32,7 +33,6 @@ from scheduler_worker.domain.placement import (
     initial_state,
 )
 from scheduler_worker.domain.requests import RequestDelivery
-from scheduler_worker.domain.step import claimable, needed, with_gang_results, with_shared_findings, within_bounds
 from scheduler_worker.domain.view import Peers, RequestSpec
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 

@@ -11,15 +11,18 @@ from msgspec.structs import replace
 from bus.consuming.given_up import EXPIRED, GIVEN_UP
 from bus.consuming.outcome import Done, Outcome, Received
 from bus.contracts.base import Meta
-from bus.contracts.build import BuildRequest
+from bus.contracts.build import BuildRequest, BuildState
 from bus.faults import BrokenInvariant
 from scheduler_worker.domain.admission import PendingBuild, pending_build
+from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.placement import PlacementUnavailable
 from scheduler_worker.domain.requests import RequestDelivery, delivery_of
 from scheduler_worker.engine import SchedulingEngine
 from scheduler_worker.fleet import Warmup
 from scheduler_worker.handlers import RequestHandler
 from scheduler_worker.store.memory import MemoryBuilds
 from scheduler_worker.store.memory_units import MemoryBuildTable
+from scheduler_worker.unanswered import UnansweredRequests
 from tests.kit.sent import Sent
 from tests.unit.scheduler.test_deletes import hold
 from tests.unit.scheduler.test_late_moves import keep_up
@@ -106,3 +109,57 @@ async def test_a_build_that_no_queue_has_ends_and_its_broken_invariant_stops_the
     with pytest.raises(BrokenInvariant):
         await handler.resume({"any": 0})
     assert engine.ended == [GIVEN_UP]
+
+
+class Stalling:
+    """An engine whose placement does not answer about the first of two builds."""
+
+    def __init__(self, *builds: PendingBuild) -> None:
+        self._builds = [replace(one, delivery=RequestDelivery(has_letter=False)) for one in builds]
+        self.processed: list[str] = []
+
+    async def accepted_before(self, instances: Mapping[str, int]) -> list[list[PendingBuild]]:
+        return [[one] for one in self._builds]
+
+    async def process(self, builds: Sequence[PendingBuild], _deletes: object) -> dict[int, Outcome]:
+        if builds[0].instance_uuid == self._builds[0].instance_uuid:
+            raise PlacementUnavailable("no answer")
+        self.processed += [one.instance_uuid for one in builds]
+        return dict.fromkeys(range(len(builds)), Done())
+
+
+async def test_a_build_that_waits_for_placement_holds_up_no_other_and_uses_up_no_try(cluster: Cluster) -> None:
+    """It ended the pass, and all its builds counted as tried: after an outage the first real try was the last."""
+    first, second = (taken(cluster, cluster.hosts.request()) for _ in range(2))
+    engine = Stalling(first, second)
+    handler = RequestHandler(
+        engine,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        cluster.hosts.selector,
+        clock=cluster.clock,
+        config=cluster.hosts.config,
+        warmup=Warmup(cluster.hosts.selector, clock=cluster.clock),
+        keep_up=keep_up,
+    )
+    assert await handler.resume({first.instance_uuid: 0, second.instance_uuid: 0}) == {first.instance_uuid}
+    assert engine.processed == [second.instance_uuid]
+
+
+async def test_a_build_that_waited_is_taken_up_again_as_if_it_had_not_been_tried(cluster: Cluster) -> None:
+    store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
+    store.publish_through(Sent())  # type: ignore[arg-type]
+    request, asked = cluster.hosts.request(), list[dict[str, int]]()
+    record = RecordedBuild(instance_uuid=request.instance_uuid, project_id="p", state=BuildState.ACCEPTED, sequence=1)
+    async with store.unit() as unit:
+        await unit.insert([NewBuild(request=request, digest=b"", build=record)], 0.0)
+
+    async def resume(instances: Mapping[str, int]) -> set[str]:
+        asked.append(dict(instances))
+        return set(instances) if len(asked) < 3 else set()
+
+    looks = UnansweredRequests(
+        store, {}, lambda: cluster.hosts.config, clock=cluster.clock, rng=random.Random(1), after_s=0.0, resume=resume
+    )
+    for _ in range(4):
+        await looks.look()
+    assert [one[request.instance_uuid] for one in asked if one] == [0, 0, 0, 1]

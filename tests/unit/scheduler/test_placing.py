@@ -17,6 +17,7 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, ProviderState
 from placement_worker.replica.request import Group, Query
 from scheduler_worker import placing
+from scheduler_worker.claims import HeldClaims
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.admission import PendingBuild
 from scheduler_worker.domain.builds import Gang
@@ -30,7 +31,7 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.selector import NoValidHost
 from scheduler_worker.domain.view import RequestSpec
-from scheduler_worker.placing import HeldClaims, Placer
+from scheduler_worker.placing import Placer
 from tests.kit.claims import Answer, BookClaims
 from tests.unit.scheduler.hosts import PLENTY, Hosts
 

@@ -39,6 +39,7 @@ from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
 from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
+from scheduler_worker.domain.gangs import with_gang_results
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import rebuilt_from
 from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left
@@ -55,7 +56,7 @@ from scheduler_worker.domain.placement import (
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import timeline_of
-from scheduler_worker.domain.step import ANOTHERS, FENCED, with_gang_results
+from scheduler_worker.domain.step import ANOTHERS, FENCED
 from scheduler_worker.domain.unanswered import open_move, open_now
 from scheduler_worker.domain.view import Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate

@@ -1,0 +1,201 @@
+"""The scheduler's requests to placement: a port, and its adapter over the bus.
+
+Every method answers for each message, in order. A missing answer is a fault; it never means "no".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
+
+from bus.bus import Bus
+from bus.contracts.base import Message
+from bus.contracts.book import HeldAllocation, HoldingPage, HoldingRequest, ProjectUsagePage, ProjectUsageQuery
+from bus.contracts.placement import (
+    MAX_NAMED,
+    Claim,
+    ClaimAll,
+    ClaimAllResult,
+    ClaimOption,
+    ClaimOutcome,
+    ClaimResult,
+    LocatePage,
+    LocateRequest,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
+)
+from bus.faults import Fault, Transient
+from bus.port import BusError
+from scheduler_worker.domain.builds import ProjectsBuild
+from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
+    PlacementUnavailable,
+    unavailable_after,
+)
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class ClaimPort(Protocol):
+    """Claims of instances, and reads of the book. Adapters: `BusClaims`; for tests, `tests.kit.claims`."""
+
+    async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        """Claim for many consumers at once, each claim by itself. A repeated claim has the same result."""
+
+    async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        """Claim for all members of each gang or for none of them. A repeated claim has the same result."""
+
+    async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        """Return the hosts of server group members and of named instances, as of now."""
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+        """Return what each of these holds, and by which run, as of now. None: it holds nothing."""
+
+    async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        """Return what these projects hold, as of now: at most MAX_PROJECTS."""
+
+
+class BusClaims:
+    """Requests to placement over the API bus. timeout_s: how long an answer is waited for."""
+
+    def __init__(self, bus: Bus, *, timeout_s: float) -> None:
+        self._bus = bus
+        self._timeout_s = timeout_s
+
+    async def submit(self, claims: Sequence[Claim]) -> list[ClaimResult | Fault]:
+        """All in one round trip."""
+        return await self._request(claims, ClaimResult, [claim.consumer for claim in claims])
+
+    async def submit_gangs(self, gangs: Sequence[ClaimAll]) -> list[ClaimAllResult | Fault]:
+        """All in one round trip."""
+        return await self._request(gangs, ClaimAllResult, [gang.claims[0].consumer for gang in gangs])
+
+    async def locate(self, requests: Sequence[LocateRequest]) -> list[LocatePage | Fault]:
+        """All in one round trip."""
+        return await self._request(requests, LocatePage, [request.besides or "" for request in requests])
+
+    async def holding(self, consumers: Sequence[str]) -> list[HeldAllocation | Fault | None]:
+        """All in one round trip."""
+        parts = [tuple(consumers[start : start + MAX_NAMED]) for start in range(0, len(consumers), MAX_NAMED)]
+        pages = await self._request([HoldingRequest(consumers=one) for one in parts], HoldingPage, [""] * len(parts))
+        answers: list[HeldAllocation | Fault | None] = []
+        for part, page in zip(parts, pages, strict=True):
+            held = {one.consumer: one for one in page.held} if isinstance(page, HoldingPage) else {}
+            answers += [held.get(uuid) if isinstance(page, HoldingPage) else page for uuid in part]
+        return answers
+
+    async def usage(self, projects: Sequence[str]) -> ProjectUsagePage | Fault:
+        """One round trip."""
+        (page,) = await self._request([ProjectUsageQuery(projects=tuple(projects))], ProjectUsagePage, [""])
+        return page
+
+    async def ask(
+        self, questions: Sequence[Claim | Release | Revert]
+    ) -> list[ClaimResult | ReleaseResult | RevertResult | Fault]:
+        """Questions of cells whose instances leave for another one, one after the other: they are rare."""
+        answers: list[ClaimResult | ReleaseResult | RevertResult | Fault] = []
+        for one in questions:
+            if isinstance(one, Claim):
+                answers += await self._request([one], ClaimResult, [one.consumer])
+            elif isinstance(one, Revert):
+                answers += await self._request([one], RevertResult, [one.consumer])
+            else:
+                answers += await self._request([one], ReleaseResult, [one.consumer])
+        return answers
+
+    async def _request(
+        self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]
+    ) -> list[Reply | Fault]:
+        try:
+            return await self._bus.request_all(messages, reply, timeout_s=self._timeout_s, causes=causes)
+        except (BusError, Transient) as error:
+            # No placement is running, or the bus is unavailable: the messages may or may not have been delivered.
+            return [PlacementUnavailable(str(error)) for _ in messages]
+
+
+class HeldClaims:
+    """What instances hold already: the one proof that a build may end without its cell. One per scheduler process.
+
+    The record alone does not prove it: a database that was set back to before the dispatch has the build as not
+    dispatched, and its machine runs.
+    """
+
+    def __init__(
+        self,
+        claims: ClaimPort,
+        cell_of_host: Callable[[str], str | None],
+        runs_on_record: Callable[[Sequence[str]], Awaitable[Mapping[str, str]]],
+    ) -> None:
+        """`cell_of_host(uuid)`: the cell that last announced a host. `runs_on_record(instances)`: {instance: run}."""
+        self._claims = claims
+        self._cell_of_host = cell_of_host
+        self._runs_on_record = runs_on_record
+
+    async def of(self, instances: Collection[str]) -> dict[str, HeldAllocation]:
+        """What instances hold, whosoever they are, and in which cell, if that is known. Raises PlacementUnavailable
+        when placement does not answer.
+        """
+        held: dict[str, HeldAllocation] = {}
+        for answer in await self._claims.holding(list(instances)) if instances else ():
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            if answer is not None:
+                announced = (cell for host in answer.hosts if (cell := self._cell_of_host(host)) is not None)
+                held[answer.consumer] = replace(answer, cell=answer.cell or next(announced, None))
+        return held
+
+    async def of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, HeldAllocation]:
+        """The same, of what was claimed for a build of this project: two may name one instance. Raises as `of`."""
+        held = await self.of({uuid: None for uuid, _ in builds})
+        return {
+            (uuid, project): one
+            for uuid, project in builds
+            if (one := held.get(uuid)) is not None and one.attempt and one.project_id == project
+        }
+
+    async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> None:
+        """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
+        the other, whose record is lost, may still be on its way. What a cell has claimed no run releases. Raises
+        PlacementUnavailable when that is not known to have happened.
+
+        Only the run on record takes over. The record is read after what is held: one that has been made anew since was
+        there before its run has claimed anything, so no earlier run takes a claim back from it.
+        """
+        others = [one for one in held if one.run not in ("", runs[one.consumer]) and one.attempt == FIRST_ATTEMPT]
+        if not others:
+            return
+        on_record = await self._runs_on_record([one.consumer for one in others])
+        if any(on_record.get(one.consumer) != runs[one.consumer] for one in others):
+            raise PlacementUnavailable("a record was lost while its request was placed, and may have been made anew")
+        claims = [
+            Claim(
+                consumer=one.consumer,
+                attempt=one.attempt,
+                by=runs[one.consumer],
+                takes_over=one.run,
+                consumer_generation=one.consumer_generation,
+                options=(ClaimOption(allocations=one.holding, host=next(iter(one.hosts), None)),),
+                project_id=one.project_id,
+            )
+            for one in others
+        ]
+        for answer in await self._claims.submit(claims):
+            if isinstance(answer, Fault):
+                raise unavailable_after(answer) from answer
+            if answer.outcome is not ClaimOutcome.CLAIMED:
+                raise PlacementUnavailable("what the instance holds has changed meanwhile")
+
+
+async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:
+    """Claim for each gang, all or none; the answers by instance, in the order of the claims."""
+    answers: dict[str, ClaimResult | Fault] = {}
+    for gang, reply in zip(gangs, await port.submit_gangs(gangs), strict=True):
+        results: Sequence[ClaimResult | Fault] = (
+            reply.results if isinstance(reply, ClaimAllResult) else [reply] * len(gang.claims)
+        )
+        answers |= {claim.consumer: one for claim, one in zip(gang.claims, results, strict=True)}
+    return answers

@@ -1,0 +1,82 @@
+"""Deletes: the records are locked, what builds without a cell hold is asked of placement, and the records change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from bus.clock import Clock
+from bus.consuming.outcome import Done, Outcome
+from bus.contracts.book import HeldAllocation
+from bus.contracts.build import BuildState
+from scheduler_worker import metrics
+from scheduler_worker.claims import HeldClaims
+from scheduler_worker.domain.builds import Author, ProjectsBuild
+from scheduler_worker.domain.deletes import DeletePlan, PendingDelete, plan_deletes, refuse_unknown, tombstones
+from scheduler_worker.store.port import SchedulerStore
+
+log = structlog.get_logger(__name__)
+
+
+class Deletes:
+    """Carries out deletes. One per scheduler process."""
+
+    def __init__(
+        self,
+        store: SchedulerStore,
+        held: HeldClaims,
+        *,
+        clock: Clock,
+        process: str,
+    ) -> None:
+        self._store = store
+        self._held = held
+        self._clock = clock
+        self._who = process
+
+    async def delete(self, deletes: Sequence[PendingDelete]) -> tuple[dict[int, Outcome], set[str]]:
+        """Carry out deletes: outcomes by position, and the instances that are to be deleted.
+
+        One transaction; one more for those of builds that no cell has, after placement is queried. Safe to repeat.
+        Raises Transient when placement does not answer.
+        """
+        plan = await self._carry_out(deletes)
+        if not plan.unbuilt:
+            return plan.outcomes, plan.accepted
+        held = await self._held.of_builds({one.key for one in plan.unbuilt})
+        of_unbuilt = await self._carry_out(plan.unbuilt, held)
+        return plan.outcomes | of_unbuilt.outcomes, plan.accepted | of_unbuilt.accepted
+
+    async def _carry_out(
+        self, deletes: Sequence[PendingDelete], held: Mapping[ProjectsBuild, HeldAllocation] | None = None
+    ) -> DeletePlan:
+        """Carry out deletes in one transaction. held: as of `plan_deletes`."""
+        author = self._author()
+        async with self._store.unit() as unit:
+            builds = await unit.lock([one.request.instance_uuid for one in deletes])
+            plan = plan_deletes(deletes, builds, author, held)
+            for message in plan.messages:
+                unit.emit(message)
+            await unit.update(plan.updates, author.at)
+            for one in plan.updates:
+                uuid = one.build.instance_uuid
+                claim = (held or {}).get((uuid, one.build.project_id))
+                if claim is not None and one.build.state is not BuildState.DELETED:
+                    log.warning("claim.of_earlier_request", instance=uuid, cause=uuid, cell=claim.cell)
+            graves = tombstones(plan.unknown, builds.keys(), author)
+            inserted = await unit.insert(graves, author.at)
+            made = {uuid: new.build for new in graves if (uuid := new.build.instance_uuid) in inserted}
+            on_record = {**builds, **made}
+            refused, messages = refuse_unknown(plan.unknown, on_record, author, held or {})
+            for message in messages:
+                unit.emit(message)
+        metrics.count_ended(one.build for one in plan.updates if one.build.state is BuildState.DELETED)
+        accepted = sum(isinstance(one, Done) and one.reply is not None for one in plan.outcomes.values())
+        metrics.count_requests("delete", "accepted", accepted)
+        metrics.count_requests("delete", "unknown", len(refused))
+        return replace(plan, outcomes=plan.outcomes | refused)
+
+    def _author(self) -> Author:
+        return Author(self._who, self._clock.time())

@@ -1,0 +1,136 @@
+"""Gangs: requests for several machines that start together or not at all, and the effects of one member on the others.
+
+A gang's members choose one after another, each seeing the earlier choices, and are claimed in one
+`placement.claim.all`. While a member may still find a host the gang waits for it. A member that finds no host leaves
+the gang; the others go on while they are at least `min_count`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, groupby
+
+from msgspec.structs import replace
+
+from bus.contracts.groups import GroupPolicy
+from bus.contracts.placement import MAX_GANG_PROVIDERS, Claim
+from placement_worker.replica.request import total_resources
+from scheduler_worker.domain.admission import Admission, Answered, PendingBuild
+from scheduler_worker.domain.builds import Gang
+from scheduler_worker.domain.placement import (
+    GangIncomplete,
+    HostClaimed,
+    PlacementRefused,
+    PlacementResult,
+    PlacementState,
+    PlacementUnavailable,
+)
+
+LEFT_OUT = "gang.left_out"
+
+
+def by_gang(states: Iterable[PlacementState]) -> list[list[PlacementState]]:
+    """Attempts in their order, those of one gang (which stand side by side) as one list, any other alone."""
+    grouped = groupby(states, key=lambda one: one.request.instance_uuid if one.gang is None else one.gang.uuid)
+    return [list(members) for _, members in grouped]
+
+
+def largest_first(states: Sequence[PlacementState]) -> list[PlacementState]:
+    """In the order in which members choose: large members first, because the fewest hosts fit them.
+
+    Sizes: the sum of all amounts.
+    """
+    return sorted(states, key=lambda one: -sum(total_resources(one.spec.query).values()))
+
+
+def within_bounds(claims: Sequence[Claim]) -> tuple[Claim, ...]:
+    """A gang's claims, each with the first of its options, as many as one message may name providers."""
+    most = MAX_GANG_PROVIDERS // len(claims)
+    return tuple(_with_first_options(claim, most) for claim in claims)
+
+
+def _with_first_options(claim: Claim, most: int) -> Claim:
+    totals = accumulate(len(option.allocations) for option in claim.options)
+    fitting = sum(total <= most for total in totals)
+    return claim if fitting == len(claim.options) else replace(claim, options=claim.options[: max(fitting, 1)])
+
+
+def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:
+    """The members of an affinity gang, each with the rejected hosts and group members that any of them has found."""
+    if not states or not states[0].spec.has_policy(GroupPolicy.AFFINITY):
+        return list(states)
+    rejected = {host: why for one in states for host, why in one.rejected.items()}
+    members = {
+        host: count for one in states if one.spec.peers is not None for host, count in one.spec.peers.members.items()
+    }
+    return [replace(one, rejected=rejected, spec=one.spec.with_members(members)) for one in states]
+
+
+def with_gang_results(states: Sequence[PlacementState]) -> list[PlacementState]:
+    """The states, in their order, with the results that one member's result means for the others of its gang.
+
+    If placement did not answer for one member, the whole gang is tried again. If members hold claims of an earlier run,
+    that run has decided which start. If fewer than must start together are left, none starts.
+    """
+    if all(one.gang is None for one in states):
+        return list(states)
+    return [after for members in by_gang(states) for after in _with_results_of_gang(members)]
+
+
+def _with_results_of_gang(members: list[PlacementState]) -> list[PlacementState]:
+    gang, open_ = members[0].gang, [one for one in members if one.result is None]
+    if gang is None or not open_:
+        return members
+    unanswered = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+    if unanswered is not None:
+        return [replace(one, result=unanswered) if one.result is None else one for one in members]
+    if any(isinstance(one.result, HostClaimed) for one in members):
+        left = PlacementRefused(LEFT_OUT, f"an earlier run of the request started gang {gang.uuid} without it")
+        return [replace(one, result=left) if one.result is None else one for one in members]
+    if len(open_) >= needed(gang, [one.result for one in members]):
+        return members
+    return [
+        one if one.result is not None else replace(one, result=GangIncomplete(gang, len(open_), one.claims))
+        for one in members
+    ]
+
+
+def needed(gang: Gang, results: Sequence[PlacementResult | None]) -> int:
+    """How many members must start together: of those that a delete has taken out meanwhile none."""
+    withdrawn = sum(isinstance(one, PlacementRefused) and one.is_fenced for one in results)
+    return min(gang.min_count, max(gang.size - withdrawn, 1))
+
+
+def claimable(states: Sequence[PlacementState]) -> list[list[PlacementState]]:
+    """The gangs to claim for in this round: each member that is left has chosen."""
+    gangs = [
+        [one for one in members if one.result is None] for members in by_gang(states) if members[0].gang is not None
+    ]
+    return [members for members in gangs if members and all(one.choice is not None for one in members)]
+
+
+def withdrawn_by_gang(
+    builds: Sequence[PendingBuild], admissions: Sequence[Admission], deleted: Iterable[str]
+) -> dict[str, int]:
+    """{gang: how many members a delete has taken out of it}."""
+    gone, counted = set(deleted), dict[str, int]()
+    for pending, admission in zip(builds, admissions, strict=True):
+        is_withdrawn = isinstance(admission, Answered) and admission.withdrawn
+        if pending.gang is not None and (is_withdrawn or pending.instance_uuid in gone):
+            counted[pending.gang.uuid] = counted.get(pending.gang.uuid, 0) + 1
+    return counted
+
+
+def merged(states: Sequence[PlacementState], newer: Iterable[PlacementState]) -> list[PlacementState]:
+    """The states in their order, as they are by now."""
+    after = {one.request.instance_uuid: one for one in newer}
+    return [after.get(one.request.instance_uuid, one) for one in states]
+
+
+def without_withdrawn(pending: PendingBuild, withdrawn_of: Mapping[str, int]) -> PendingBuild:
+    """A build whose gang starts without the members that were withdrawn: it needs no more than are left."""
+    gang = pending.gang
+    if gang is None or gang.uuid not in withdrawn_of:
+        return pending
+    left = gang.size - withdrawn_of[gang.uuid]
+    return replace(pending, gang=replace(gang, size=left, min_count=min(gang.min_count, left)))
