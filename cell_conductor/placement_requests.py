@@ -131,6 +131,7 @@ class PlacementRequests:
             instance_uuid=question.instance.uuid,
             question=message,
             repeated=question.repeated,
+            sequence=question.instance.sequence - 1,
         )
 
     def event_of(self, instance: Instance, book: CellBook) -> Event | None:

@@ -15,7 +15,6 @@ from bus.consuming.outcome import Done, Outcome, Received, Retry
 from bus.contracts.build import BuildEvent, TimelineEntry
 from bus.contracts.fences import HostFence
 from bus.contracts.moves import CellAsks, CellBook, CellCheck, MoveEvent
-from bus.contracts.placement import Claim
 from bus.contracts.stages import Stamps
 from bus.faults import Fault, Transient
 from bus.persistence.outbox import OutboxMessage
@@ -30,7 +29,7 @@ from scheduler_worker.domain.builds import (
     is_known,
 )
 from scheduler_worker.domain.requests import delivery_of, timeline_of
-from scheduler_worker.domain.transfers import AnnouncedMoves, handed_on, may_ask, refused
+from scheduler_worker.domain.transfers import AnnouncedMoves, gives_back, handed_on, may_ask, refused, without_departure
 from scheduler_worker.store.port import BuildUnit, SchedulerStore
 
 log = structlog.get_logger(__name__)
@@ -225,14 +224,19 @@ class AnnouncementHandler:
     async def _ask_book(self, books: Sequence[CellBook]) -> None:
         """What only placement as a whole answers, of instances that leave this cell. Without an answer the cell asks
         again.
+
+        An instance leaves its cell, or what it was to leave for is given back: the first of the two that is on record
+        here rules the other out.
         """
         if not books:
             return
         async with self._store.operation() as unit:
-            known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books})
-        asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
+            known = await unit.known({one.asked_by.request_id: one.instance_uuid for one in books}, lock=True)
+            asked = [one for one in books if may_ask(one, known[one.asked_by.request_id], self._cell)]
+            given_back = [one for one in asked if gives_back(one)]
+            await unit.put_instances([without_departure(one, known[one.asked_by.request_id].now) for one in given_back])
         answers = await self._claims.ask([one.question for one in asked])
-        answered = [refused(one) for one in books if one not in asked and isinstance(one.question, Claim)]
+        answered = [refused(one) for one in books if one not in asked]
         for one, answer in zip(asked, answers, strict=True):
             if not isinstance(answer, Fault):
                 answered.append(replace(one, answer=answer))

@@ -390,7 +390,8 @@ class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
     """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,
     with the answer, what placement has answered. The schedulers ask, if they have that move on record.
 
-    repeated: it may have been asked before.
+    repeated: it may have been asked before. sequence: the highest number that its cell has announced of it: where the
+    claim for the other cell is given back, no departure up to there counts any more.
     """
 
     asked_by: AskedBy
@@ -398,6 +399,7 @@ class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
     question: Claim | Release | Revert
     answer: ClaimResult | ReleaseResult | RevertResult | None = None
     repeated: bool = False
+    sequence: int = 0
 
 
 class CellAsks(Message, frozen=True, kw_only=True, tag="cell.asks.v1"):

@@ -19,7 +19,7 @@ from bus.contracts.base import Message
 from bus.contracts.build import BuildState, TimelineEntry
 from bus.contracts.cell import CellDelete
 from bus.contracts.moves import CellBook, CellCheck, CellMoveQuery, Departure, MoveEvent, MoveKind
-from bus.contracts.placement import ClaimOutcome, ClaimResult, Release, Revert
+from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove, apply_announcement
@@ -92,10 +92,27 @@ def may_ask(book: CellBook, known: MoveContext, cell: str) -> bool:
     return is_its_own and all(option.allocations in chosen for option in question.options)
 
 
+def gives_back(book: CellBook) -> bool:
+    """Whether by this the instance holds nothing of the other cell any more."""
+    return book.question.consumer == book.instance_uuid and isinstance(book.question, Release | Revert)
+
+
+def without_departure(book: CellBook, instance: InstanceRecord) -> InstanceRecord:
+    """The record once what is claimed for it in the other cell is given back: it does not leave by what its cell has
+    announced before. The cell was set back since, and the announcement may come here after this.
+    """
+    return replace(instance, sequence=max(instance.sequence, book.sequence))
+
+
 def refused(book: CellBook) -> CellBook:
-    """The answer to a claim that is not made for a cell: its move is not on record any more."""
-    result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
-    return replace(book, answer=result)
+    """The answer where placement is not asked for a cell: the move is not on record any more, or the instance, and
+    what it holds, is another cell's.
+    """
+    if isinstance(book.question, Claim):
+        result = ClaimResult(outcome=ClaimOutcome.INVALID, reason="the move is not on record")
+        return replace(book, answer=result)
+    changed = ReleaseResult if isinstance(book.question, Release) else RevertResult
+    return replace(book, answer=changed(outcome="consumer_changed"))
 
 
 def handed_on(check: CellCheck, cell: str) -> OutboxMessage | None:

@@ -22,7 +22,9 @@ from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
     AskedBy,
     CellAsks,
+    CellBook,
     CellCheck,
+    CellMove,
     ChangeKind,
     ChangeMachine,
     Condition,
@@ -35,6 +37,7 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
+from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -621,3 +624,49 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
     found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
     assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
     assert [one for one in world.queries if one[1].request_id == move.request_id] == []
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_leaves_for_it(
+    world: World, *, has_left: bool
+) -> None:
+    """Its cell was set back to before the departure, which may be known here first, or come later."""
+    built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    await world.claim_destination(leaving)
+    assert leaving.spec is not None
+    departure = Departure(
+        cell="c2",
+        spec=leaving.spec,
+        image="snapshot",
+        last=leaving.selections[0],
+        selections=leaving.selections,
+        newest=4,
+        sequence=16,
+    )
+
+    def arrivals() -> list[CellMove]:
+        return [one for cell, one in world.moves if cell == "c2" and one.arrival is not None]
+
+    if has_left:
+        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+        await world.until(arrivals)
+    book = CellBook(
+        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        instance_uuid=built.instance_uuid,
+        question=Release(consumer=built.instance_uuid, attempt=1000),
+        sequence=1_000_016,
+    )
+    await world.buses["c1"].publish(CellAsks(message=book))
+    ((cell, answered),) = await world.until(lambda: world.books)
+    assert isinstance(answered.answer, ReleaseResult)
+    assert (cell, answered.answer.outcome) == ("c1", "consumer_changed" if has_left else "released")
+    if not has_left:
+        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+        ends = {"terminal": True, "condition": Condition.OFFLOADED}
+        await world.move_announced("c1", move, MoveState.FAILED, 1_000_017, **ends)
+        await world.moved(move)
+        record = await world.show(built.instance_uuid)
+        assert record is not None
+        assert (record.cell, arrivals()) == ("c1", [])

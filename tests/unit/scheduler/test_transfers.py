@@ -23,7 +23,7 @@ from bus.contracts.moves import (
     MoveRequest,
     MoveState,
 )
-from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, ClaimResult, Migration, Release, Revert
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, Migration, Release, Revert
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
 from scheduler_worker.domain.moves import may_leave_cell
@@ -224,8 +224,19 @@ def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts
     assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
     if isinstance(question, Claim):
         assert not may_ask(book, replace(known, move=None), "c1")
-        answer = refused(book).answer
-        assert isinstance(answer, ClaimResult) and answer.outcome is ClaimOutcome.INVALID
+
+
+def test_a_cell_that_does_not_have_the_instance_any_more_waits_for_no_answer() -> None:
+    """What placement holds is the other cell's: a release, or the way back, has come too late."""
+    revert = Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4)
+    outcomes: list[tuple[Claim | Release | Revert, str]] = [
+        (CLAIM, ClaimOutcome.INVALID),
+        (Release(consumer=UUID, attempt=4), "consumer_changed"),
+        (revert, "consumer_changed"),
+    ]
+    for question, outcome in outcomes:
+        answer = refused(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)).answer
+        assert answer is not None and answer.outcome == outcome
 
 
 def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:
