@@ -75,6 +75,6 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
         queried=False,
     )
     if move.kind in _FROM_IMAGE:
-        gone = replace(gone, spec=move.spec, image=move.image)
+        gone = replace(gone, spec=move.spec)
         return close(gone, ending_of(move), event.at, context)
     return close(gone, DONE, event.at, context)

@@ -310,7 +310,8 @@ def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
 
 def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
     """The instance is on its source again, and the request has failed, or was reverted."""
-    return close(over(instance, at), ending_of(move_of(instance)), at, context)
+    back = replace(instance, image=move_of(instance).image)
+    return close(over(back, at), ending_of(move_of(instance)), at, context)
 
 
 def ending_of(move: Move) -> MoveEnd:

@@ -15,7 +15,7 @@ from bus.contracts.cell import Destroy
 from bus.contracts.moves import AskedBy, CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
 
 from .desires import Wish, desire_of
-from .instance import Instance, Move, State
+from .instance import Instance, Move, Power, State
 from .steps import Step, StepContext, destroy_at, is_doubted
 
 CHANGES = {
@@ -97,6 +97,8 @@ def change_of(instance: Instance) -> ChangeKind | None:
         return kind if instance.is_in_place else None
     if kind is ChangeKind.HAND_OVER and move.to_cell is not None:  # no host of another cell takes its disk over
         return ChangeKind.SNAPSHOT
+    if kind is ChangeKind.START and move.power is not Power.RUNNING:  # it is only to be as it was
+        return ChangeKind.STOP
     if kind is ChangeKind.HAND_OVER and move.kind is MoveKind.LIVE_MIGRATE:
         return ChangeKind.HAND_OVER_LIVE
     return kind

@@ -314,7 +314,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: CONFIRM_RUNNING,
         TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
+        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE, State.RELEASING)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {

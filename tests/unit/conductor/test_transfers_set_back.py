@@ -9,18 +9,35 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from bus.contracts.cell import Destroy, FoundMachine
-from bus.contracts.moves import ChangeKind, ChangeMachine, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Release
+from bus.contracts.moves import (
+    MACHINE_ABSENT,
+    ChangeKind,
+    ChangeMachine,
+    Condition,
+    MoveEvent,
+    MoveKind,
+    MoveState,
+)
+from bus.contracts.placement import Release, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, Instance, State
+from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT, is_searched_for
 from cell_conductor.domain.rules import numbered_on
 from cell_conductor.domain.table import question_of
 from cell_conductor.search import LOGGED_MOVES
-from tests.unit.conductor.move_scenario import Scenario, claimed, unbegun
+from tests.unit.conductor.move_scenario import Scenario, active, claimed, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host
-from tests.unit.conductor.test_leaving import THERE, arrives, checking, departed, given_away, gone, is_announced
+from tests.unit.conductor.test_leaving import (
+    THERE,
+    arrives,
+    checking,
+    departed,
+    given_away,
+    gone,
+    is_announced,
+    leaves,
+)
 from tests.unit.conductor.world import Conductor, Services
 
 SET_BACK_AT = 1_000.0
@@ -210,3 +227,65 @@ def test_a_record_from_before_a_move_that_has_left_starts_nothing() -> None:
     last_order = max(n for n, (kind, _) in enumerate(kinds) if kind in (ChangeMachine, Destroy))
     announced = next(n for n, one in enumerate(made.commands) if isinstance(one, MoveEvent) and one.departure)
     assert last_order < announced and (ChangeMachine, ChangeKind.START) not in kinds
+
+
+def absent(made: Scenario) -> None:
+    """The source's host answers that it has no such machine."""
+    made.end(1, made.instance.attempt, done=False, runs=False, code=MACHINE_ABSENT)
+
+
+def set_back(made: Scenario, *happened: e.Event) -> Scenario:
+    """Its database is set back to this record, from after the instance had left by a departure that is void."""
+    made.instance = replace(numbered_on(made.instance), doubted=True)
+    made.context, made.commands = AFTER_HERE, []
+    made.apply(*happened)
+    revert = question_of(made.instance)
+    assert isinstance(revert, Revert)
+    made.apply(e.Reverted(at=1_300.0, attempt=revert.attempt, consumer_generation=7))
+    return made
+
+
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
+def test_one_whose_machine_is_gone_by_a_void_departure_keeps_its_image(power: Power) -> None:
+    made = Scenario(replace(active(), power=power))
+    made.apply(leaves())
+    made.apply(claimed(made.instance.next_attempt))
+    made.end(1, 1, image="snapshot-1", runs=False)
+    set_back(made, e.TimedOut(at=1_200.0), e.TimedOut(at=1_210.0))
+    absent(made)
+    assert (made.instance.phase, made.instance.image) == ((State.RELEASING, State.OFFLOADED), "snapshot-1")
+    release = question_of(made.instance)
+    assert isinstance(release, Release) and release.consumer == UUID and is_searched_for(made.instance)
+    made.apply(e.Released(at=1_400.0))
+    assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "snapshot-1")
+    assert made.terminals == [(MoveKind.MIGRATE, MoveState.FAILED, IN_DOUBT)]
+    assert [one.condition for one in made.commands if isinstance(one, MoveEvent)][-1] is Condition.OFFLOADED
+
+
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
+def test_one_whose_image_may_be_kept_under_a_forgotten_name_is_held(power: Power) -> None:
+    """By the record its source has not answered yet: the image of its only disk is not on record."""
+    made = Scenario(replace(active(), power=power))
+    made.apply(leaves())
+    made.apply(claimed(made.instance.next_attempt))
+    set_back(made, e.TimedOut(at=1_200.0))
+    absent(made)
+    made.apply(e.HostMissing(at=1_350.0, host_uuid=host(1), service="s1"), e.TimedOut(at=1_400.0))
+    absent(made)
+    assert (made.instance.state, question_of(made.instance)) == (State.RESTARTING, None)
+    assert [state for _, state, _ in made.terminals] == [MoveState.FAILED], "its client does not wait"
+    made.apply(e.DeleteRequested(at=1_500.0))
+    assert made.instance.then is State.DELETED
+
+
+@pytest.mark.parametrize("power", [Power.RUNNING, Power.STOPPED])
+def test_one_whose_machine_is_there_is_as_it_was(power: Power) -> None:
+    made = Scenario(replace(active(), power=power))
+    made.apply(leaves())
+    made.apply(claimed(made.instance.next_attempt))
+    made.end(1, 1, image="snapshot-1", runs=False)
+    set_back(made, e.TimedOut(at=1_200.0), e.TimedOut(at=1_210.0))
+    (change,) = [one for one in made.commands if isinstance(one, ChangeMachine)]
+    assert change.change is (ChangeKind.START if power is Power.RUNNING else ChangeKind.STOP)
+    made.end(1, 1, runs=power is Power.RUNNING)
+    assert (made.instance.state, made.instance.power, made.instance.image) == (State.ACTIVE, power, "")
