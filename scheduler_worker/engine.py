@@ -19,12 +19,12 @@ import structlog
 from msgspec.structs import replace
 
 from bus.clock import Clock
-from bus.consuming.outcome import Done, Outcome
+from bus.consuming.outcome import Done, Outcome, Wait
 from bus.contracts.build import BuildState, member_uuids
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
+from bus.faults import RequestRefused
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from bus.turns import InParts
@@ -56,7 +56,7 @@ from scheduler_worker.domain.decisions import (
     build_query,
     by_request,
     cell_build,
-    conclude_all,
+    conclude,
     ended_where_held,
     prepare,
     with_stages,
@@ -64,7 +64,15 @@ from scheduler_worker.domain.decisions import (
 from scheduler_worker.domain.deletes import PendingDelete
 from scheduler_worker.domain.effects import effects, releases_of
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
-from scheduler_worker.domain.placement import FIRST_ATTEMPT, PlacementRequest, PlacementState, PlacementUnavailable
+from scheduler_worker.domain.placement import (
+    FIRST_ATTEMPT,
+    ClaimStranded,
+    PlacementRequest,
+    PlacementState,
+    PlacementUnavailable,
+    unknown_after,
+)
+from scheduler_worker.domain.requests import waits
 from scheduler_worker.domain.selector import Selector
 from scheduler_worker.domain.step import stranded
 from scheduler_worker.placing import Placer, ReplicaFollower
@@ -76,6 +84,8 @@ log = structlog.get_logger(__name__)
 MAX_SPECULATIVE = 16
 # Requests that are recorded, prepared or concluded in one turn of the event loop, each a build or a gang.
 BUILDS_AT_ONCE = 64
+# The transaction of a record does not wait for the disk, and the database has crashed since: record and decide again.
+FORGOTTEN = Wait("request.forgotten", "it is not on record any more")
 
 
 class RequestRecorder:
@@ -194,17 +204,20 @@ class SchedulingEngine:
             self._placer.drop(chosen.values())
         return outcomes, of_deletes
 
-    async def not_left(self, requests: Sequence[PendingBuild]) -> list[PendingBuild | None]:
-        """Each request as it is processed; None: its time was over before it was begun, and its requester has left it.
-
-        Raises Transient when placement does not answer.
+    async def not_left(self, requests: Sequence[PendingBuild]) -> list[PendingBuild | Outcome]:
+        """Each request as it is processed; its outcome if it is not: its time was over before it was begun, and its
+        requester has left it, or whether it was begun is not known yet.
         """
         expired = {at: one for at, one in enumerate(requests) if one.delivery.is_late()}
         if not expired:
             return list(requests)
         async with self._store.unit() as unit:
             begun = set(await unit.read([one.instance_uuid for one in expired.values()]))
-        begun |= await self._may_have_claimed([one for one in expired.values() if one.instance_uuid not in begun])
+        unknown = [one for one in expired.values() if one.instance_uuid not in begun]
+        try:
+            begun |= await self._may_have_claimed(unknown)
+        except PlacementUnavailable as fault:
+            return [waits(fault) if one in unknown else one for one in requests]
         return [
             admit_expired(one, may_be_begun=one.instance_uuid in begun) if at in expired else one
             for at, one in enumerate(requests)
@@ -274,38 +287,32 @@ class SchedulingEngine:
         concluded = await self._ended_where_held(concluded)
         results = await self._placer.place([request for _, request in placing], chosen)
         placed = [PlacedBuild(*pair, result) for pair, result in zip(placing, results, strict=True)]
-        unavailable: PlacementUnavailable | None = None
         async for requests in InParts(by_request(placed), BUILDS_AT_ONCE):
-            of_placed, missing = conclude_all(requests, self._circumstances())
-            concluded += of_placed
-            unavailable = missing or unavailable
+            for members in requests:
+                concluded += conclude(members, self._circumstances())
         outcomes = {pending.position: end for pending, end in concluded if not isinstance(end, DecidedBuild)}
-        outcomes |= await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
-        if unavailable is not None:
-            # Raised after the decisions are written: when the same batch is processed again, their requests are
-            # repeated ones.
-            raise unavailable
-        return outcomes
+        return outcomes | await self._write([end for _, end in concluded if isinstance(end, DecidedBuild)])
 
     async def _ended_where_held(
         self, concluded: Sequence[tuple[PendingBuild, Conclusion]]
     ) -> list[tuple[PendingBuild, Conclusion]]:
-        """The conclusions about builds that are not placed, where a claim is held. A message that was given up is no
-        proof of its publisher: it is the end of what it has put on record itself.
-        """
-        ended = {
-            one.instance_uuid: (one, end)
-            for one, end in concluded
-            if isinstance(end, DecidedBuild) and (one.attempt or one.delivery.why is None)
-        }
-        asked = await self._held.of_builds([(uuid, one.request.project_id) for uuid, (one, _) in ended.items()])
-        held = {uuid: one for (uuid, _), one in asked.items()}
-        await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
+        """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
+        ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
+        results: dict[str, ClaimStranded | PlacementUnavailable] = {}
+        try:
+            asked = await self._held.of_builds([(uuid, one.request.project_id) for uuid, (one, _) in ended.items()])
+            held = {uuid: one for (uuid, _), one in asked.items()}
+            missed = await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
+            for uuid, one in held.items():
+                reason = ended[uuid][1].decision.build.reason
+                results[uuid] = unknown_after(missed[uuid]) if uuid in missed else stranded(one, reason)
+        except (PlacementUnavailable, RequestRefused) as fault:
+            results = dict.fromkeys(ended, unknown_after(fault))
         author = self._circumstances().author
-        queried: dict[str, Conclusion] = {}
-        for uuid, one in held.items():
-            pending, end = ended[uuid]
-            queried[uuid] = ended_where_held(pending, stranded(one, end.decision.build.reason), author)
+        queried: dict[str, Conclusion] = {
+            uuid: waits(one) if isinstance(one, PlacementUnavailable) else ended_where_held(ended[uuid][0], one, author)
+            for uuid, one in results.items()
+        }
         return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:
@@ -342,8 +349,11 @@ class SchedulingEngine:
             if build.terminal:
                 uuid = build.instance_uuid
                 log.info("build.failed", instance=uuid, cause=uuid, code=build.code, reason=build.reason)
-        await self._withdraw(scheduled, written)
-        return {one.pending.position: accepted(one.pending.instance_uuid) for one in scheduled}
+        forgotten = await self._withdraw(scheduled, written)
+        return {
+            one.pending.position: FORGOTTEN if (uuid := one.pending.instance_uuid) in forgotten else accepted(uuid)
+            for one in scheduled
+        }
 
     def _effects(self, one: DecidedBuild, decided: BuildDecision, now: float, stamps: Stamps) -> list[OutboxMessage]:
         request, config = one.pending.request, self._selector.config
@@ -354,24 +364,21 @@ class SchedulingEngine:
             command = build_query(request, decided.build, now, config)
         return effects(BuildState.ACCEPTED, decided.build, now, command, stamps, decided.funnel)
 
-    async def _withdraw(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> None:
+    async def _withdraw(self, scheduled: Sequence[DecidedBuild], written: set[str]) -> set[str]:
         """Release the claims for builds that another scheduler, or a delete, has ended meanwhile. By the run of this
-        decision: where the record has another, nothing was ever dispatched for this one. Raises Transient: a record is
+        decision: where the record has another, nothing was ever dispatched for this one. Returns those whose record is
         gone.
         """
         runs = {one.pending.instance_uuid: one.pending.run for one in scheduled}
         unwritten = [uuid for uuid in runs if uuid not in written]
         if not unwritten:
-            return
+            return set()
         async with self._store.unit() as unit:
             known = await unit.read(unwritten)
             for uuid, one in known.items():
                 for message in releases_of(replace(one.build, run=runs[uuid])):
                     unit.emit(message)
-        if len(known) < len(unwritten):
-            # The transaction of a record does not wait for the disk, and the database has crashed since: record and
-            # decide again.
-            raise Transient("a request is not on record any more", code="request.forgotten")
+        return set(unwritten) - known.keys()
 
     async def _runs_on_record(self, instances: Sequence[str]) -> Mapping[str, str]:
         async with self._store.unit() as unit:

@@ -27,7 +27,7 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
 )
-from bus.faults import Fault
+from bus.faults import Fault, RequestRefused
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
 from placement_worker.replica.request import QueryTooWide
@@ -52,8 +52,9 @@ from scheduler_worker.domain.placement import (
     initial_state,
     is_lost,
     is_without_host,
+    result_after,
     result_of,
-    unavailable_after,
+    unknown_after,
 )
 from scheduler_worker.domain.ranking import CellRuns, Spread
 from scheduler_worker.domain.selector import NoValidHost, Selector
@@ -278,7 +279,7 @@ class Placer:
             page = pages[request]
             uuid = state.request.instance_uuid
             if isinstance(page, Fault):
-                answered[uuid] = replace(state, result=unavailable_after(page))
+                answered[uuid] = replace(state, result=result_after(page))
             else:
                 spec = state.spec.with_peers(peers_of(state.request, page), uuid)
                 answered[uuid] = replace(state, spec=spec)
@@ -308,7 +309,13 @@ class Placer:
                 for one in after
                 if isinstance(one.result, HostClaimed | ClaimStranded)
             }
-            await self._held.take_over([held[uuid] for uuid in owners if uuid in held], owners)
-        except PlacementUnavailable as fault:
-            after = [replace(one, result=fault) for one in unsure]
+            missed = await self._held.take_over([held[uuid] for uuid in owners if uuid in held], owners)
+            after = [
+                replace(one, result=unknown_after(missed[uuid]))
+                if (uuid := one.request.instance_uuid) in missed
+                else one
+                for one in after
+            ]
+        except (PlacementUnavailable, RequestRefused) as fault:
+            after = [replace(one, result=unknown_after(fault)) for one in unsure]
         return merged(states, after)

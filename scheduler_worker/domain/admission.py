@@ -11,11 +11,10 @@ from hashlib import blake2b
 from msgspec import Struct
 from msgspec.structs import replace
 
-from bus.consuming.outcome import Done, Outcome, Received, Retry
+from bus.consuming.outcome import Done, Outcome, Received, Wait
 from bus.contracts.base import MAX_REASON, Refusal
 from bus.contracts.build import BuildAccepted, BuildRequest, BuildState, FlavorCount, member_uuids
 from bus.contracts.stages import Stamps
-from bus.faults import Transient
 from bus.persistence.outbox import OutboxMessage
 from scheduler_worker.domain.builds import (
     ACCEPTED,
@@ -70,8 +69,8 @@ class Answered(Struct, frozen=True, kw_only=True):
 Admission = Start | Continue | Answered
 
 
-def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | None:
-    """A build whose time is over, as it is processed; None: it is left by its requester.
+def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild | Outcome:
+    """A build whose time is over, as it is processed; its outcome if it is left by its requester.
 
     may_be_begun: it is on record, or an instance of it holds what it may have claimed: its record is lost, and where
     that claim is it is built, or runs already. Another one ends with its event.
@@ -79,7 +78,7 @@ def admit_expired(pending: PendingBuild, *, may_be_begun: bool) -> PendingBuild 
     delivery = pending.delivery
     if may_be_begun:
         return replace(pending, delivery=delivery.going_on())
-    return None if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
+    return Done() if delivery.is_left else replace(pending, delivery=replace(delivery, why=delivery.ends_with()))
 
 
 def first_of_each(builds: Iterable[PendingBuild]) -> dict[str, PendingBuild]:
@@ -135,7 +134,7 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Answered:
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
-    nothing. Raises Transient if another transaction is about to put it on record, and it is not retried any more.
+    nothing.
     """
     refusal = pending.refusal
     if known is not None and known.build.state is BuildState.ACCEPTED and refusal is not None:
@@ -144,10 +143,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
         refusal = None
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
-        reason = "the same request is being recorded by another scheduler"
-        if pending.delivery.last:
-            raise Transient(reason, code="request.concurrent")
-        return Answered(outcome=Retry("request.concurrent", reason))
+        return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
     if known.build.code == UNKNOWN and known.build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.

@@ -39,7 +39,7 @@ from scheduler_worker.domain.placement import (
     PlacementState,
     PlacementUnavailable,
 )
-from scheduler_worker.domain.requests import HOSTS_UNKNOWN
+from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable
 
@@ -107,7 +107,7 @@ def _decided_of(pending: PendingBuild, one: BuildDecision, result: PlacementResu
 
 
 def ended_where_held(pending: PendingBuild, held: ClaimStranded, author: Author) -> DecidedBuild:
-    """The decision about a build that is not placed, while a claim of it is held."""
+    """The decision about a build that is not placed, while a claim of it is held, or may be."""
     return _decided_of(pending, _stranded(pending.request, held, author))
 
 
@@ -117,29 +117,15 @@ def by_request(placed: Sequence[PlacedBuild]) -> list[list[PlacedBuild]]:
     return [list(members) for _, members in grouped]
 
 
-def conclude_all(
-    requests: Sequence[Sequence[PlacedBuild]], circumstances: Circumstances
-) -> tuple[list[tuple[PendingBuild, Conclusion]], PlacementUnavailable | None]:
-    """The conclusion of each build; and the fault of those that placement has not answered, which have none.
-
-    requests: as `by_request` returns them. One member without an answer leaves the whole gang without a conclusion.
-    """
-    concluded: list[tuple[PendingBuild, Conclusion]] = []
-    unavailable: PlacementUnavailable | None = None
-    for members in requests:
-        missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
-        if missing is not None:
-            unavailable = missing
-        else:
-            concluded += conclude(members, circumstances)
-    return concluded, unavailable
-
-
 def conclude(members: Sequence[PlacedBuild], circumstances: Circumstances) -> list[tuple[PendingBuild, Conclusion]]:
-    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry.
+    """The conclusion about a build, or about all members of a gang: decisions to write, or the outcome of a retry. One
+    member that placement has not answered about leaves the whole gang waiting.
 
     The cell of a member that has a claim and whose gang is short is queried: the member may have started before.
     """
+    missing = next((one.result for one in members if isinstance(one.result, PlacementUnavailable)), None)
+    if missing is not None:
+        return [(one.pending, waits(missing)) for one in members]
     gang = members[0].pending.gang
     started = sum(isinstance(one.result, HostClaimed) for one in members)
     is_short = started < (1 if gang is None else needed(gang, [one.result for one in members]))

@@ -27,7 +27,7 @@ from placement_worker.replica.sharing import SHARING_TRAIT
 from scheduler_worker import engine as engine_module
 from scheduler_worker import handlers, placing, queries
 from scheduler_worker.config import SchedulerConfig
-from scheduler_worker.domain import decision_round, decisions
+from scheduler_worker.domain import decision_round
 from scheduler_worker.domain.admission import PendingBuild, new_build
 from scheduler_worker.domain.builds import Author, BuildDecision, Gang
 from scheduler_worker.domain.decision_round import DecisionRound
@@ -315,8 +315,9 @@ async def test_item_16_the_steps_around_the_claims_have_so_many_builds_a_turn(
     """
     cluster = cluster_of([WIDE] * 8)
     recorded = ("new_build", "admit")
-    steps = Turns(monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "stamps_of", "effects")))
-    monkeypatch.setattr(decisions, "conclude", steps.counted("conclude", decisions.conclude))
+    steps = Turns(
+        monkeypatch, *((engine_module, name) for name in (*recorded, "prepare", "conclude", "stamps_of", "effects"))
+    )
     monkeypatch.setattr(placing, "step", steps.counted("step", placing.step))
     store = MemoryBuilds(MemoryBuildTable(cluster.clock).session())
     store.publish_through(Sent())  # type: ignore[arg-type]
