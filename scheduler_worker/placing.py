@@ -50,6 +50,7 @@ from scheduler_worker.domain.placement import (
     Settle,
     claim_of,
     initial_state,
+    is_as_held,
     is_lost,
     is_without_host,
     result_after,
@@ -295,7 +296,7 @@ class Placer:
             held = await self._held.of([one.request.instance_uuid for one in unsure])
             for state in unsure:
                 found_now = held.get(state.request.instance_uuid)
-                if is_without_host(state) and found_now is not None:
+                if found_now is not None and not is_as_held(state, found_now):
                     stepped = found(state, found_now, self._selector, now=self._clock.time())
                     self._carry_out(stepped)
                     after.append(stepped.state)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildRequest, HostScore
 from bus.contracts.cell import Selection
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
@@ -218,6 +219,16 @@ def is_without_host(state: PlacementState) -> bool:
     record is lost, or by this one.
     """
     return not isinstance(state.result, HostClaimed | PlacementUnavailable)
+
+
+def is_as_held(state: PlacementState, held: HeldAllocation) -> bool:
+    """Whether it goes where its instance holds something: a claim that was recovered may have been another one's."""
+    result, project = state.result, state.request.project_id
+    return isinstance(result, HostClaimed) and (held.project_id, held.attempt, held.holding) == (
+        project,
+        result.attempt,
+        result.selections[0].allocations,
+    )
 
 
 def result_of(state: PlacementState) -> PlacementResult:

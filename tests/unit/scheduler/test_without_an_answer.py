@@ -18,6 +18,7 @@ from bus.contracts.moves import MoveEvent, MoveKind, MoveRequest, MoveState
 from bus.contracts.placement import Claim, ClaimOutcome, ClaimResult
 from scheduler_worker.domain.admission import PendingBuild, pending_build
 from scheduler_worker.domain.builds import NewBuild, RecordedBuild
+from scheduler_worker.domain.placement import HostClaimed
 from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.domain.requests import LAST, LETTERS, RequestDelivery
 from scheduler_worker.engine import SchedulingEngine
@@ -197,6 +198,21 @@ async def test_a_build_whose_end_crashes_too_is_tried_again_later_and_ends_no_pr
     site.engine.process = crashing  # type: ignore[method-assign,assignment]
     assert await site.handler.resume({request.instance_uuid: 0, other.instance_uuid: 0}) == set()
     assert (await site.build_of(other.instance_uuid)).state is BuildState.SCHEDULED
+
+
+@pytest.mark.parametrize(
+    "now", [{"project_id": "another"}, {"attempt": 2}, {"holding": {"gone": {"VCPU": 1}}, "hosts": ("gone",)}]
+)
+async def test_a_build_goes_where_its_claim_is_when_its_cell_gets_it(site: Site, now: dict[str, object]) -> None:
+    """Between its own claim, which named what it holds, and the look at it that has changed."""
+    holding = {site.cluster.hosts.uuids[1]: {"VCPU": 1}}
+    request = site.cluster.holds(holding)
+    (placed,) = await site.cluster.place(request)
+    assert isinstance(placed, HostClaimed) and placed.selections[0].allocations == holding
+    held = site.cluster.port.held
+    held[request.instance_uuid] = replace(held[request.instance_uuid], **now)
+    (placed,) = await site.cluster.place(request)
+    assert not isinstance(placed, HostClaimed) or placed.attempt == 2
 
 
 # --- Moves.
