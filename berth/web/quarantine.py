@@ -20,9 +20,10 @@ from berth.audit import quarantine as records
 from berth.audit.quarantine import InCells
 from berth.web.access import WebRole
 from berth.web.api import Handlers, caller_of, converted, number_of, object_of, parsed, route, truth_of
+from berth.web.fleet import PAGE_TIMEOUT_S
 from berth.web.problems import Problem
 from bus.contracts.base import Count, Reason, Uuid, Word
-from bus.faults import Forbidden, RequestRefused, Transient
+from bus.faults import DatabaseUnavailable, Forbidden, RequestRefused, Transient
 from bus.service.environment import Environment, NotConfigured
 from bus.service.settings import SettingsError
 from cell_conductor.domain.breaker import Breaker
@@ -174,9 +175,13 @@ class SafetyReader:
         async with self._reading:
             if self._counts is None or self._env.clock.monotonic() - self._counted_at > COUNTED_AGE_S:
                 try:
-                    self._counts = _counted(await self.read())
+                    async with asyncio.timeout(PAGE_TIMEOUT_S):
+                        self._counts = _counted(await self.read())
                 except Problem as problem:
                     self._counts = problem
+                except TimeoutError:
+                    words = f"the cells' records cannot be read: no answer within {PAGE_TIMEOUT_S:g} s"
+                    self._counts = Problem(503, DatabaseUnavailable.code, words)
                 self._counted_at = self._env.clock.monotonic()
         if isinstance(self._counts, Problem):
             raise Problem(self._counts.status, self._counts.code, self._counts.detail)

@@ -134,7 +134,7 @@ def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
         outcome = _fits(ledger, wanted, before, _larger(wanted, source) if source else wanted, option.shapes)
         if outcome is _CLAIMED and claim.server_group is not None:
             outcome = permitted(claim, option, others)
-        if outcome is _CLAIMED and claim.limits and (past := ledger.past_limit(claim, option, held or source)):
+        if outcome is _CLAIMED and (past := ledger.past_limit(claim, option, held or source)):
             outcome = ClaimOutcome.OVER_LIMIT
         outcomes.append(outcome)
         if outcome is _CLAIMED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
+from copy import copy
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -130,12 +131,19 @@ def plan(
     """
     draft = _Draft(book, holdings, bus, shape)
     results = [draft.apply(update, before) for update, before in zip(updates, earlier, strict=True)]
-    waiting = [
-        number for number, one in enumerate(results) if isinstance(one, ReportRefusal) and one.code == NAME_TAKEN
-    ]
-    exchanging, giving = draft.exchanging({number: updates[number] for number in waiting})
-    for number in exchanging:
-        results[number] = draft.apply(updates[number], earlier[number], giving)
+    waiting = {
+        number: updates[number]
+        for number, one in enumerate(results)
+        if isinstance(one, ReportRefusal) and one.code == NAME_TAKEN
+    }
+    while waiting:  # ends: each round leaves some out, or is the last
+        exchanging, giving = draft.exchanging(waiting)
+        trial = draft.trial()
+        tried = {number: trial.apply(updates[number], earlier[number], giving) for number in exchanging}
+        waiting = {number: updates[number] for number, one in tried.items() if isinstance(one, Applied)}
+        if len(waiting) == len(tried):
+            draft, results = trial, [tried.get(number, one) for number, one in enumerate(results)]
+            break
     return ReportPlan(results, draft.providers, draft.moved)
 
 
@@ -179,6 +187,14 @@ class _Draft:
         self.trees: dict[str, set[str]] = {}
         for provider in book.values():
             self.trees.setdefault(provider.root, set()).add(provider.uuid)
+
+    def trial(self) -> _Draft:
+        """A copy on which updates are tried together, so that the original stays as it is."""
+        trial = copy(self)
+        trial.providers, trial.names, trial.moved = dict(self.providers), dict(self.names), dict(self.moved)
+        trial._generations = dict(self._generations)
+        trial.trees = {root: set(uuids) for root, uuids in self.trees.items()}
+        return trial
 
     def exchanging(self, refused: Mapping[int, InventoryUpdate]) -> tuple[Sequence[int], Set[str]]:
         """Of updates that were refused for a name, by number: those that can be applied together, because each name is

@@ -103,7 +103,7 @@ def admit(
     if pending.is_later_member and is_clash_of_first(pending, firsts, known):
         return admit_without_first(pending)
     if first is not pending:
-        return admit_repeated(pending, first)
+        return admit_repeated(pending, first, admit(first, firsts, new, known))
     if uuid in new:
         return admit_new(pending)
     return admit_known(pending, known.get(uuid))
@@ -127,36 +127,37 @@ def admit_new(pending: PendingBuild) -> Admission:
     return Start()
 
 
-def admit_repeated(pending: PendingBuild, first: PendingBuild) -> Answered:
-    """The same instance twice in one batch: the first request counts."""
-    return Answered(outcome=accepted(pending.instance_uuid)) if pending.digest == first.digest else _clash(pending)
+def admit_repeated(pending: PendingBuild, first: PendingBuild, admission: Admission) -> Answered:
+    """The same instance twice in one batch: the first request counts, and this one is answered as it is. admission: of
+    the first.
+    """
+    if pending.digest != first.digest:
+        return _clash(pending)
+    outcome = admission.outcome if isinstance(admission, Answered) else accepted(pending.instance_uuid)
+    return Answered(outcome=outcome)
 
 
 def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     """It was on record already: a redelivery continues where the earlier delivery ended, a repeated request changes
-    nothing.
+    nothing. What it would be refused for now does not count: it was not purged, however old it is, and if an object
+    that it names has been deleted since, the decision ends it.
     """
-    refusal = pending.refusal
-    if known is not None and known.build.state is BuildState.ACCEPTED and refusal is not None:
-        # The request is still on record, however old it is, so its record was not purged. If an object that it names
-        # has been deleted since, the decision ends it.
-        refusal = None
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
-    if known.build.code == UNKNOWN and known.build.project_id == pending.request.project_id:
+    build, repeated = known.build, accepted(pending.instance_uuid)
+    if build.code == UNKNOWN and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
-        return Answered(outcome=accepted(pending.instance_uuid), label="deleted", withdrawn=True)
+        return Answered(outcome=repeated, label="deleted", withdrawn=True)
     if known.digest != pending.digest:
         return _clash(pending)
-    if known.build.state is BuildState.REFUSED and refusal is not None:
-        return Answered(outcome=Done(reply=refusal))
-    if known.build.state is not BuildState.ACCEPTED or refusal is not None:
-        withdrawn = known.build.state in (BuildState.DELETING, BuildState.DELETED)
-        repeated = accepted(pending.instance_uuid)
-        return Answered(outcome=repeated, label="repeated", ended=known.build, withdrawn=withdrawn)
-    return Continue(known.build.run)
+    if build.state is BuildState.ACCEPTED:
+        return Continue(build.run)
+    if build.state is BuildState.REFUSED:
+        return Answered(outcome=Done(reply=Refusal(code=build.code, reason=build.reason)))
+    withdrawn = build.state in (BuildState.DELETING, BuildState.DELETED)
+    return Answered(outcome=repeated, label="repeated", ended=build, withdrawn=withdrawn)
 
 
 def admit_without_first(pending: PendingBuild) -> Answered:

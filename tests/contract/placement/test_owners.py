@@ -203,6 +203,26 @@ async def test_two_hosts_that_have_swapped_their_names_are_put_right(store: Reso
     assert await outcomes(store, *(replace(one, version=3) for one in swapped)) == ["unchanged", "unchanged"]
 
 
+async def test_hosts_that_exchange_names_are_all_changed_or_none(store: ResourceBook) -> None:
+    """Found by reading: of two that were applied together the second was refused for what the first had changed. The
+    book in memory then had two providers of one name, and PostgreSQL failed the whole group, whenever it was repeated.
+    """
+    mine, other, child = (ProviderReport(uuid=one, name=f"n-{one[0]}") for one in (MINE, OTHER, CHILD))
+    below = replace(child, parent_uuid=MINE)
+    tree = host(MINE, 1, source="agent")
+    await outcomes(store, replace(tree, providers=(mine, below)), replace(host(OTHER, 1), providers=(other,)))
+    taking = (replace(other, name=child.name), replace(mine, parent_uuid=OTHER))
+    giving = (replace(mine, theirs=True), replace(below, name=other.name))
+    group = [replace(host(OTHER, 2), providers=taking), replace(tree, version=2, providers=giving)]
+    assert await outcomes(store, *group) == ["provider.name_taken", "provider.name_taken"]
+    states = (await store.snapshot(None, 100)).providers
+    assert {one.uuid: (one.name, one.root_uuid) for one in states} == {
+        MINE: (mine.name, MINE),
+        OTHER: (other.name, OTHER),
+        CHILD: (child.name, MINE),
+    }
+
+
 async def test_what_rest_has_changed_of_a_host_is_put_right_by_the_same_report(store: ResourceBook) -> None:
     """A total of 1,000,000 stayed: a report of the content that its source had reported before was not looked at."""
     assert [*await outcomes(store, first(1)), *await outcomes(store, first(2))] == ["applied", "unchanged"]

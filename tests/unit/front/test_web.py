@@ -21,12 +21,21 @@ from berth.web.access import WebCaller, WebRole
 from berth.web.api import WebApi, as_seen, body_of, stream_response
 from berth.web.application import on_problem
 from berth.web.dead_letters import LetterBox
-from berth.web.fleet import CHANGES_LOOKED_AT, CHANGES_SHOWN, COUNTED_AGE_S, FAILED_AGE_S, FleetReader, ProviderView
+from berth.web.fleet import (
+    CHANGES_LOOKED_AT,
+    CHANGES_SHOWN,
+    COUNTED_AGE_S,
+    FAILED_AGE_S,
+    PAGE_TIMEOUT_S,
+    FleetReader,
+    ProviderView,
+)
 from berth.web.live import EventFollower, Live
 from berth.web.openapi import _of_hosts
 from berth.web.operations import METAL_AGE_S, MetalReader
 from berth.web.pages import lost_claims, state_of, troubles_of_hosts
 from berth.web.problems import PROBLEM_JSON, Problem
+from berth.web.quarantine import SafetyReader
 from bus.bus import API, Bus
 from bus.clock import SystemClock
 from bus.contracts.base import Message
@@ -48,6 +57,8 @@ from bus.contracts.stages import Stamps
 from bus.faults import RequestRefused, RequestTimeout
 from bus.memory import MemoryBroker, MemoryTransport
 from bus.port import PublishRefused
+from bus.service.environment import Environment
+from tests.kit.virtual_time import on_virtual_time
 from tests.unit.front.world import HandClock
 
 # --- how often the pages request what about the fleet. A list of hosts costs the scheduler some 3 microseconds a host
@@ -193,6 +204,29 @@ async def test_a_hosts_page_shows_the_newest_changes_however_short_the_feed_is(k
     feed = Feed(head, oldest=head - kept + 1)
     found = await FleetReader(feed, clock, ("c",)).changes([view])  # type: ignore[arg-type]
     assert [one.sequence for one in found] == [head - back for back in range(min(kept, CHANGES_SHOWN))]
+
+
+@on_virtual_time
+async def test_a_page_waits_for_the_database_as_long_as_for_schedulers() -> None:
+    """It waited 10 s, whenever the last answer was older than that."""
+
+    class Silent(Environment):
+        @contextlib.asynccontextmanager
+        async def raw(self) -> AsyncIterator[None]:
+            await asyncio.Event().wait()
+            yield
+
+        async def close(self) -> None: ...
+
+        def database(self, *_: Any, **__: Any) -> Any:
+            return self
+
+    safety = SafetyReader(Silent("web", transports=lambda _: MemoryTransport(MemoryBroker()), cells=("c",)))
+    began = asyncio.get_running_loop().time()
+    with pytest.raises(Problem) as refused:
+        await safety.counts()
+    assert (refused.value.status, refused.value.code) == (503, "database.unavailable")
+    assert asyncio.get_running_loop().time() - began == PAGE_TIMEOUT_S
 
 
 # --- the part of the event stream that the pages keep is bounded, and a reader that falls behind is notified

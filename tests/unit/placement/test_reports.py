@@ -144,6 +144,12 @@ def test_what_its_source_no_longer_reports_goes_and_what_others_reported_stays()
     assert [(c.provider, c.removed) for c in changes_of(book, planned.after)] == [(CHILD, True)]
 
 
+def test_the_former_parent_of_what_is_reported_elsewhere_goes() -> None:
+    book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
+    result, planned = after(book, update(node(ROOT), node(GRANDCHILD, ROOT)), earlier=[ROOT, CHILD, GRANDCHILD])
+    assert (result.stranded, set(planned.after)) == ((), {ROOT, GRANDCHILD})
+
+
 def test_an_empty_report_removes_the_tree() -> None:
     book = book_of(update(node(ROOT), node(CHILD, ROOT), node(GRANDCHILD, CHILD)))
     assert after(book, update(root=ROOT))[1].after == {}
@@ -419,6 +425,14 @@ def test_what_finds_no_room_stays_stranded_and_goes_with_a_later_report() -> Non
     )
     assert again.moved == {TWO: {LEFT: {"VCPU": 1}}}
     assert again.after[FLAT_ROOT].inventories.keys() == {"DISK_GB", "VGPU"}
+
+
+def test_what_an_earlier_report_of_the_group_has_moved_is_not_moved_again() -> None:
+    holdings: dict[str, Holding] = {ONE: {FLAT_ROOT: {"VCPU": 1}}}
+    book = held(plan([FLAT], [()], {}, shape=1).after, holdings)
+    planned = plan([NESTED, NESTED], [[FLAT_ROOT], [FLAT_ROOT, LEFT, RIGHT]], book, holdings, shape=2)
+    assert [isinstance(one, Applied) and one.changed for one in planned.results] == [True, False]
+    assert planned.moved == {ONE: {LEFT: {"VCPU": 1}}}
 
 
 def test_whose_place_is_known_goes_there() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     COMPUTE_SOURCE,
     Claim,
@@ -20,10 +21,10 @@ from placement_worker.domain.allocation_migration import migrated, sources_of
 from placement_worker.domain.claim_group import MAX_GROUP_MEMBERS_READ, ClaimGroup
 from placement_worker.domain.names import suggestion
 from placement_worker.domain.report_group import ReportGroup, ReportSource
-from placement_worker.domain.reports import Applied
+from placement_worker.domain.reports import Applied, plan
 from placement_worker.domain.trees import DeleteInventory, ProviderTrees, SetTraits, UpdateProvider
 from placement_worker.domain.values import state_of
-from tests.unit.placement.test_claims import MIGRATION, VM, A, B, claim, holder, room, run
+from tests.unit.placement.test_claims import MIGRATION, OTHER, VM, A, B, claim, holder, room, run
 from tests.unit.placement.test_claims import provider as claimed_provider
 from tests.unit.placement.test_reports import CHILD, ROOT, SECOND, node, update
 from tests.unit.placement_rest.test_decisions import CLASSES, inventory, provider
@@ -82,11 +83,48 @@ def test_a_revert_takes_from_a_consumer_of_another_type_only_what_it_alone_holds
     )
     assert alone[MIGRATION] is None and alone[VM] is not None and alone[VM].holding == HELD
     assert both.get(MIGRATION, other) == other
+    elsewhere = replace(holder(THERE, attempt=2), consumer_type="")
+    neither = run(revert, providers=there, consumers={VM: holder({}, attempt=2), MIGRATION: elsewhere}).consumers
+    assert neither.get(MIGRATION, elsewhere) == elsewhere, "it holds nothing of the source"
+
+
+def test_a_revert_of_an_instance_whose_fence_was_trimmed_makes_its_consumer_anew() -> None:
+    revert = Revert(consumer=VM, migration=Migration(uuid=MIGRATION, source=HELD), source_attempt=1, attempt=3)
+    kept = replace(holder(HELD, attempt=2), consumer_type="MIGRATION")
+    decision = run(revert, providers=HOSTS, consumers={MIGRATION: kept})
+    (verdict,), after = decision.verdicts, decision.consumers[VM]
+    assert (verdict.outcome, verdict.consumer_generation) == ("reverted", 1)
+    assert after is not None and (after.generation, after.attempt, after.holding) == (1, 3, HELD)
+
+
+def test_the_claim_of_an_alternate_writes_the_migration_under_its_next_generation() -> None:
+    """The alternate takes of the source: a resize in place."""
+    kept = replace(holder(HELD, attempt=2, generation=4), consumer_type="MIGRATION")
+    asked = claim({A: {"VCPU": 1}}, attempt=3, release_first=True, migration=Migration(uuid=MIGRATION, source=HELD))
+    known = {VM: holder({}, attempt=2), MIGRATION: kept}
+    after = run(asked, providers=HOSTS, consumers=known).consumers[MIGRATION]
+    assert after is not None and (after.generation, after.holding) == (5, {A: {"VCPU": 1}})
+
+
+def test_a_migration_keeps_all_that_its_instance_held_and_not_what_the_move_was_told_alone() -> None:
+    """Another client has given it more since."""
+    providers = {**HOSTS, A: claimed_provider(VCPU=room(8, 4))}
+    migration = Migration(uuid=MIGRATION, source=HELD)
+    asked = claim(THERE, attempt=2, consumer_generation=1, migration=migration)
+    kept = run(asked, providers=providers, consumers={VM: holder({A: {"VCPU": 4}})}).consumers[MIGRATION]
+    assert kept is not None and kept.holding == {A: {"VCPU": 4}}
 
 
 def test_as_many_members_are_read_as_could_move_and_one_more() -> None:
     items = [claim({A: {"VCPU": 1}}, consumer=one) for one in (VM, MIGRATION)]
     assert ClaimGroup(items).members().most == MAX_GROUP_MEMBERS_READ + 2
+
+
+def test_of_the_consumers_that_may_move_those_are_read_that_hold_something() -> None:
+    group = ServerGroup(uuid=B, policy=GroupPolicy.AFFINITY)
+    both = ClaimGroup([claim({A: {"VCPU": 1}}, consumer=one, server_group=group) for one in (VM, OTHER)])
+    assert both.members({OTHER}).moved == [("p", B, OTHER)]
+    assert both.members().moved == [("p", B, VM), ("p", B, OTHER)], "which of them do is not known yet"
 
 
 # --- reports
@@ -105,6 +143,13 @@ def test_the_usage_of_a_provider_that_goes_is_written_under_its_last_generation(
     before, after = provider(A, used={"VCPU": 2}), provider(B, used={"VCPU": 2}, generation=7)
     decision = migrated({A: before}, {B: after}, {}, {})
     assert (decision.used, decision.generations) == ({A: {"VCPU": 0}, B: {"VCPU": 2}}, {A: 5, B: 7})
+
+
+@pytest.mark.parametrize(("bus", "is_applied"), [("c1", True), ("api", False)])
+def test_the_cell_that_a_report_names_counts_above_cells_alone(bus: str, is_applied: bool) -> None:
+    book = plan([update(node(ROOT))], [()], {}, bus="c1", shape=1).after
+    (result,) = plan([replace(update(node(ROOT)), cell="c2")], [()], book, bus=bus, shape=2).results
+    assert isinstance(result, Applied) is is_applied
 
 
 def test_usage_of_nothing_is_not_published() -> None:

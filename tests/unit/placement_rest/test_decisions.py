@@ -15,9 +15,12 @@ from placement_worker.domain.claim_ledger import ConsumerWrite
 from placement_worker.domain.refusal import Why, WriteRefusal
 from placement_worker.domain.reports import changes_of
 from placement_worker.domain.trees import (
+    AddInventory,
     CreateProvider,
+    DeleteInventory,
     DeleteProvider,
     ProviderTrees,
+    ReplaceInventory,
     SetAggregates,
     SetInventories,
     SetTraits,
@@ -106,6 +109,9 @@ def test_a_parent_may_be_given_once_and_changed_from_1_37() -> None:
     assert why(trees.apply(UpdateProvider("a", "name-a", "c", may_move=True))) is Why.BAD_PARENT, "a loop"
     assert why(trees.apply(UpdateProvider("b", "name-b", None))) is Why.BAD_PARENT
     assert why(trees.apply(DeleteProvider("b"))) is Why.IS_PARENT
+    assert why(trees.apply(UpdateProvider("c", "name-c", "a"))) is Why.BAD_PARENT
+    trees.apply(UpdateProvider("c", "name-c", "a", may_move=True))
+    trees.apply(UpdateProvider("c", "name-c", "b", may_move=True))
     trees.apply(UpdateProvider("b", "name-b", None, may_move=True))
     assert {p.uuid: p.root for p in trees.providers.values()} == {"a": "a", "b": "b", "c": "b"}
 
@@ -122,6 +128,34 @@ def test_a_group_sees_what_it_has_done() -> None:
     assert isinstance(trees.apply(DeleteProvider("b")), Provider)
     assert isinstance(trees.apply(DeleteProvider("a")), Provider)
     assert trees.providers == {}
+
+
+@pytest.mark.parametrize(
+    ("item", "refused"),
+    [
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 5), None),
+        (SetInventories("a", {"DISK_GB": inventory(1)}), None),
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 4), Why.GENERATION),
+        (SetInventories("a", {"DISK_GB": inventory(1)}, 5, flaw="it is odd"), Why.BAD_INVENTORY),
+        (SetInventories("a", {"CUSTOM_NONE": inventory(1)}, 5), Why.NO_SUCH),
+        (AddInventory("a", "DISK_GB", inventory(1)), None),
+        (AddInventory("a", "DISK_GB", inventory(1), flaw="it is odd"), Why.BAD_INVENTORY),
+        (AddInventory("a", "CUSTOM_NONE", inventory(1)), Why.NO_SUCH),
+        (AddInventory("a", "VCPU", inventory(1)), Why.DUPLICATE),
+        (ReplaceInventory("a", "VCPU", inventory(1), 5), None),
+        (ReplaceInventory("a", "VCPU", inventory(1), 4), Why.GENERATION),
+        (ReplaceInventory("a", "VCPU", inventory(1), 5, flaw="it is odd"), Why.BAD_INVENTORY),
+        (ReplaceInventory("a", "DISK_GB", inventory(1), 5), Why.NO_INVENTORY),
+        (ReplaceInventory("a", "CUSTOM_NONE", inventory(1), 5), Why.NO_SUCH),
+        (DeleteInventory("a", "VCPU"), None),
+        (DeleteInventory("a", "DISK_GB"), Why.NO_INVENTORY),
+        (DeleteInventory("a", "CUSTOM_NONE"), Why.NO_INVENTORY),
+    ],
+)
+def test_a_write_of_inventories_is_refused_as_placement_refuses_it(item: TreeWrite, refused: Why | None) -> None:
+    trees = trees_of(provider("a", inventories={"VCPU": inventory(4)}))
+    assert why(trees.apply(item)) is refused
+    assert (trees.providers["a"].generation == 6) is (refused is None)
 
 
 def test_what_is_held_stays() -> None:
@@ -193,6 +227,24 @@ def test_an_allocation_write_ends_as_placements_would(item: Replace | Remove, ex
     [outcome], decision = decide([item], consumers, claimed(a=2), {**CLASSES})
     assert why(outcome) is expected
     assert bool(decision.consumers) is (expected is None)
+
+
+@pytest.mark.parametrize(
+    ("known", "stated", "kind"),
+    [
+        (None, None, ""),
+        ({"a": {"VCPU": 2}}, None, "X"),
+        ({}, None, ""),
+        ({"a": {"VCPU": 2}}, "Y", "Y"),
+    ],
+)
+def test_a_write_before_1_38_leaves_the_type_of_what_holds_something(
+    known: dict[str, Any] | None, stated: str | None, kind: str
+) -> None:
+    consumers = {} if known is None else {"c": ConsumerState(3, 1, "p", "u", "X", known)}
+    _, decision = decide([write("c", 1, consumer_type=stated)], consumers, claimed(a=2), CLASSES)
+    after = decision.consumers["c"]
+    assert after is not None and after.consumer_type == kind
 
 
 def test_only_what_is_requested_or_emptied_moves_a_generation() -> None:

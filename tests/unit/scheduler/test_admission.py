@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from bus.consuming.outcome import Done, Received
 from bus.contracts.base import Meta, Refusal
-from bus.contracts.build import BuildRequest, BuildState
+from bus.contracts.build import BuildAccepted, BuildRequest, BuildState
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import Condition, MoveKind, MoveRequest
 from scheduler_worker.domain.admission import (
@@ -70,9 +70,33 @@ def test_what_a_request_would_be_refused_for_now_counts_only_where_it_is_not_on_
 ) -> None:
     """Its flavor has been deleted since."""
     pending = taken(replace(REQUEST, flavor="deleted"))
-    admission = admit_known(pending, on_record(pending, state))
+    admission = admit_known(pending, on_record(pending, state, code=code or ""))
     reply = admission.outcome.reply if isinstance(admission, Answered) and isinstance(admission.outcome, Done) else None
     assert (reply.code if isinstance(reply, Refusal) else None) == code
+
+
+@pytest.mark.parametrize("flavor", ["m1.small", "deleted"])
+def test_a_build_that_was_refused_is_refused_again_as_it_is_on_record(flavor: str) -> None:
+    """Its flavor was created since, or another reason holds now: it was answered as accepted, and no event followed."""
+    pending = taken(replace(REQUEST, flavor=flavor))
+    refused = on_record(pending, BuildState.REFUSED, code="group.unknown")
+    admission = admit_known(pending, refused)
+    assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
+    assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "group.unknown"
+
+
+def test_a_copy_of_a_request_in_its_batch_is_answered_as_the_request_is() -> None:
+    """The copy of one that is refused was answered as accepted."""
+    first, copy = taken(replace(REQUEST, flavor="deleted")), taken(replace(REQUEST, flavor="deleted"))
+    firsts = {UUID: first}
+    known = {UUID: on_record(first, BuildState.REFUSED, code="flavor.unknown")}
+    for new, records in (({UUID}, {}), (set[str](), known)):
+        admission = admit(copy, firsts, new, records)
+        assert isinstance(admission, Answered) and isinstance(admission.outcome, Done)
+        assert isinstance(admission.outcome.reply, Refusal) and admission.outcome.reply.code == "flavor.unknown"
+    accepted = admit(copy, firsts, set(), {UUID: on_record(first, BuildState.ACCEPTED)})
+    assert isinstance(accepted, Answered) and isinstance(accepted.outcome, Done)
+    assert isinstance(accepted.outcome.reply, BuildAccepted), "one of them is decided about, not both"
 
 
 def test_members_that_a_delete_takes_out_are_counted_for_their_gang() -> None:

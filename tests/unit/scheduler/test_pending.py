@@ -100,8 +100,8 @@ def test_a_request_on_record_whose_flavor_was_deleted_since_goes_on_to_its_decis
 
 
 def test_of_the_same_instance_twice_in_a_batch_the_first_counts() -> None:
-    assert isinstance(admit_repeated(taken(), taken()).outcome, Done)
-    assert_clash(admit_repeated(taken(replace(REQUEST, name="other")), taken()))
+    assert isinstance(admit_repeated(taken(), taken(), Start()).outcome, Done)
+    assert_clash(admit_repeated(taken(replace(REQUEST, name="other")), taken(), Start()))
 
 
 def test_other_content_under_a_known_instance_is_a_clash() -> None:
