@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from bus.bus import Bus
 from bus.contracts.build import HostRecord, HostsPage, HostsQuery
-from bus.faults import RequestRefused
 from bus.turns import InParts
 
 # A page takes 3 ms of a scheduler's loop to write, and 10 of this process's to read. For each one the scheduler lists
@@ -30,28 +29,20 @@ async def read_hosts(bus: Bus, query: HostsQuery, *, timeout_s: float) -> HostsP
     """
     most = min(query.limit, HOSTS_PER_PAGE)
     page = await bus.request(replace(query, limit=most), HostsPage, timeout_s=timeout_s)
-    if most == query.limit or page.more is False:
+    if most == query.limit or not page.more:
         return page
     parts: list[list[HostRecord]] = []
     sequence, last = 0, ""
-    # A scheduler of a release before pages answers without `more`, and refuses `by_uuid`: it is asked for everything at
-    # once. That its page is not full proves nothing, because it leaves out hosts that left the book meanwhile.
-    while page.more is not None:
+    while True:
         following = replace(query, by_uuid=True, after_uuid=last or None, limit=HOSTS_PER_PAGE)
-        try:
-            page = await bus.request(following, HostsPage, timeout_s=timeout_s)
-        except RequestRefused:
-            break
+        page = await bus.request(following, HostsPage, timeout_s=timeout_s)
         found = {host.uuid: host for host in page.hosts if host.uuid > last}
-        if page.more is None:
-            break
         if found:
             parts.append(sorted(found.values(), key=_by_name))
             sequence, last = sequence or page.feed_sequence, max(found)
         if not page.more or not found or sum(map(len, parts)) >= MAX_HOSTS:
             hosts, more = await _first(parts, query.limit)
             return HostsPage(hosts=hosts, feed_sequence=sequence or page.feed_sequence, more=more or page.more)
-    return await bus.request(query, HostsPage, timeout_s=timeout_s)
 
 
 def _by_name(host: HostRecord) -> tuple[str, str]:

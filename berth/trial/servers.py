@@ -11,15 +11,21 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from berth.client import BuildClient
 from berth.settings import BusSettings, CellSettings, DatabaseSettings, Settings
 from berth.site import Site
 from berth.trial.embedded.postgres import Postgres
 from berth.trial.embedded.process import GuardedProcess
 from berth.trial.embedded.rabbitmq import RabbitMQ
 from berth.trial.worker_processes import WorkerProcesses
+from bus.faults import Transient
+from bus.port import BusError
 from compute_sim.config import ComputeConfig
 
 API_VHOST = "berth"
+HOSTS_KNOWN_S = 90.0
+ANSWERS_IN_A_ROW = 4  # a scheduler: whichever is free answers
+ASK_AGAIN_S = 0.1
 
 
 class SystemPlan(Struct, frozen=True, kw_only=True):
@@ -76,6 +82,22 @@ def variables(settings: Settings) -> dict[str, str]:
                 found[f"BERTH_{section.upper()}__{name.upper()}"] = text
     found["BERTH_CELLS"] = msgspec.json.encode(settings.cells).decode()
     return found
+
+
+async def hosts_known(client: BuildClient, plan: SystemPlan) -> None:
+    """Wait until each scheduler can place on every host of the plan: a build before that may rightly find none.
+
+    Raises TimeoutError.
+    """
+    count = len(plan.cells) * plan.computes_per_cell * plan.compute.hosts
+    async with asyncio.timeout(HOSTS_KNOWN_S):
+        in_a_row = 0
+        while in_a_row < ANSWERS_IN_A_ROW * plan.schedulers:
+            await asyncio.sleep(ASK_AGAIN_S if in_a_row == 0 else 0)
+            with contextlib.suppress(Transient, BusError):
+                page = await client.hosts(limit=max(count, 1), timeout_s=HOSTS_KNOWN_S)
+                known = sum(host.up and bool(host.resources) for host in page.hosts)  # without, not in the book yet
+                in_a_row = in_a_row + 1 if known == count else 0
 
 
 @contextlib.asynccontextmanager

@@ -284,7 +284,7 @@ class HostsQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True,
     by_uuid: in this order. Schedulers may know a host under different names, because one has not received its newest
     announcement. after_uuid: only those that follow this one by uuid, the last of the page before.
     limit: an answer is written and read without a pause, some 20 ms for 20,000 hosts, so berth itself queries 5,000 at
-    a time; releases before pages query all at once.
+    a time.
     """
 
     cell: Word | None = None
@@ -326,9 +326,9 @@ class HostRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class HostsPage(Message, frozen=True, kw_only=True, tag="hosts.page.v1"):
     """Reply to a HostsQuery, by host name and uuid, or by uuid.
 
-    more: whether other hosts follow the last one of this page. None: by a scheduler of a release before pages.
+    more: whether other hosts follow the last one of this page.
     """
 
     hosts: tuple[HostRecord, ...] = ()
     feed_sequence: int = 0
-    more: bool | None = None
+    more: bool = False

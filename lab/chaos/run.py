@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import random
 import signal
 import tempfile
@@ -26,9 +25,8 @@ from berth.audit.gather import gather, rest
 from berth.audit.invariants import Facts, check_invariants
 from berth.client import BuildClient
 from berth.site import process_name
+from berth.trial.servers import hosts_known
 from bus.contracts.build import BuildEvent, BuildState
-from bus.faults import Transient
-from bus.port import BusError
 from bus.service.telemetry import configure_logging
 from lab.chaos.churn import Churn
 from lab.chaos.deployment import Deployment, connections, deployment, left_in_queues, wait_registered
@@ -52,10 +50,6 @@ from lab.feed_watch import FeedWatch
 PROGRESS_EVERY_S = 5.0
 STRETCH_S = 10.0
 EXAMPLES = 5
-# Whichever scheduler is free answers, so several answers in a row have to be complete.
-HOSTS_KNOWN_S = 90.0
-ANSWERS_IN_A_ROW = 4
-ASK_AGAIN_S = 0.1
 # Each option that is a field of the plan.
 OPTIONS = (
     ("--boots", "boots", "builds to be accepted"),
@@ -95,7 +89,7 @@ async def chaos(plan: ChaosPlan, directory: Path, console: Console) -> ChaosRepo
         await run.moving.open()
         try:
             await wait_registered(stage)
-            await run.hosts_known()
+            await hosts_known(run.client, run.plan.processes)
             console.print(f"seed {plan.seed}; up: {', '.join(stage.processes.workers)}", soft_wrap=True)
             return run.summed_up(await run.through())
         finally:
@@ -123,18 +117,6 @@ class Run:
         self._schedule = FaultSchedule(plan.deck, rng)
         self._clock = site.clock
         self._console = console
-
-    async def hosts_known(self) -> None:
-        """Return when the schedulers know every host: a build before that would rightly find none."""
-        processes = self.plan.processes
-        count = len(processes.cells) * processes.computes_per_cell * processes.compute.hosts
-        async with asyncio.timeout(HOSTS_KNOWN_S):
-            in_a_row = 0
-            while in_a_row < ANSWERS_IN_A_ROW * processes.schedulers:
-                with contextlib.suppress(Transient, BusError):
-                    page = await self.client.hosts(limit=count, timeout_s=HOSTS_KNOWN_S)
-                    in_a_row = in_a_row + 1 if sum(host.up for host in page.hosts) == count else 0
-                await self._clock.sleep(ASK_AGAIN_S)
 
     async def through(self) -> ChaosResult:
         """All of it."""

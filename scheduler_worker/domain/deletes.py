@@ -86,6 +86,7 @@ def plan_deletes(
     held: what their instances hold; None: it is not known yet, and deletes that depend on it are left as `unbuilt`.
     """
     plan = DeletePlan(outcomes={}, accepted=set(), updates=[], messages=[], unknown=[], unbuilt=[])
+    replies: dict[str, BuildAccepted | Refusal] = {}
     for pending in deletes:
         request = pending.request
         uuid, build = request.instance_uuid, builds.get(request.instance_uuid)
@@ -102,10 +103,10 @@ def plan_deletes(
         elif held is None and build.cell is None and build.state is not BuildState.DELETED:
             plan.unbuilt.append(pending)
         else:
-            plan.outcomes[pending.position] = Done(reply=BuildAccepted(instance_uuid=uuid))
             if uuid not in plan.accepted:
-                _delete(plan, build, author, (held or {}).get(pending.key))
+                replies[uuid] = _delete(plan, build, author, (held or {}).get(pending.key))
             plan.accepted.add(uuid)
+            plan.outcomes[pending.position] = Done(reply=replies[uuid])
     return plan
 
 
@@ -125,13 +126,16 @@ def _delete_unknown(
         plan.messages.append(refused_build(*pending.key, why, author.at))
 
 
-def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None) -> None:
-    """The effect of a delete on one build. held: what its instance holds, if no cell has the build. The cell of the
-    claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
+def _delete(
+    plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAllocation | None
+) -> BuildAccepted | Refusal:
+    """The effect of a delete on one build, and the reply. held: what its instance holds, if no cell has the build. The
+    cell of the claim deletes it: the record of its dispatch may be lost, as after a restore, and the instance may run.
     """
     cell = build.cell or (None if held is None else held.cell)
     claimed = FIRST_ATTEMPT if build.awaits_decision else build.attempt  # a scheduler may be claiming for it
     after, lines = build, tuple[TimelineEntry, ...]()
+    reply: BuildAccepted | Refusal = BuildAccepted(instance_uuid=build.instance_uuid)
     if build.state in (BuildState.DELETING, BuildState.DELETED):
         pass  # it was requested before
     elif cell is not None:
@@ -142,15 +146,16 @@ def _delete(plan: DeletePlan, build: RecordedBuild, author: Author, held: HeldAl
         after = replace(build, state=BuildState.DELETED, sequence=DELETED, terminal=True, attempt=claimed)
         lines = (author.entry("deleted", detail),)
     else:
-        why = Refusal(code=STRANDED, reason=STRANDED_REASON)
-        plan.messages.append(refused_build(build.instance_uuid, build.project_id, why, author.at))
+        reply = Refusal(code=STRANDED, reason=STRANDED_REASON)
+        plan.messages.append(refused_build(build.instance_uuid, build.project_id, reply, author.at))
         after, what = build, "delete_refused"
         if build.awaits_decision:
-            after, what = _failed(replace(build, attempt=claimed), why), "failed"
+            after, what = _failed(replace(build, attempt=claimed), reply), "failed"
         lines = (author.entry(what, f"{STRANDED}: {STRANDED_REASON}"),)
     if lines:
         plan.updates.append(BuildUpdate(build=after, timeline=lines))
     plan.messages.extend(effects(build.state, after, author.at))
+    return reply
 
 
 def _failed(build: RecordedBuild, why: Refusal) -> RecordedBuild:

@@ -52,7 +52,7 @@ def within_bounds(claims: Sequence[Claim]) -> tuple[Claim, ...]:
 def _with_first_options(claim: Claim, most: int) -> Claim:
     totals = accumulate(len(option.allocations) for option in claim.options)
     fitting = sum(total <= most for total in totals)
-    return claim if fitting == len(claim.options) else replace(claim, options=claim.options[: max(fitting, 1)])
+    return replace(claim, options=claim.options[: max(fitting, 1)])
 
 
 def with_shared_findings(states: Sequence[PlacementState]) -> list[PlacementState]:

@@ -177,9 +177,8 @@ class Selector:
 
     def uuids_of(self, host: str) -> list[str]:
         """The hosts with this name or uuid. Of several with one name, those that have left do not count."""
-        known = self.table.find(host)
-        if len(known) > 1:
-            known = [one for one in known if self._is_there(one)] or known
+        named = self.table.find(host)
+        known = [one for one in named if self._is_there(one)] or named
         if known or self.book.row_of(host) is None:
             return known
         return [host]

@@ -102,8 +102,10 @@ class Plant:
         items.sort(key=lambda item: self._first.get(item.nodeid, len(self._first)))
 
 
-def pytest_configure(config: pytest.Config) -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Before any conftest.py, which may import the module."""
     if place := os.environ.get(PLANT):
         plant: Any = Plant(**json.loads(Path(place).read_text(encoding="utf-8")))
         sys.meta_path.insert(0, plant)
-        config.pluginmanager.register(plant)
+        early_config.pluginmanager.register(plant)

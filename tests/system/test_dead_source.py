@@ -63,7 +63,7 @@ class Moved:
 
     async def move(self) -> None:
         status, boots, err = await self.berth("boot", "--flavor", "m1.tiny", "--host", SOURCE, "--wait", "--json")
-        assert status == 0, err
+        assert status == 0, (boots, err)
         self.uuid = boots[0]["instance_uuid"]
         status, moved, err = await self.berth("migrate", self.uuid, "--host", DESTINATION, "--wait", "--json")
         assert (status, moved["state"]) == (0, "done"), (moved, err)

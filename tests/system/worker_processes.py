@@ -14,7 +14,7 @@ from berth.audit.invariants import InvariantVerdict, check_invariants
 from berth.client import BuildClient
 from berth.load import LoadPlan, LoadReport, run_load
 from berth.site import Site, process_name
-from berth.trial.servers import RealServers, SystemPlan, running_processes
+from berth.trial.servers import RealServers, SystemPlan, hosts_known, running_processes
 from berth.trial.worker_processes import WorkerProcesses
 from tests.kit.forks import ForkedProcess
 from tests.kit.lent import lent_servers
@@ -50,7 +50,7 @@ class Rig(Struct):
 
 @asynccontextmanager
 async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
-    """Private servers, every worker of the plan as a process, a client that listens."""
+    """Private servers, every worker of the plan as a process, their hosts known, a client that listens."""
     assert not plan.durable, "servers that are lent are not"
     servers_context = lent_servers(plan.cells)
     servers = await asyncio.to_thread(servers_context.__enter__)
@@ -60,6 +60,7 @@ async def rig(plan: SystemPlan, *, seed: int = 1) -> AsyncIterator[Rig]:
             client = BuildClient(site.bus(process), clock=site.clock, process=process, keep_events=True, durable=True)
             await client.open()
             try:
+                await hosts_known(client, plan)
                 yield Rig(servers=servers, processes=processes, site=site, client=client, rng=random.Random(seed))
             finally:
                 await client.close()

@@ -232,26 +232,19 @@ HOSTS = tuple(
 
 
 class Schedulers:
-    """A bus on which these schedulers answer in turn: True is one of the release before pages.
+    """A bus on which schedulers answer in turn. hosts: what each of them knows."""
 
-    hosts: what each of them knows, in turn.
-    """
-
-    def __init__(self, are_old: Sequence[bool] = (False,), hosts: Sequence[Sequence[HostRecord]] = (HOSTS,)) -> None:
-        self.are_old = are_old
+    def __init__(self, hosts: Sequence[Sequence[HostRecord]] = (HOSTS,)) -> None:
         self.hosts = hosts
         self.queries: list[HostsQuery] = []
 
     async def request(self, query: Message, _reply: type[Any], **_: Any) -> HostsPage:
         assert isinstance(query, HostsQuery)
-        is_old = self.are_old[len(self.queries) % len(self.are_old)]
         known = self.hosts[len(self.queries) % len(self.hosts)]
         self.queries.append(query)
-        if is_old and query.by_uuid:
-            raise RequestRefused("unknown field `by_uuid`", code="message.invalid")
         found = [host for host in known if host.uuid > (query.after_uuid or "")]
         found.sort(key=lambda host: ("" if query.by_uuid else host.name, host.uuid))
-        more = None if is_old else len(found) > query.limit
+        more = len(found) > query.limit
         return HostsPage(hosts=tuple(found[: query.limit]), feed_sequence=len(self.queries), more=more)
 
 
@@ -272,13 +265,6 @@ def all_by(reader: str, bus: Any) -> Callable[[], Awaitable[Sequence[HostRecord]
         return (await api.hosts(HostsQuery())).hosts
 
     return {"command": by_command, "api": by_api, "pages": FleetReader(bus, SystemClock(), ("c",)).hosts}[reader]
-
-
-@pytest.mark.parametrize("are_old", [(False,), (True,), (False, True), (True, False), (False, False, True)])
-@pytest.mark.parametrize("reader", ["command", "api", "pages"])
-async def test_all_hosts_are_read_by_every_release(reader: str, are_old: Sequence[bool]) -> None:
-    """A scheduler of the release before pages does not know `by_uuid` and answers without `more`."""
-    assert tuple(await all_by(reader, Schedulers(are_old))()) == HOSTS
 
 
 @pytest.mark.parametrize("reader", ["command", "api", "pages"])
@@ -350,19 +336,25 @@ async def test_no_more_hosts_are_read_than_are_listed_at_most(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("limit", "limits"), [(2, [2]), (3, [3]), (4, [3, 3, 3, 3]), (7, [3, 3, 3, 3])])
-@pytest.mark.parametrize("is_old", [False, True])
-async def test_no_more_hosts_are_read_than_requested(limit: int, limits: list[int], is_old: bool) -> None:
-    schedulers = Schedulers((is_old,))
+async def test_no_more_hosts_are_read_than_requested(limit: int, limits: list[int]) -> None:
+    schedulers = Schedulers()
     page = await read_hosts(schedulers, HostsQuery(cell="c", limit=limit), timeout_s=1.0)  # type: ignore[arg-type]
-    assert page.hosts == HOSTS[:limit] and page.more is (None if is_old else limit < 7)
-    assert page.feed_sequence == (len(schedulers.queries) if is_old else 1 if limit <= 3 else 2)
-    assert [one.limit for one in schedulers.queries] == ([3, limit] if is_old and limit > 3 else limits)
+    assert page.hosts == HOSTS[:limit] and page.more is (limit < 7)
+    assert page.feed_sequence == (1 if limit <= 3 else 2)
+    assert [one.limit for one in schedulers.queries] == limits
     assert {one.cell for one in schedulers.queries} == {"c"}
 
 
-async def test_a_query_that_is_refused_at_once_is_refused() -> None:
+@pytest.mark.parametrize("answered", [0, 1])
+async def test_a_query_that_is_refused_is_refused(answered: int) -> None:
+    class Refusing(Schedulers):
+        async def request(self, query: Message, _reply: type[Any], **_: Any) -> HostsPage:
+            if len(self.queries) == answered:
+                raise RequestRefused("unknown field `by_uuid`", code="message.invalid")
+            return await super().request(query, _reply)
+
     with pytest.raises(RequestRefused):
-        await read_hosts(Schedulers((True,)), HostsQuery(by_uuid=True), timeout_s=1.0)  # type: ignore[arg-type]
+        await read_hosts(Refusing(), HostsQuery(), timeout_s=1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 4, 7])
@@ -377,19 +369,6 @@ async def test_item_16_a_list_is_written_in_parts_as_it_is_at_once(count: int, m
     monkeypatch.setattr(msgspec.json, "encode", counted)
     assert await json_of(hosts) == encode(hosts)
     assert max(written, default=0) <= 3 and sum(written) == count
-
-
-async def test_a_page_of_an_old_scheduler_that_is_not_full_is_not_the_last() -> None:
-    """It takes so many hosts, and then leaves out those that have left the book."""
-
-    class Leaving(Schedulers):
-        async def request(self, query: Message, _reply: type[Any], **_: Any) -> HostsPage:
-            page = await super().request(query, _reply)
-            return replace(page, hosts=page.hosts[1:])
-
-    schedulers: Any = Leaving(are_old=(True,))
-    page = await read_hosts(schedulers, HostsQuery(), timeout_s=1.0)
-    assert page.hosts == HOSTS[1:]
 
 
 # --- when enough hosts have reported: not before every service that must has reported

@@ -25,7 +25,7 @@ from scheduler_worker.domain.admission import (
 )
 from scheduler_worker.domain.builds import BuildStatus, RecordedBuild
 from scheduler_worker.domain.gangs import withdrawn_by_gang
-from scheduler_worker.domain.moves import check_move, pending_move
+from scheduler_worker.domain.moves import check_move, pending_move, under_way
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RequestDelivery
 from tests.unit.scheduler.hosts import Hosts
@@ -127,8 +127,10 @@ def checked(
     *,
     move: dict[str, Any] | None = None,
     condition: Condition = Condition.ACTIVE,
+    of: str = "p",
     **more: Any,
 ) -> Answered | Refusal | None:
+    """of: the project that has the instance."""
     request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, **more)
     pending = pending_move(Received(request, Meta(id="m"), "api", "q"), RequestDelivery(), 0, now=1000.0)
     recorded = None
@@ -136,7 +138,7 @@ def checked(
         known = {"digest": pending.digest, "project_id": "p", "state": "scheduled", "sequence": 2, **move}
         recorded = RecordedMove(request_id=MOVE, instance_uuid=UUID, kind=kind, **known)
     now = InstanceRecord(instance_uuid=UUID, condition=condition)
-    context = MoveContext(move=recorded, build=ACTIVE, instance=now, build_request=REQUEST)
+    context = MoveContext(move=recorded, build=replace(ACTIVE, project_id=of), instance=now, build_request=REQUEST)
     return check_move(pending, context, SELECTOR, same_host=True)
 
 
@@ -148,6 +150,40 @@ def test_a_move_is_the_same_by_its_content_and_its_project() -> None:
 
     assert replied() != "duplicate"
     assert replied(digest=b"other") == replied(project_id="other") == "duplicate"
+
+
+@pytest.mark.parametrize(
+    ("flavor", "code"),
+    [("m1.small", "flavor.same"), ("m1.large", None), ("no.such", "flavor.unknown"), (None, "request.incomplete")],
+)
+def test_a_resize_names_another_flavor_that_there_is(flavor: str | None, code: str | None) -> None:
+    answer = checked(MoveKind.RESIZE, flavor=flavor)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+@pytest.mark.parametrize(("of", "code"), [("p", None), ("q", "instance.unknown")])
+def test_an_instance_of_another_project_is_unknown(of: str, code: str | None) -> None:
+    answer = checked(of=of)
+    assert (answer.code if isinstance(answer, Refusal) else answer) == code
+
+
+@pytest.mark.parametrize(
+    ("kind", "force", "before", "after"),
+    [
+        (MoveKind.STOP, False, None, MOVE),
+        (MoveKind.ABORT, False, None, None),
+        (MoveKind.ABORT, False, "another", "another"),
+        (MoveKind.REVERT, True, None, MOVE),
+        (MoveKind.REVERT, True, "another", "another"),
+    ],
+)
+def test_a_request_that_ends_another_leaves_that_one_under_way(
+    kind: MoveKind, force: bool, before: str | None, after: str | None
+) -> None:
+    request = MoveRequest(request_id=MOVE, instance_uuid=UUID, project_id="p", kind=kind, force=force)
+    instance = InstanceRecord(instance_uuid=UUID, under_way=before)
+    known = MoveContext(build=ACTIVE, instance=instance, build_request=REQUEST)
+    assert under_way(request, known).under_way == after
 
 
 @pytest.mark.parametrize(

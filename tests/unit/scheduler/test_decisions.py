@@ -137,7 +137,12 @@ async def test_item_16_the_one_host_with_room_for_a_gang_is_found_behind_any_num
 
 @pytest.mark.parametrize(
     ("processors", "found"),
-    [(3, {"m1.small": 3}), (13, {"m1.large": 3, "m1.small": 1}), (21, {"m1.large": 4, "m1.small": 5})],
+    [
+        (3, {"m1.small": 3}),
+        (13, {"m1.large": 3, "m1.small": 1}),
+        (14, {"m1.large": 3, "m1.small": 2}),
+        (21, {"m1.large": 4, "m1.small": 5}),
+    ],
 )
 async def test_members_of_several_flavors_are_on_one_host_without_those_that_fit_on_none(
     processors: int, found: dict[str, int]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from bus.clock import new_uuid
 from bus.consuming.given_up import EXHAUSTED, EXPIRED, GIVEN_UP, GIVEN_UP_BY_BROKER
 from bus.consuming.outcome import Done, Received, Refuse, Retry
-from bus.contracts.base import Meta
+from bus.contracts.base import Meta, Refusal
 from bus.contracts.book import HeldAllocation
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState, DeleteRequest
 from bus.contracts.cell import CellDelete
@@ -226,6 +226,8 @@ def test_a_delete_of_what_no_known_cell_has_waits_for_hosts_and_is_refused(build
     assert plan.unknown == [], "no tombstone hides it"
     (refused,) = (one.message for one in plan.messages)
     assert isinstance(refused, BuildEvent) and (refused.state, refused.code) == (BuildState.REFUSED, STRANDED)
+    outcome = plan.outcomes[0]
+    assert isinstance(outcome, Done) and isinstance(outcome.reply, Refusal) and outcome.reply.code == STRANDED
 
 
 def test_a_delete_of_a_stranded_build_whose_retries_are_exhausted_has_an_end() -> None:

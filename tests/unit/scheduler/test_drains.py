@@ -66,10 +66,16 @@ def passed(
     return (done.changed or (row,))[0], done.requests
 
 
+def test_a_cold_move_is_confirmed_at_once() -> None:
+    _, (request,) = passed(replace(ROW, kind=MoveKind.MIGRATE), known())
+    assert (request.kind, request.auto_confirm_s) == (MoveKind.MIGRATE, 0.0)
+
+
 def test_what_waits_is_requested_once_under_an_id_of_its_try() -> None:
     after, (request,) = passed(ROW, known())
     assert (after.state, after.tries, after.request_id) == (S.UNDER_WAY, 1, request.request_id)
     assert (request.kind, request.host, request.user_id) == (MoveKind.LIVE_MIGRATE, None, "drain")
+    assert request.auto_confirm_s is None
     assert passed(after, known()) == (after, ())  # not on record yet
     again, repeated = passed(replace(after, begun_at=NOW - 61.0), known())
     assert repeated == (request,) and again.begun_at == NOW
@@ -130,6 +136,7 @@ def test_a_rate_holds_after_a_pause_and_after_moves_that_took_long(
     contexts = dict.fromkeys((row.instance_uuid for row in rows), known())
     done = step(found, contexts, UP, NOW)
     assert len(done.requests) == (begun if last_begun_at or per_minute is None else 1)
+    assert [row.state for row in done.changed] == [S.UNDER_WAY] * len(done.requests), "the others are as they were"
 
 
 def test_when_a_drain_is_over() -> None:

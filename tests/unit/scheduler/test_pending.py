@@ -242,10 +242,10 @@ def test_after_questions_in_vain_it_is_to_be_marked_once() -> None:
         watching = look(watching.watched, [MOVE], now_s=now_s, pause_s=60.0)
         silent += [now_s] if watching.silent else []
     assert silent[0] == 420.0 and watching.waiting == 1
-    watched = watching.watched[MOVE.key]
+    watched = replace(watching.watched[MOVE.key], since_s=100.0)
     assert silence(watched, 900.0, known=True) == (
         CELL_SILENT,
-        "nothing is received of it from cell c1: queried 4 times in 900 s",
+        "nothing is received of it from cell c1: queried 4 times in 800 s",
     )
     assert silence(watched, 900.0, known=False)[0] == CELL_UNKNOWN
     marked = replace(MOVE, code=CELL_SILENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from bus.consuming.outcome import Retry
 from bus.contracts.base import Refusal
 from bus.contracts.book import TreeHolder
 from bus.contracts.build import BuildEvent, BuildRequest, BuildState
-from bus.contracts.cell import ComputeHosts, HostReport
+from bus.contracts.cell import ComputeHosts, HostReport, ServiceGone
 from bus.contracts.drains import DrainMoveState
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
@@ -29,8 +30,8 @@ from bus.contracts.objects import (
 from bus.contracts.operations import AdminState, HostAdminState
 from bus.contracts.placement import ClaimOutcome, ClaimResult
 from bus.faults import DatabaseUnavailable
-from scheduler_worker.config import Flavor
-from scheduler_worker.domain.admission import members_of
+from scheduler_worker.config import Flavor, SchedulerConfig
+from scheduler_worker.domain.admission import members_of, new_build, pending_again
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
 from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
@@ -39,12 +40,12 @@ from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
 from scheduler_worker.domain.fences import fenced, fenced_by, followed, policy_of
 from scheduler_worker.domain.flavors import DISABLED_TRAIT, MAX_GROUPS, FlavorInvalid, parse
-from scheduler_worker.domain.gangs import with_gang_results
+from scheduler_worker.domain.gangs import with_gang_results, without_withdrawn
 from scheduler_worker.domain.hosts import HostTable
 from scheduler_worker.domain.moves import rebuilt_from
-from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left
+from scheduler_worker.domain.object_changes import cell_record, cells_in_use, cells_left, removed_cells
 from scheduler_worker.domain.object_rules import MAX_COUNTED, counted, named
-from scheduler_worker.domain.objects import ChangePlan, plan
+from scheduler_worker.domain.objects import ChangePlan, body_of, plan
 from scheduler_worker.domain.placement import (
     ClaimStranded,
     HostClaimed,
@@ -55,11 +56,11 @@ from scheduler_worker.domain.placement import (
 )
 from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.requests import timeline_of
+from scheduler_worker.domain.requests import RETRIES, timeline_of
 from scheduler_worker.domain.step import ANOTHERS, FENCED
 from scheduler_worker.domain.transfers import sent_on
-from scheduler_worker.domain.unanswered import open_move, open_now
-from scheduler_worker.domain.view import Peers
+from scheduler_worker.domain.unanswered import open_build, open_move, open_now
+from scheduler_worker.domain.view import Membership, Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
 from tests.unit.scheduler.test_deletes import AUTHOR, LETTER, recorded
 from tests.unit.scheduler.test_deletes import UUID as UUID_OF_DELETES
@@ -98,6 +99,14 @@ def decided(name: str, state: str, **more: Any) -> StoredObject:
 def test_the_cells_that_a_worker_connects_to(decision: dict[str, Any] | None, occupied: bool, used: bool) -> None:
     decisions = {} if decision is None else {"c1": decided("c1", **decision)}
     assert cells_in_use(["c1"], decisions, ["c1"] if occupied else []) == ({"c1": None} if used else {})
+
+
+@pytest.mark.parametrize(
+    ("decision", "removed"),
+    [({"state": "disabled"}, False), ({"state": "removed"}, True), ({"state": "removed", "abandoned": True}, False)],
+)
+def test_a_cell_is_removed_unless_what_it_held_was_abandoned(decision: dict[str, Any], removed: bool) -> None:
+    assert list(removed_cells({"c1": decided("c1", **decision)})) == (["c1"] if removed else [])
 
 
 def test_a_cell_that_was_added_is_where_its_decision_says_unless_the_settings_name_it() -> None:
@@ -170,6 +179,77 @@ def test_a_fence_is_ended_by_force_when_it_is_lifted(state: AdminState, force: b
     present = {(ObjectKind.FENCE, HOST): stored}
     (after,) = followed([changed(ObjectKind.HOST, HOST, None, body(state))], present, 9, lambda _: "c1", force=force)
     assert after.after is not None and after.after.get("forced", False) is forced
+
+
+@pytest.mark.parametrize(
+    ("decision", "shown", "known", "cell"),
+    [
+        (AdminState.FENCED, "c1", None, "c1"),
+        (AdminState.FENCED, "c1", "c2", "c1"),
+        (AdminState.FENCED, None, "c2", "c2"),
+        (None, None, "c2", "c2"),
+        (AdminState.FENCED, None, None, None),
+    ],
+)
+def test_a_fence_is_in_the_cell_that_shows_its_host_or_in_which_it_was(
+    decision: AdminState | None, shown: str | None, known: str | None, cell: str | None
+) -> None:
+    stored = StoredObject(kind=ObjectKind.FENCE, name=HOST, body={"host": "h", "version": 4, "cell": known}, version=4)
+    present = {} if known is None else {(ObjectKind.FENCE, HOST): stored}
+    after = None if decision is None else body(decision)
+    (fence,) = followed([changed(ObjectKind.HOST, HOST, None, after)], present, 9, lambda _: shown)
+    assert fence.after is not None and fence.after.get("cell") == cell
+    assert fence.after.get("lifting", False) is (decision is None)
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_of_hosts_with_one_name_one_counts_that_has_left_while_a_decision_about_it_is_on_record(
+    is_decided: bool,
+) -> None:
+    hosts = Hosts([PLENTY])
+    hosts.table.apply(
+        ComputeHosts(service="old", cell="c1", epoch=1, sequence=1, hosts=(HostReport(uuid=HOST, name="h0"),)), 0.0
+    )
+    hosts.table.forget_service(ServiceGone(service="old", cell="c1", at=1.0), 0.0)
+    if is_decided:
+        decision = HostAdminState(host_uuid=HOST, host="h0", state=AdminState.DISABLED)
+        hosts.table.adopt_decisions({HOST: decision})
+    assert hosts.selector.uuids_of("h0") == [hosts.uuids[0], *([HOST] if is_decided else [])]
+
+
+@pytest.mark.parametrize("is_warming_up", [False, True])
+def test_a_host_is_meant_by_the_decision_about_it_where_nothing_else_names_it(is_warming_up: bool) -> None:
+    hosts = Hosts([PLENTY])
+    hosts.table.adopt_decisions({HOST: HostAdminState(host_uuid=HOST, host="gone", state=AdminState.ENABLED)})
+    assert hosts.selector.meant_by("gone", is_warming_up=is_warming_up) == [HOST]
+    assert hosts.selector.meant_by("nothing", is_warming_up=is_warming_up) == []
+
+
+def test_a_service_that_is_not_known_has_an_epoch_before_all_others() -> None:
+    table = HostTable()
+    announce(table, "c1", 1, 0.0)
+    assert (table.epoch_of("c1", "s"), table.epoch_of("c2", "s")) == (1, -1)
+
+
+def test_a_forced_request_shares_no_ranking_with_one_that_is_not() -> None:
+    hosts = Hosts([PLENTY], config=SchedulerConfig(force_host_projects=("demo",)))
+    assert hosts.spec(host="h0", forced=True).key != hosts.spec(host="h0").key == hosts.spec(host="h0").key
+
+
+def test_the_aggregates_with_a_key_are_those_whose_metadata_has_it() -> None:
+    zoned, other = aggregate("a", zone="z"), aggregate("b", other="z")
+    assert Membership([other, zoned]).with_key("zone") == [zoned]
+
+
+@pytest.mark.parametrize(("is_warming_up", "found"), [(False, True), (True, False)])
+def test_a_host_of_the_book_is_meant_by_its_name_once_no_other_may_be_announced(
+    is_warming_up: bool, found: bool
+) -> None:
+    hosts = Hosts([PLENTY])
+    hosts.book.load([replace(hosts.states[0], uuid=HOST, root_uuid=HOST, name="dead"), *hosts.states], 0)
+    meant = hosts.selector.meant_by("dead", is_warming_up=is_warming_up)
+    assert meant == ([HOST] if found else [])
+    assert hosts.selector.cell_of(HOST) is None, "no service has announced it"
 
 
 @pytest.mark.parametrize(("forced", "state"), [(True, AdminState.ENABLED), (False, AdminState.FENCED)])
@@ -247,6 +327,7 @@ def test_a_failure_that_ends_nothing_is_early_where_the_end_is_not_on_record(
 ) -> None:
     event = BuildEvent(instance_uuid=UUID, project_id="p", state=BuildState.FAILED, sequence=sequence, terminal=False)
     assert is_early(replace(BUILD, **changes), event, "c1") is early
+    assert not is_early(replace(BUILD, **changes), replace(event, state=BuildState.BUILDING), "c1")
 
 
 @pytest.mark.parametrize(("attempt", "known"), [(0, 2), (3, 3)])
@@ -287,6 +368,23 @@ def test_a_move_that_is_awaited_is_judged_by_its_own_record() -> None:
     assert open_now(awaited, context) == awaited
     assert open_now(awaited, replace(context, move=None)) is None
     assert open_now(awaited, replace(context, move=replace(MOVE, terminal=True))) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "under_way", "watched"),
+    [
+        (BuildState.DELETING, None, True),
+        (BuildState.DELETING, REQUEST, False),
+        (BuildState.SCHEDULED, REQUEST, True),
+    ],
+)
+def test_a_delete_waits_for_the_move_that_is_under_way(state: BuildState, under_way: str | None, watched: bool) -> None:
+    build = replace(BUILD, state=state)
+    awaited = open_build(build)
+    assert awaited is not None
+    context = MoveContext(build=build, instance=InstanceRecord(instance_uuid=UUID, under_way=under_way))
+    assert open_now(awaited, context) == (awaited if watched else None)
+    assert open_now(awaited, replace(context, instance=None)) == awaited
 
 
 def test_a_rebuild_has_the_properties_of_its_image() -> None:
@@ -462,6 +560,38 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
     placed = PlacedBuild(member, PlacementRequest(request=member.request, spec=Hosts([]).spec()), stranded)
     ((_, outcome),) = conclude([placed], Circumstances(author=Author(who="s", at=1.0), nearest=3))
     assert isinstance(outcome, Retry)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attempt: int) -> None:
+    pending = taken(BUILD_REQUEST)
+    ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, why=Refusal(code="x", reason="")))
+    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Circumstances(author=Author("s", 1.0), nearest=3))
+    assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
+
+
+@pytest.mark.parametrize(("withdrawn", "left"), [({}, (3, 3)), ({"another": 1}, (3, 3)), ("own", (2, 2))])
+def test_a_gang_needs_no_member_that_was_withdrawn(withdrawn: Any, left: tuple[int, int]) -> None:
+    member = members_of(taken(replace(BUILD_REQUEST, count=3)), start=0)[0]
+    assert member.gang is not None
+    after = without_withdrawn(member, {member.gang.uuid: 1} if withdrawn == "own" else withdrawn).gang
+    assert after is not None and (after.size, after.min_count) == left
+    alone = members_of(taken(BUILD_REQUEST), start=0)[0]
+    assert without_withdrawn(alone, {alone.instance_uuid: 1}) == alone
+
+
+def test_a_build_that_is_carried_on_without_its_message_has_no_letter() -> None:
+    new = new_build(taken(BUILD_REQUEST), Author("s", 1.0))
+    assert [
+        (one.attempt, one.has_letter, one.last)
+        for one in (pending_again(new, 0, tries=tries, now=1.0).delivery for tries in (0, RETRIES - 1, RETRIES))
+    ] == [(0, False, False), (RETRIES - 1, False, False), (RETRIES, False, True)]
+
+
+@pytest.mark.parametrize(("name", "is_valid"), [("p/n", True), ("p/", False), ("/n", False), ("n", False)])
+def test_a_server_group_is_named_by_its_project_and_its_own_name(name: str, is_valid: bool) -> None:
+    with nullcontext() if is_valid else pytest.raises(ValueError, match="server group"):
+        body_of(ObjectKind.GROUP, name, {"policy": "affinity"})
 
 
 @pytest.mark.parametrize(("host", "waits"), [("nowhere", True), ("nowhere", False)])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -10,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.__main__ import EQUIVALENT, Reasons
-from tests.mutation.planting import Functions, OnlyByImport, changed_functions
+from tests.mutation.__main__ import EQUIVALENT, ROOT, Reasons
+from tests.mutation.planting import PLANT, Functions, OnlyByImport, changed_functions
 
 SOURCE = """
 LIMIT = 3
@@ -68,6 +71,23 @@ def test_a_function_that_is_planted_is_another_wherever_it_was_imported_to(tmp_p
     with pytest.raises(OnlyByImport):
         functions.plant("rules.py", SOURCE)
     assert "rules_of_a_test" not in sys.modules
+
+
+def test_what_an_import_runs_is_planted_before_a_conftest_imports_it(tmp_path: Path) -> None:
+    """It survived every test: the module was there already when its mutant was to come in its place."""
+    (tmp_path / "rules.py").write_text(SOURCE)
+    (tmp_path / "conftest.py").write_text("import rules\n")
+    (tmp_path / "test_rules.py").write_text("import rules\n\ndef test_limit():\n    assert not rules.is_few(3)\n")
+    plant = tmp_path / "plant"
+    for limit, ended in ((3, pytest.ExitCode.OK), (4, pytest.ExitCode.TESTS_FAILED)):
+        source = SOURCE.replace("LIMIT = 3", f"LIMIT = {limit}")
+        plant.write_text(json.dumps({"path": "rules.py", "source": source, "first": []}))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.mutation.planting"]
+        environment = {**os.environ, PLANT: str(plant), "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, check=False
+        )
+        assert done.returncode == ended, done.stdout
 
 
 def test_a_mutant_is_equivalent_by_its_text_wherever_it_stands(tmp_path: Path) -> None:
