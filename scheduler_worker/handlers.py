@@ -100,7 +100,7 @@ class RequestHandler:
             except (BrokenInvariant, Forbidden, BusError):
                 raise
             except Exception:  # no message is given up here: the process would end, and every other after it
-                log.exception("requests.not_ended", cause=members[0].instance_uuid)
+                log.exception("scheduler.given_up_crashed", cause=members[0].instance_uuid)
         return waiting
 
     async def _or_end(
