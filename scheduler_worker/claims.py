@@ -24,7 +24,7 @@ from bus.contracts.placement import (
     LocatePage,
     LocateRequest,
 )
-from bus.faults import Fault, Transient
+from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
 from scheduler_worker.domain.builds import ProjectsBuild
 from scheduler_worker.domain.placement import (
@@ -129,13 +129,21 @@ class HeldClaims:
         return held
 
     async def of_builds(self, builds: Collection[ProjectsBuild]) -> dict[ProjectsBuild, HeldAllocation]:
-        """The same, of what was claimed for a build of this project: two may name one instance. Raises as `of`."""
+        """The same, of what was claimed for these builds. Raises as `of`."""
         held = await self.of({uuid: None for uuid, _ in builds})
-        return {
-            (uuid, project): one
-            for uuid, project in builds
-            if (one := held.get(uuid)) is not None and one.attempt and one.project_id == project
-        }
+        return {build: one for build in builds if (one := held.get(build[0])) is not None and is_claim_of(build, one)}
+
+    async def given_to(self, runs: Mapping[ProjectsBuild, str]) -> dict[str, HeldAllocation | Fault]:
+        """What the instances of builds that are not placed hold; what was claimed for these builds their runs have from
+        now on. Or why that is not known, of each.
+        """
+        by_instance = {uuid: run for (uuid, _), run in runs.items()}
+        try:
+            held = await self.of(by_instance)
+        except (PlacementUnavailable, RequestRefused) as fault:
+            return dict.fromkeys(by_instance, fault)
+        claimed = [one for build in runs if (one := held.get(build[0])) is not None and is_claim_of(build, one)]
+        return {**held, **await self.take_over(claimed, by_instance)}
 
     async def take_over(self, held: Sequence[HeldAllocation], runs: Mapping[str, str]) -> dict[str, Fault]:
         """Give these runs ({instance: run}) what another run has claimed, before a cell gets the build: a Release of
@@ -171,6 +179,11 @@ class HeldClaims:
             if isinstance(answer, Fault) or answer.outcome is not ClaimOutcome.CLAIMED:
                 missed[claim.consumer] = answer if isinstance(answer, Fault) else changed
         return missed
+
+
+def is_claim_of(build: ProjectsBuild, held: HeldAllocation) -> bool:
+    """Whether it was claimed for a build of this project: two may name one instance."""
+    return bool(held.attempt) and held.project_id == build[1]
 
 
 async def claim_gangs(port: ClaimPort, gangs: Sequence[ClaimAll]) -> dict[str, ClaimResult | Fault]:

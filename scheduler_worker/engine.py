@@ -24,12 +24,12 @@ from bus.contracts.build import BuildState, member_uuids
 from bus.contracts.cell import CellBuild
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.stages import Stamps
-from bus.faults import RequestRefused
+from bus.faults import Fault
 from bus.persistence.outbox import OutboxMessage
 from bus.persistence.unit_of_work import run_optimistic
 from bus.turns import InParts
 from scheduler_worker import metrics
-from scheduler_worker.claims import ClaimPort, HeldClaims
+from scheduler_worker.claims import ClaimPort, HeldClaims, is_claim_of
 from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.deletes import Deletes
 from scheduler_worker.domain.admission import (
@@ -66,7 +66,6 @@ from scheduler_worker.domain.effects import effects, releases_of
 from scheduler_worker.domain.gangs import withdrawn_by_gang, without_withdrawn
 from scheduler_worker.domain.placement import (
     FIRST_ATTEMPT,
-    ClaimStranded,
     PlacementRequest,
     PlacementState,
     PlacementUnavailable,
@@ -298,21 +297,18 @@ class SchedulingEngine:
     ) -> list[tuple[PendingBuild, Conclusion]]:
         """The conclusions about builds that are not placed, where a claim is held: its cell is queried, and ends it."""
         ended = {one.instance_uuid: (one, end) for one, end in concluded if isinstance(end, DecidedBuild)}
-        results: dict[str, ClaimStranded | PlacementUnavailable] = {}
-        try:
-            asked = await self._held.of_builds([(uuid, one.request.project_id) for uuid, (one, _) in ended.items()])
-            held = {uuid: one for (uuid, _), one in asked.items()}
-            missed = await self._held.take_over(list(held.values()), {uuid: ended[uuid][0].run for uuid in held})
-            for uuid, one in held.items():
-                reason = ended[uuid][1].decision.build.reason
-                results[uuid] = unknown_after(missed[uuid]) if uuid in missed else stranded(one, reason)
-        except (PlacementUnavailable, RequestRefused) as fault:
-            results = dict.fromkeys(ended, unknown_after(fault))
+        if not ended:
+            return list(concluded)
+        held = await self._held.given_to({(uuid, one.request.project_id): one.run for uuid, (one, _) in ended.items()})
         author = self._circumstances().author
-        queried: dict[str, Conclusion] = {
-            uuid: waits(one) if isinstance(one, PlacementUnavailable) else ended_where_held(ended[uuid][0], one, author)
-            for uuid, one in results.items()
-        }
+        queried: dict[str, Conclusion] = {}
+        for uuid, one in held.items():
+            pending, end = ended[uuid]
+            result = unknown_after(one) if isinstance(one, Fault) else stranded(one, end.decision.build.reason)
+            if isinstance(result, PlacementUnavailable):
+                queried[uuid] = waits(result)
+            elif isinstance(one, Fault) or is_claim_of((uuid, pending.request.project_id), one):
+                queried[uuid] = ended_where_held(pending, result, author)
         return [(one, queried.get(one.instance_uuid, end)) for one, end in concluded]
 
     async def _write(self, scheduled: Sequence[DecidedBuild]) -> dict[int, Outcome]:

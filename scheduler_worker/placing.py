@@ -27,7 +27,7 @@ from bus.contracts.placement import (
     ClaimOutcome,
     ClaimResult,
 )
-from bus.faults import Fault, RequestRefused
+from bus.faults import Fault
 from bus.retrying import Retrying, RetryPolicy
 from bus.turns import InParts, next_turn
 from placement_worker.replica.request import QueryTooWide
@@ -39,7 +39,6 @@ from scheduler_worker.domain.decision_round import DecisionRound
 from scheduler_worker.domain.gangs import claimable, merged, with_gang_results, within_bounds
 from scheduler_worker.domain.placement import (
     Assume,
-    ClaimStranded,
     Forget,
     HostClaimed,
     PlacementRequest,
@@ -291,32 +290,21 @@ class Placer:
         request whose record is lost, as after a restore. They may be why there is no room.
         """
         unsure = [one for one in states if is_without_host(one) or one.recovered is not None]
+        if not unsure:
+            return states
+        held = await self._held.given_to(
+            {(one.request.instance_uuid, one.request.project_id): one.run for one in unsure}
+        )
         after: list[PlacementState] = []
-        try:
-            held = await self._held.of([one.request.instance_uuid for one in unsure])
-            for state in unsure:
-                found_now = held.get(state.request.instance_uuid)
-                if found_now is not None and not is_as_held(state, found_now):
-                    stepped = found(state, found_now, self._selector, now=self._clock.time())
-                    self._carry_out(stepped)
-                    after.append(stepped.state)
-                elif state.recovered is not None and found_now is None:
-                    # The run that had claimed it has released it meanwhile.
-                    after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
-                else:
-                    after.append(state)
-            owners = {
-                one.request.instance_uuid: one.run
-                for one in after
-                if isinstance(one.result, HostClaimed | ClaimStranded)
-            }
-            missed = await self._held.take_over([held[uuid] for uuid in owners if uuid in held], owners)
-            after = [
-                replace(one, result=unknown_after(missed[uuid]))
-                if (uuid := one.request.instance_uuid) in missed
-                else one
-                for one in after
-            ]
-        except (PlacementUnavailable, RequestRefused) as fault:
-            after = [replace(one, result=unknown_after(fault)) for one in unsure]
+        for state in unsure:
+            found_now = held.get(state.request.instance_uuid)
+            if isinstance(found_now, Fault):
+                after.append(replace(state, result=unknown_after(found_now)))
+            elif found_now is None and state.recovered is not None:
+                # The run that had claimed it has released it meanwhile.
+                after.append(replace(state, result=PlacementUnavailable("what the instance held is released")))
+            elif found_now is not None and not is_as_held(state, found_now):
+                stepped = found(state, found_now, self._selector, now=self._clock.time())
+                self._carry_out(stepped)
+                after.append(stepped.state)
         return merged(states, after)
