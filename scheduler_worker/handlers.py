@@ -136,7 +136,8 @@ class RequestHandler:
             if isinstance(received.message, MoveRequest)
         ]
         outcomes = await self._build_and_delete(await self._builds(taken, now), deletes)
-        outcomes |= await self._moves.process(moves)
+        if moves:
+            outcomes |= await self._moves.process(moves)
         return [outcomes[position] for position in range(len(batch))]
 
     async def _build_and_delete(
@@ -144,12 +145,14 @@ class RequestHandler:
     ) -> dict[int, Outcome]:
         """The outcomes of build requests ({position in the batch: request}) and deletes, by position in the batch."""
         outcomes: dict[int, Outcome] = {}
-        going_on: dict[int, PendingBuild] = {}
-        for position, request in zip(requests, await self._engine.not_left(list(requests.values())), strict=True):
+        going_on = dict(requests)
+        expired = {position: one for position, one in requests.items() if one.delivery.is_late()}
+        for position, request in (await self._engine.not_left(expired) if expired else {}).items():
             if isinstance(request, PendingBuild):
                 going_on[position] = request
             else:
                 outcomes[position] = request
+                del going_on[position]
         for number, some in enumerate(_in_parts(going_on) or [{}]):
             builds: list[PendingBuild] = []
             members: dict[int, list[PendingBuild]] = {}

@@ -141,8 +141,6 @@ class MoveEngine:
 
     async def process(self, moves: Sequence[PendingMove]) -> dict[int, Outcome]:
         """Schedule a batch; returns the outcomes by position. What placement does not answer about waits."""
-        if not moves:
-            return {}
         self._selector.holds.settle()
         async with self._store.operation() as unit:
             known = await unit.known({one.request.request_id: one.request.instance_uuid for one in moves})

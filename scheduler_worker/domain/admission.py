@@ -133,7 +133,7 @@ def admit_repeated(pending: PendingBuild, first: PendingBuild, admission: Admiss
     """
     if pending.digest != first.digest:
         return _clash(pending)
-    outcome = admission.outcome if isinstance(admission, Answered) else accepted(pending.instance_uuid)
+    outcome = admission.outcome if isinstance(admission, Answered) else pending.accepted
     return Answered(outcome=outcome)
 
 
@@ -145,7 +145,7 @@ def admit_known(pending: PendingBuild, known: BuildStatus | None) -> Admission:
     if known is None:
         # Inserted by a transaction that this one cannot see yet: look again in a moment.
         return Answered(outcome=Wait("request.concurrent", "the same request is being recorded by another scheduler"))
-    build, repeated = known.build, accepted(pending.instance_uuid)
+    build, repeated = known.build, pending.accepted
     if build.code == UNKNOWN and build.project_id == pending.request.project_id:
         # Its delete came first, and its client was answered "no such instance", which stays true. An allocation that it
         # has nevertheless is of a record that is lost, and its machine may run.
@@ -211,6 +211,16 @@ class PendingBuild(Struct, frozen=True, kw_only=True):
     def instance_uuid(self) -> str:
         """The instance that it requests."""
         return self.request.instance_uuid
+
+    @property
+    def accepted(self) -> Done:
+        """The outcome once it is on record."""
+        return Done(reply=BuildAccepted(instance_uuid=self.instance_uuid))
+
+    def stamps(self, claimed: HostClaimed | None, now: float) -> Stamps:
+        """When each stage so far has ended."""
+        decided_at, claimed_at = (now, 0.0) if claimed is None else (claimed.decided_at, claimed.claimed_at)
+        return Stamps(requested=self.requested_at, queued=self.taken_at, decided=decided_at, claimed=claimed_at)
 
 
 def pending_build(received: Received, delivery: RequestDelivery, *, now: float, flavors: FlavorAccess) -> PendingBuild:
@@ -340,17 +350,3 @@ def new_build(pending: PendingBuild, author: Author) -> NewBuild:
         timeline=(requested, author.entry("refused", refusal.reason)) if refusal else (requested,),
         gang=pending.gang,
     )
-
-
-def stamps_of(pending: PendingBuild, claimed: HostClaimed | None, now: float) -> Stamps:
-    """When each stage so far has ended."""
-    if claimed is None:
-        return Stamps(requested=pending.requested_at, queued=pending.taken_at, decided=now)
-    return Stamps(
-        requested=pending.requested_at, queued=pending.taken_at, decided=claimed.decided_at, claimed=claimed.claimed_at
-    )
-
-
-def accepted(instance_uuid: str) -> Done:
-    """The outcome of a request that is on record."""
-    return Done(reply=BuildAccepted(instance_uuid=instance_uuid))
