@@ -120,7 +120,7 @@ async def test_letters_of_one_queue_are_listed_sent_back_and_dropped_without_the
 
 @EVERY_ADAPTER
 async def test_more_letters_than_are_read_are_counted(rig: Rig, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(dead_letters, "MAX_LOOKED_AT", 3)
+    monkeypatch.setattr(dead_letters, "MAX_COUNTED", 3)
     transport = await rig.transport()
     queue = await declare(transport)
     for number in range(5):
