@@ -167,12 +167,10 @@ async def adopt(
     of_cells, faults = await decide(env, chosen, ADOPT, who)
     decided = {place: cell for cell, of in of_cells.items() for place in of}
     refused |= {place: faults[cell] for place, cell in cell_of.items() if cell in faults}
-    for host, uuid in places:
-        if (host, uuid) not in decided:
-            refused.setdefault((host, uuid), unknown(uuid, host))
+    left = {(host, uuid): unknown(uuid, host) for host, uuid in places if (host, uuid) not in decided}
     if decided:
         await enter(env, {uuid: repairs[uuid] for _, uuid in decided}, who, why)
-    return decided, refused
+    return decided, left | refused
 
 
 def _repair(machine: UnexplainedRecord, cell: str, has: Instance) -> AuditRepair:
