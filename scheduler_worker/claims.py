@@ -23,6 +23,10 @@ from bus.contracts.placement import (
     ClaimResult,
     LocatePage,
     LocateRequest,
+    Release,
+    ReleaseResult,
+    Revert,
+    RevertResult,
 )
 from bus.faults import Fault, RequestRefused, Transient
 from bus.port import BusError
@@ -88,6 +92,20 @@ class BusClaims:
         """One round trip."""
         (page,) = await self._request([ProjectUsageQuery(projects=tuple(projects))], ProjectUsagePage, [""])
         return page
+
+    async def ask(
+        self, questions: Sequence[Claim | Release | Revert]
+    ) -> list[ClaimResult | ReleaseResult | RevertResult | Fault]:
+        """Questions of cells whose instances leave for another one, one after the other: they are rare."""
+        answers: list[ClaimResult | ReleaseResult | RevertResult | Fault] = []
+        for one in questions:
+            if isinstance(one, Claim):
+                answers += await self._request([one], ClaimResult, [one.consumer])
+            elif isinstance(one, Revert):
+                answers += await self._request([one], RevertResult, [one.consumer])
+            else:
+                answers += await self._request([one], ReleaseResult, [one.consumer])
+        return answers
 
     async def _request(
         self, messages: Sequence[Message], reply: type[Reply], causes: Sequence[str]

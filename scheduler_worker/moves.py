@@ -70,7 +70,6 @@ from scheduler_worker.domain.recorded_moves import (
 )
 from scheduler_worker.domain.requests import HOSTS_UNKNOWN, waits
 from scheduler_worker.domain.selector import NoValidHost, Selector
-from scheduler_worker.domain.transfers import by_keeper, for_former_cell
 from scheduler_worker.domain.view import RequestSpec, Unsatisfiable, peers_of
 from scheduler_worker.placing import ReplicaFollower
 from scheduler_worker.store.port import OperationUnit, SchedulerStore
@@ -261,7 +260,7 @@ class MoveEngine:
 
     def _may_leave_cell(self, request: MoveRequest, known: MoveContext) -> bool:
         """Whether hosts of other cells will do."""
-        return self._selector.config.moves_across_cells and may_leave_cell(request, known.now)
+        return self._selector.config.moves_across_cells and may_leave_cell(request)
 
     async def _pick_on_newest(
         self,
@@ -465,13 +464,10 @@ class MoveEngine:
         move = recorded(pending, MoveState.SCHEDULED, author, cell=known.build.cell)
         if first is not None:
             move = replace(move, host=first.host, host_uuid=first.host_uuid)
-        if (asked := by_keeper(command, known.now.handed, known.build.cell)) is not None:
-            cell, question = asked
-            return replace(move, cell=cell, command=question), for_former_cell(question)
         if chosen.cell in (None, known.build.cell):
             return move, command
         leaving = replace(command, to_cell=chosen.cell)
-        return replace(move, command=leaving), for_former_cell(leaving)
+        return replace(move, command=leaving), leaving
 
     def _command(self, request: MoveRequest, known: MoveContext, chosen: Chosen) -> CellMove:
         built, config = placed_as(request, known), self._selector.config
@@ -495,7 +491,6 @@ class MoveEngine:
             fenced=request.fenced,
             force=request.force,
             step_timeout_s=request.timeout_s or built.build_timeout_s or config.build_timeout_s,
-            order=0 if known.now.handed is None else known.now.handed.order,
             sequence=known.now.sequence,
         )
 

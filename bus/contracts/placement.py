@@ -243,8 +243,6 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     there until the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing
     changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
     keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
-    options: none, with a migration and release_first: the instance's allocation goes to the migration, and nothing is
-    claimed; `claimed` is answered, without an option.
     """
 
     consumer: Uuid

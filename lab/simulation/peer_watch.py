@@ -91,8 +91,7 @@ class PeerWatch:
             consumers[uuid].consumer.project_id
             for uuid in changed
             if (before := self._seen.get(uuid)) is not None
-            # On its way between cells an instance holds nothing, and neither it nor its migration counts.
-            and (before.consumer.holding or self._plan.moves_across_cells)
+            and before.consumer.holding
             and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
         }
         # After a claim for the next destination that has released the last one and found no room, the source counts at

@@ -108,12 +108,10 @@ def may_be_new(claim: Claim) -> bool:
 def _claim(ledger: ClaimLedger, claim: Claim) -> ClaimVerdict:
     known = ledger.consumer(claim.consumer)
     held = holding_of(known)
-    if not claim.options and (claim.migration is None or not claim.release_first):
+    if not claim.options:
         return ClaimVerdict(outcome=ClaimOutcome.INVALID, reason="claim.options: it names none")
     if ledger.is_others(held):
         return ClaimVerdict(outcome=ClaimOutcome.CONSUMER_CHANGED, reason=OF_ANOTHER_CELL)
-    if not claim.options:
-        return _reassign(ledger, claim, known)
     if known is not None and held and _is_repeated(claim, known):
         return _claimed_before(ledger, claim, known)
     if not _may_claim(known, claim):
@@ -332,28 +330,6 @@ def _release_only(
         changed=True,
         generations=ledger.generations_of(known.holding),
     )
-
-
-def _reassign(ledger: ClaimLedger, claim: Claim, known: ConsumerState | None) -> ClaimVerdict:
-    """The migration gets what the instance holds, and nothing is claimed.
-
-    The instance stays without an allocation under this attempt, so that a revert knows that it has been moved.
-    """
-    assert claim.migration is not None
-    held, kept = holding_of(known), holding_of(ledger.consumer(claim.migration.uuid))
-    flaw = _migration_flaw(ledger, claim, held)
-    if flaw is not None:
-        return flaw
-    if known is not None and not held and known.attempt == claim.attempt and kept:
-        return ClaimVerdict(outcome=_CLAIMED)  # this very claim, once more
-    if known is None or not held or not _may_claim(known, claim):
-        return ClaimVerdict(
-            outcome=ClaimOutcome.CONSUMER_CHANGED, reason="claim.nothing_to_move: it holds nothing of it"
-        )
-    _keep_source(ledger, claim, ledger.source_held(claim.migration, held, kept))
-    ledger.move(held, NOTHING)
-    ledger.write(claim.consumer, _fence(known, claim.attempt))
-    return ClaimVerdict(outcome=_CLAIMED, changed=True, generations=ledger.generations_of(held))
 
 
 def _fence(known: ConsumerState, attempt: int, by: str | None = None) -> ConsumerState:

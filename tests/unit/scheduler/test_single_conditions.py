@@ -58,7 +58,6 @@ from scheduler_worker.domain.ranking import Spread
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
 from scheduler_worker.domain.requests import RETRIES, timeline_of
 from scheduler_worker.domain.step import ANOTHERS, FENCED
-from scheduler_worker.domain.transfers import sent_on
 from scheduler_worker.domain.unanswered import open_build, open_move, open_now
 from scheduler_worker.domain.view import Membership, Peers
 from tests.unit.scheduler.hosts import PLENTY, Hosts, aggregate
@@ -69,7 +68,7 @@ from tests.unit.scheduler.test_gangs import REFUSED, SELECTION, results, states,
 from tests.unit.scheduler.test_gangs import REQUEST as BUILD_REQUEST
 from tests.unit.scheduler.test_hosts import announce
 from tests.unit.scheduler.test_step import ClaimCase
-from tests.unit.scheduler.test_transfers import DEPARTURE, LEFT, applied, on_record
+from tests.unit.scheduler.test_transfers import LEFT, applied, on_record
 
 HOST, UUID, REQUEST = (f"{n}0000000-0000-4000-8000-000000000001" for n in "1ad")
 NOW = 1000.0
@@ -346,19 +345,6 @@ MOVE = RecordedMove(
 SEEN = MoveEvent(
     request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=MoveKind.REVERT, state=MoveState.UNDOING, sequence=5
 )
-
-
-def test_a_revert_goes_on_in_the_instances_cell_when_its_keeper_has_seen_the_machine() -> None:
-    went_on = sent_on(SEEN, MOVE, "c2")
-    assert went_on is not None and (went_on.cell, went_on.command and went_on.command.to_cell) == ("c1", None)
-    others = [
-        (SEEN, None),
-        (SEEN, replace(MOVE, command=None)),
-        (SEEN, replace(MOVE, command=replace(MOVE.command, to_cell=None))),
-        (replace(SEEN, departure=DEPARTURE), MOVE),
-        (replace(SEEN, terminal=True), MOVE),
-    ]
-    assert [sent_on(event, move, "c2") for event, move in others] == [None] * len(others)
 
 
 def test_a_move_that_is_awaited_is_judged_by_its_own_record() -> None:
