@@ -34,7 +34,7 @@ from scheduler_worker.config import Flavor, SchedulerConfig
 from scheduler_worker.domain.admission import members_of, new_build, pending_again
 from scheduler_worker.domain.builds import Author, Gang, RecordedBuild, apply_announcement, is_early
 from scheduler_worker.domain.decision_round import DecisionRound
-from scheduler_worker.domain.decisions import Circumstances, DecidedBuild, PlacedBuild, conclude, prepare
+from scheduler_worker.domain.decisions import DecidedBuild, PlacedBuild, conclude, prepare
 from scheduler_worker.domain.deletes import plan_deletes
 from scheduler_worker.domain.drains import is_migration
 from scheduler_worker.domain.explain import phrase
@@ -565,7 +565,7 @@ def test_members_that_have_claims_start_when_enough_of_them_have(least: int, que
         PlacedBuild(one, PlacementRequest(request=one.request, spec=spec), result)
         for one, result in zip(members, (claimed, PlacementRefused("claim.invalid", "")), strict=True)
     ]
-    (_, first), _ = conclude(placed, Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    (_, first), _ = conclude(placed, Author(who="s", at=1.0), 3)
     assert isinstance(first, DecidedBuild) and (first.claimed is None) is queried
 
 
@@ -573,7 +573,7 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
     (member,) = members_of(taken(BUILD_REQUEST), start=0)
     stranded = ClaimStranded("why", "c1", HOST, 1, ())
     placed = PlacedBuild(member, PlacementRequest(request=member.request, spec=Hosts([]).spec()), stranded)
-    ((_, outcome),) = conclude([placed], Circumstances(author=Author(who="s", at=1.0), nearest=3))
+    ((_, outcome),) = conclude([placed], Author(who="s", at=1.0), 3)
     assert isinstance(outcome, Retry)
 
 
@@ -581,7 +581,7 @@ def test_a_build_whose_claim_is_stranded_is_tried_again() -> None:
 def test_what_an_earlier_delivery_may_have_claimed_is_on_record_at_the_end(attempt: int) -> None:
     pending = taken(BUILD_REQUEST)
     ended = replace(pending, attempt=attempt, delivery=replace(pending.delivery, why=Refusal(code="x", reason="")))
-    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Circumstances(author=Author("s", 1.0), nearest=3))
+    concluded = prepare(ended, None, Hosts([PLENTY]).selector, Author("s", 1.0))
     assert isinstance(concluded, DecidedBuild) and concluded.decision.build.attempt == attempt
 
 
@@ -617,7 +617,7 @@ def test_a_host_that_nobody_announces_is_waited_for_while_hosts_may_still_be_ann
         replace(pending, delivery=delivery),
         None,
         Hosts([PLENTY]).selector,
-        Circumstances(author=Author("s", 1.0), nearest=3),
+        Author("s", 1.0),
     )
     assert isinstance(concluded, Retry) is waits
 
