@@ -9,7 +9,7 @@ from bus.contracts.base import Refusal
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import MAX_RESERVED_AT_ONCE, ComputeHosts, FoundMachine, HostReport, Running
 from bus.contracts.moves import MoveEvent, MoveKind, MoveState
-from cell_conductor.domain import breaker, leases
+from cell_conductor.domain import breaker, leases, way_back
 from cell_conductor.domain import events as e
 from cell_conductor.domain.adopt_rules import why_not_its_machine
 from cell_conductor.domain.breaker import pages
@@ -135,7 +135,7 @@ def test_an_answer_to_an_earlier_claim_of_a_destination_is_none_to_this_one() ->
     assert made.apply(refused(attempt=9)).instance is made.instance and made.instance.state is State.CLAIMING
     undone = made.apply(refused()).instance
     assert undone.state is State.REVERTING and undone.move is not None
-    assert undone.move.lost_reason.startswith("no host is left")
+    assert undone.move.lost_reason.startswith("no host is left") and "()" not in undone.move.lost_reason
 
 
 def test_a_destination_that_does_not_answer_is_passed_over_for_the_next() -> None:
@@ -295,6 +295,11 @@ def test_a_confirm_shows_the_silent_source_that_it_waits_for(is_down: bool, is_f
     stepped = made.apply(request(MoveKind.CONFIRM, request_id=OTHER))
     assert [one.code for one in stepped.commands if isinstance(one, MoveEvent)] == codes
     assert [one.host for one in made.instance.selections] == ["host-1", "host-2"], "the source is still to be destroyed"
+
+
+def test_a_source_that_is_gone_ends_only_what_waits_for_it() -> None:
+    resized = to_resized().instance
+    assert way_back.end_without_source(resized, 300.0, PATIENCE) == Step(resized)
 
 
 def test_a_machine_of_another_attempt_is_no_arrival() -> None:
