@@ -279,7 +279,7 @@ class Attacked:
 
 
 @pytest.fixture
-async def attacked(amqp: tuple[str, str]) -> AsyncIterator[Attacked]:
+async def attacked(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Attacked]:
     url, prefix = amqp
     bus = Bus(
         "api",

@@ -128,7 +128,7 @@ class Watched:
 
 
 @pytest.fixture
-async def watched(amqp: tuple[str, str]) -> AsyncIterator[Watched]:
+async def watched(amqp: tuple[str, str], few_lanes: None) -> AsyncIterator[Watched]:
     url, prefix = amqp
     transport = RabbitTransport(url, name="api", prefix=prefix)
     bus = Bus("api", transport, process="p", clock=SystemClock(), rng=random.Random(1))
