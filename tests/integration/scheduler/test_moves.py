@@ -39,7 +39,7 @@ from scheduler_worker.domain.recorded_moves import PendingMove
 from scheduler_worker.moves import MoveEngine
 from tests.integration.scheduler.steps import BEGUN_S, DONE, WARM, one_active, refused
 from tests.integration.scheduler.world import World
-from tests.kit.waiting import PATIENCE_S
+from tests.kit.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.postgres
 OF_IMAGES = replace(WARM, enabled_filters=("ComputeFilter", "ImagePropertiesFilter"))
@@ -155,7 +155,7 @@ async def test_the_same_request_twice_moves_once_and_other_content_is_refused(wo
     with pytest.raises(RequestRefused) as fault:
         await world.answer(other, MoveAccepted)
     assert fault.value.code == "request.duplicate"
-    answer = await world.until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
+    answer = await until(lambda: [e for e in world.move_events if e.code == "request.duplicate"])
     assert [(event.sequence, event.kind) for event in answer] == [(0, MoveKind.START)]
     assert [one.kind for _, one in world.moves] == [MoveKind.STOP]
     mine = world.move(built, MoveKind.STOP, request_id=built.instance_uuid)
@@ -227,7 +227,7 @@ async def test_an_unreadable_request_is_answered_on_the_stream_of_its_project(wo
     ):
         before = len(world.move_events)
         await publish(replace(good, body=bad))
-        (answer,) = await world.until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
+        (answer,) = await until(lambda before=before: world.move_events[before:])  # type: ignore[misc]
         assert (answer.request_id, answer.state, answer.kind) == (other, MoveState.REFUSED, kind)
         assert answer.terminal and answer.sequence == 0 and answer.code == "message.invalid"
 
@@ -275,7 +275,7 @@ async def announce_modes(world: World, modes: dict[str, str]) -> None:
         triples = ",".join(f"x86_64/kvm/{mode}" for mode in modes[host.name].split())
         world.hosts["c1"][uuid] = replace(host, attributes={"supported_instances": triples})
     await world.announce("c1")
-    await world.until(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
+    await until(lambda: any("supported_instances" in one for one in world.tables["s1"].attributes))
 
 
 async def test_a_rebuild_is_checked_by_the_filters_that_look_at_images_and_by_no_other(world: World) -> None:
@@ -314,7 +314,7 @@ async def test_a_rebuild_is_held_to_the_traits_of_its_image(
     ((host, _),) = world.hosts["c1"].items()
     await world.report(host, "c1-0", {"VCPU": 16, "MEMORY_MB": 32768, "DISK_GB": 500}, traits)
     book = world.replicas["s1"]
-    await world.until(lambda: book.traits_of(book.row_of(host)) == traits)
+    await until(lambda: book.traits_of(book.row_of(host)) == traits)
     rebuild = world.move(built, MoveKind.REBUILD, image="new", image_properties={"trait:CUSTOM_A": word})
     if is_refused:
         assert await refused(world, rebuild) == "image.unsuitable"
@@ -421,7 +421,7 @@ async def test_an_instance_that_is_deleted_takes_no_move_and_a_move_does_not_sto
     await world.ask(move)
     await world.dispatched(move)
     await world.delete(built)
-    await world.until(lambda: world.deletes)
+    await until(lambda: world.deletes)
     assert await refused(world, world.move(built, MoveKind.STOP)) == "instance.not_active"
     await world.move_announced("c1", move, MoveState.FAILED, 20, terminal=True, condition=Condition.DELETED, code="x")
     await world.announced("c1", built, BuildState.DELETED, 21, terminal=True)
@@ -459,7 +459,7 @@ async def test_what_was_chosen_for_the_last_move_is_offered_again_soon(world: Wo
     move = world.move(built, MoveKind.MIGRATE)
     await world.answer(move, MoveAccepted)
     await world.dispatched(move)
-    await world.until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
+    await until(lambda: move.request_id not in list(world.replicas["s1"].assumed_keys()))
     assert [one.request_id for _, one in world.moves] == [move.request_id], "given back, and not sent once more"
 
 
@@ -473,7 +473,7 @@ async def test_room_beside_a_claimed_move_is_given_to_builds(world: World) -> No
     await world.ask(move)
     await world.claim_destination(await world.dispatched(move))
     book = world.replicas["s1"]
-    await world.until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
+    await until(lambda: [book.inventory_of(book.row_of(one))["VCPU"][1] for one in hosts] == [1, 1])
     builds = [world.request(), world.request()]
     await world.ask(*builds)
     for build in builds:
@@ -534,7 +534,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     )
     departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"])
+    found = await until(lambda: [one for cell, one in world.moves if cell == "c2"])
     assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
     assert [one.host for one in found[0].selections] == ["c2-0"]
     await world.move_announced("c2", move, MoveState.DONE, 20, host="c2-0", **DONE)
@@ -544,7 +544,7 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
     # Further requests go to its new cell.
     await world.delete(built)
-    deletes = await world.until(lambda: list(world.deletes))
+    deletes = await until(lambda: list(world.deletes))
     assert [cell for cell, _ in deletes] == ["c2"]
 
 
@@ -570,7 +570,7 @@ async def to_next_cell(world: World, built: BuildRequest, sequence: int) -> tupl
         kept=KeptMachine(cell="c1", migration=move.request_id, at=1.0),
     )
     await world.move_announced("c1", move, MoveState.MIGRATING, sequence, departure=departure)
-    arrived = await world.until(lambda: commanded(world, move, "c2"))
+    arrived = await until(lambda: commanded(world, move, "c2"))
     assert arrived[0].arrival == departure and [one.host for one in arrived[0].selections] == ["c2-0"]
     return move, departure
 
@@ -584,7 +584,7 @@ async def test_what_a_cell_has_kept_is_destroyed_once_the_instance_is_active_in_
     move, departure = await to_next_cell(world, built, 20)
     assert len(commanded(world, move, "c1")) == 1
     await world.move_announced("c2", move, MoveState.DONE, 24, host="c2-0", settled=move.request_id, **DONE)
-    clearing = await world.until(lambda: commanded(world, move, "c1")[1:])
+    clearing = await until(lambda: commanded(world, move, "c1")[1:])
     assert (clearing[0].active_in, clearing[0].arrival) == ("c2", departure)
     assert (await world.moved(move)).state is MoveState.DONE
     record = await world.show(built.instance_uuid)
@@ -597,7 +597,7 @@ async def test_an_instance_that_its_next_cell_gives_back_is_its_former_cells_aga
     given = GivenBack(migration=move.request_id, code="max_retries_exceeded")
     back = replace(departure, cell="c1", sequence=24, kept=None, given_back=given)
     await world.move_announced("c2", move, MoveState.UNDOING, 24, departure=back)
-    returned = await world.until(lambda: commanded(world, move, "c1")[1:])
+    returned = await until(lambda: commanded(world, move, "c1")[1:])
     assert (returned[0].active_in, returned[0].arrival) == (None, back)
     await world.move_announced("c1", move, MoveState.FAILED, 28, host="c1-0", code="max_retries_exceeded", **DONE)
     assert (await world.moved(move)).state is MoveState.FAILED
@@ -622,6 +622,6 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
     )
     departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
-    found = await world.until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
+    found = await until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
     assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
     assert [one for one in world.queries if one[1].request_id == move.request_id] == []
