@@ -93,7 +93,7 @@ def build(env: Environment, config: ConductorConfig, cell: str, *, store: Instan
         search=search,
     )
     forgetter = LeaseForgetter(store, bus, clock=env.clock, cell=cell, up=keeper.up)
-    requests = RequestHandlers(engine, env.clock, fences, search, forgetter)
+    requests = RequestHandlers(engine, env.clock, fences, search, forgetter, bus=bus)
     hosts = HostHandlers(
         engine, store, env.clock, config, bus, outdated=keeper.note_outdated, fences=fences, up=keeper.up, leases=keeper
     )
@@ -136,7 +136,6 @@ def _search_of(
         timeout_s=config.answer_timeout_s,
         up=keeper.up,
         unexplained=lambda: hosts().unexplained,
-        listed=lambda services: hosts().listed(services),
         forgotten=keeper.forgotten,
         listers=lambda host: hosts().listers(host),
     )

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from bus.bus import Bus
 from bus.clock import Clock
 from bus.contracts.cell import MAX_FOUND
+from bus.contracts.moves import CellBook
 from bus.faults import Transient
 from bus.persistence.guarded_statement import Conflict
 from bus.persistence.outbox import OutboxMessage
@@ -25,7 +26,6 @@ from bus.tracing.context import traceparent_of
 from . import metrics
 from .config import ConductorConfig
 from .domain.adopt_rules import is_searched, is_unsearched
-from .domain.arrival_doubts import is_searched_for
 from .domain.delete_rules import is_of_another_project
 from .domain.desires import desire_of
 from .domain.evacuations import misses_proof
@@ -45,6 +45,7 @@ from .domain.fence_steps import FenceSteps
 from .domain.fences import Fence, Loss, RunningAfterFence
 from .domain.instance import Instance, State
 from .domain.leases import Lease
+from .domain.move_doubts import is_searched_for
 from .domain.steps import StepContext
 from .domain.table import IllegalStep, question_of, step
 from .domain.way_back import SourceQuery
@@ -375,6 +376,20 @@ class Engine:
         if answers:
             await self._ask_placement(await self._apply(answers))
 
+    async def answered(self, books: Sequence[CellBook]) -> None:
+        """Apply placement's answers that came by way of the schedulers, to the instances that still wait for them."""
+        async with self._store.transaction() as transaction:
+            known = await transaction.lock(sorted({one.instance_uuid for one in books}))
+        events: list[InstanceEvent] = []
+        for one in books:
+            instance = known.get(one.instance_uuid)
+            if instance is None or question_of(instance) != one.question:
+                continue
+            event = self._placement.event_of(instance, one)
+            events += [InstanceEvent(instance.uuid, event)] if event is not None else []
+        if events:
+            await self._ask_placement(await self._apply(events))
+
     def adopt(self, record: UnexplainedRecord) -> None:
         """Have the next search look for this machine in quarantine, and for others of its instance, and give it to the
         instance if it is the only one. It comes again with each report of its host.
@@ -449,7 +464,7 @@ class Engine:
         moved = {one.instance.uuid: one.instance for one in questions if is_searched_for(one.instance)}
         now = self._clock.time()
         forgotten, unsure = await self._search.find_forgotten(doubted, now, self._config.doubt_limit_s)
-        found, held = await self._search.find_moved(moved, self._down(), self._fences.known)
+        found, held = await self._search.find_moved(moved, self._down())
         forgotten, unsure = {**forgotten, **found}, unsure | held
         return [InstanceEvent(uuid, MachineFound(at=now, machines=one)) for uuid, one in forgotten.items()], unsure
 

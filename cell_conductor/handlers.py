@@ -27,7 +27,7 @@ from bus.contracts.cell import (
 )
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellMove, CellMoveQuery, MachineChanged, MoveKind
+from bus.contracts.moves import CellAsks, CellBook, CellCheck, CellMove, CellMoveQuery, MachineChanged, MoveKind
 
 from . import metrics
 from .config import ConductorConfig
@@ -43,6 +43,7 @@ from .domain.events import (
     MoveRequested,
     Spawned,
     SpawnFailed,
+    move_event,
 )
 from .domain.instance import MACHINE_EXISTS
 from .domain.report import Differences, Newest, differences
@@ -77,8 +78,13 @@ class RequestHandlers:
         fences: FenceKeeper | None = None,
         search: MachineSearch | None = None,
         forgetter: LeaseForgetter | None = None,
+        *,
+        bus: Bus | None = None,
     ) -> None:
-        """`search`: how the cell's services are queried about doubted builds (None: they are not)."""
+        """`search`: how the cell's services are queried about doubted builds (None: they are not). bus: the cell's, on
+        which checks for other cells are passed on.
+        """
+        self._bus = bus
         self._forgetter = forgetter
         self._engine = engine
         self._clock = clock
@@ -133,14 +139,18 @@ class RequestHandlers:
         return outcomes
 
     async def _take(self, batch: Sequence[Received], source: str) -> list[Outcome]:
+        for received in batch:
+            if self._bus is not None and (passed := passed_on(received.message, self._bus.name)) is not None:
+                await self._bus.publish(passed, cause=received.meta.cause)
+        if books := [one.message for one in batch if isinstance(one.message, CellBook)]:
+            await self._engine.answered(books)
         at = self._clock.time()
         outcomes: list[Outcome] = []
         incoming: list[InstanceEvent] = []
         for received in batch:
             instance_event = _instance_event(received, at)
-            outcomes.append(
-                Refuse("message.unexpected", type(received.message).__name__) if instance_event is None else DONE
-            )
+            is_known = instance_event is not None or _is_of_check(received.message)
+            outcomes.append(DONE if is_known else Refuse("message.unexpected", type(received.message).__name__))
             if instance_event is not None:
                 incoming.append(instance_event)
         last = {
@@ -273,10 +283,6 @@ class HostHandlers:
     def unexplained(self) -> frozenset[str]:
         """Instances of which a host has a machine that no record explains."""
         return self._guard.unexplained
-
-    def listed(self, services: Collection[str]) -> set[str]:
-        """The hosts that these services have reported."""
-        return self._listings.hosts_of(services)
 
     def listers(self, host: str) -> Collection[str]:
         """The services that have reported this host."""
@@ -411,29 +417,50 @@ def _instance_event(received: Received, at: float) -> InstanceEvent | None:
     if isinstance(message, CellMove):
         uuid = message.instance_uuid
         cause = meta.cause or message.request_id
-        moved = MoveRequested(at=at, request=message, cause=cause, given_up=_given_up(received))
+        moved = move_event(message, at, cause, given_up=_given_up(received))
         return InstanceEvent(uuid, moved, meta.id, meta.cause)
     if isinstance(message, CellMoveQuery):
         return InstanceEvent(message.instance_uuid, move_queried(message, at, meta.cause), meta.id, meta.cause)
-    if isinstance(message, MachineChanged):
-        ended = ChangeEnded(
-            at=at,
-            attempt=message.attempt,
-            order=message.order,
-            host_uuid=message.host_uuid,
-            service=message.service,
-            done=message.done,
-            runs=message.runs,
-            image=message.image,
-            code=message.code,
-            reason=message.reason,
-            refused=message.refused,
-            elsewhere=message.elsewhere,
-        )
-        return InstanceEvent(message.instance_uuid, ended, meta.id, meta.cause)
+    if isinstance(message, CellCheck) and message.answer is not None:
+        return InstanceEvent(message.answer.instance_uuid, _changed(message.answer, at), meta.id, meta.cause)
+    if isinstance(message, MachineChanged) and message.asked_by is None:
+        return InstanceEvent(message.instance_uuid, _changed(message, at), meta.id, meta.cause)
     if isinstance(message, ComputeResult):
         return InstanceEvent(message.instance_uuid, _result(message, at), meta.id, meta.cause)
     return None
+
+
+def _is_of_check(message: Message) -> bool:
+    is_answer = isinstance(message, MachineChanged) and message.asked_by is not None
+    return is_answer or isinstance(message, CellCheck | CellBook)
+
+
+def passed_on(message: Message, cell: str) -> Message | None:
+    """The message to which a check for another cell leads here: the command to the host, or its answer to that cell. No
+    record is changed by either; None: it leads to none.
+    """
+    if isinstance(message, CellCheck) and message.answer is None:
+        return message.change
+    if isinstance(message, MachineChanged) and message.asked_by is not None:
+        return CellAsks(message=CellCheck(cell=cell, asked_by=message.asked_by, answer=message))
+    return None
+
+
+def _changed(message: MachineChanged, at: float) -> ChangeEnded:
+    return ChangeEnded(
+        at=at,
+        attempt=message.attempt,
+        order=message.order,
+        host_uuid=message.host_uuid,
+        service=message.service,
+        done=message.done,
+        runs=message.runs,
+        image=message.image,
+        code=message.code,
+        reason=message.reason,
+        refused=message.refused,
+        elsewhere=message.elsewhere,
+    )
 
 
 def _given_up(received: Received) -> Refusal | None:
@@ -485,7 +512,7 @@ def move_queried(message: CellMoveQuery, at: float, cause: str = "") -> MoveRequ
         kind=message.kind,
         arrival=message.arrival,
     )
-    return MoveRequested(at=at, request=request, cause=cause or message.request_id, is_query=True)
+    return move_event(request, at, cause or message.request_id, is_query=True)
 
 
 def _result(message: ComputeResult, at: float) -> Event:

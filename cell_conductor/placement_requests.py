@@ -17,7 +17,7 @@ from bus.clock import Clock
 from bus.contracts.base import Message
 from bus.contracts.build import BuildEvent
 from bus.contracts.cell import Spawn
-from bus.contracts.moves import MoveEvent
+from bus.contracts.moves import AskedBy, CellAsks, CellBook, MoveEvent
 from bus.contracts.placement import (
     Claim,
     ClaimOutcome,
@@ -31,8 +31,7 @@ from bus.faults import Fault, RequestRefused
 from bus.persistence.outbox import OutboxMessage
 
 from . import metrics
-from .domain.arrival_doubts import is_taken_back
-from .domain.events import REASSIGNED, Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
+from .domain.events import Claimed, ClaimRefused, Event, InstanceEvent, Released, Reverted
 from .domain.fences import Loss
 from .domain.instance import Instance, State
 from .domain.table import Question, question_of
@@ -92,7 +91,12 @@ class PlacementRequests:
             self._under_way.difference_update(question.instance.uuid for question in mine)
 
     async def _ask(self, questions: Sequence[PendingQuestion]) -> list[InstanceEvent]:
-        """Many of a kind at once."""
+        """Many of a kind at once; those of instances that leave for another cell by way of the schedulers."""
+        by_schedulers = [(one, book) for one in questions if (book := self._for_schedulers(one)) is not None]
+        if by_schedulers:
+            await self._bus.publish_all([(CellAsks(message=book), one.instance.cause) for one, book in by_schedulers])
+            sent = {one.instance.uuid for one, _ in by_schedulers}
+            questions = [one for one in questions if one.instance.uuid not in sent]
         claims = [(question, question.message) for question in questions if isinstance(question.message, Claim)]
         releases = [(question, question.message) for question in questions if isinstance(question.message, Release)]
         incoming: list[InstanceEvent] = []
@@ -115,6 +119,32 @@ class PlacementRequests:
                 incoming += [InstanceEvent(question.instance.uuid, reverted)] if reverted else []
         return incoming
 
+    def _for_schedulers(self, question: PendingQuestion) -> CellBook | None:
+        move, message = question.instance.move, question.message
+        if move is None or move.to_cell is None or not isinstance(message, Claim | Release | Revert):
+            return None
+        asked_by = AskedBy(
+            cell=self._bus.name, request_id=move.request_id, project_id=move.spec.project_id, kind=move.kind
+        )
+        return CellBook(
+            asked_by=asked_by,
+            instance_uuid=question.instance.uuid,
+            question=message,
+            repeated=question.repeated,
+            sequence=question.instance.sequence - 1,
+        )
+
+    def event_of(self, instance: Instance, book: CellBook) -> Event | None:
+        """The event of an answer that came by way of the schedulers; None: the request is repeated."""
+        answer = book.answer
+        if isinstance(answer, ClaimResult) and isinstance(book.question, Claim):
+            return self._claim_event(PendingQuestion(instance, book.question, book.repeated), book.question, answer)
+        if isinstance(answer, RevertResult) and isinstance(book.question, Revert):
+            return self._revert_event(instance, book.question, answer)
+        if isinstance(answer, ReleaseResult) and self._is_released(instance, answer):
+            return Released(at=self._clock.time(), consumer=book.question.consumer)
+        return None
+
     async def _request(self, questions: Sequence[Message], reply: type[R], causes: Sequence[str]) -> list[R | Fault]:
         return await self._bus.request_all(questions, reply, timeout_s=self._timeout_s, causes=causes)
 
@@ -136,12 +166,11 @@ class PlacementRequests:
             outcomes=[outcome.value for outcome in answer.outcomes],
             cause=instance.cause,
         )
-        option = answer.option if claim.options else REASSIGNED
-        if answer.outcome is ClaimOutcome.CLAIMED and option is not None:
+        if answer.outcome is ClaimOutcome.CLAIMED and answer.option is not None:
             return Claimed(
                 at=now,
                 attempt=claim.attempt,
-                option=option,
+                option=answer.option,
                 consumer_generation=answer.consumer_generation,
                 outcomes=answer.outcomes,
             )
@@ -168,17 +197,6 @@ class PlacementRequests:
             return None
         if reply.outcome == "consumer_changed":
             log.warning("instance.revert_foreign", instance=instance.uuid, cause=instance.cause, reason=reply.reason)
-            if is_taken_back(instance):
-                metrics.HELD_MOVES.inc()
-                log.warning(
-                    "move.held",
-                    instance=instance.uuid,
-                    state=instance.state,
-                    cause=instance.cause or instance.uuid,
-                    hint="the book has the instance with a newer claim, of another cell or another client: it may run"
-                    " there. `berth revert --force` has it started here all the same",
-                )
-                return None
         return Reverted(at=self._clock.time(), attempt=revert.attempt, consumer_generation=reply.consumer_generation)
 
     def _unanswered(self, instance: Instance, kind: str, fault: Fault) -> None:

@@ -7,11 +7,9 @@ record of. Each service that is up is queried, with one deadline for all of them
 
 from __future__ import annotations
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from heapq import nsmallest
 from itertools import islice
 
 import structlog
@@ -24,7 +22,6 @@ from bus.faults import Fault
 
 from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
-from .domain.arrival_doubts import hosts_of, services_of, unexpected
 from .domain.events import SourceAnswered
 from .domain.instance import Instance, State
 from .domain.way_back import SourceQuery, answer_about
@@ -39,12 +36,11 @@ LOGGED_MOVES = 20  # of those that one search holds
 
 class Searched(Struct, frozen=True):
     """machines: by instance. missing: services that are up and have not answered; "": it is not
-    known yet which are up. services: that were queried; hosts: that they have looked at, of a thorough search.
+    known yet which are up. hosts: that were looked at, of a thorough search.
     """
 
     machines: Mapping[str, Sequence[FoundMachine]] = {}
     missing: tuple[str, ...] = ()
-    services: frozenset[str] = frozenset()
     hosts: AbstractSet[str] = frozenset()
 
     def of(self, uuid: str) -> tuple[FoundMachine, ...] | None:
@@ -102,13 +98,12 @@ class MachineSearch:
         timeout_s: float,
         up: Callable[[], Collection[str] | None],
         unexplained: Callable[[], Collection[str]] = frozenset,
-        listed: Callable[[Collection[str]], Collection[str]] = lambda _services: (),
         forgotten: Callable[[], Collection[str]] = frozenset,
         listers: Callable[[str], Collection[str]] = lambda _host: (),
     ) -> None:
-        """`unexplained()`: instances of which a host has a machine that no record explains. `listed(services)`: the
-        hosts that these have reported. `listers(host)`: the services that have reported this host. `forgotten()`:
-        services that are gone for good, as an operator has stated.
+        """`unexplained()`: instances of which a host has a machine that no record explains. `listers(host)`: the
+        services that have reported this host. `forgotten()`: services that are gone for good, as an operator has
+        stated.
         """
         self._listers = listers
         self._forgotten = forgotten
@@ -117,7 +112,6 @@ class MachineSearch:
         self._timeout_s = timeout_s
         self._up = up
         self._unexplained = unexplained
-        self._listed = listed
 
     @property
     def set_back_at(self) -> float:
@@ -168,7 +162,7 @@ class MachineSearch:
         metrics.SEARCHED.labels("unanswered" if missing else "nothing").inc(len(wanted) - len(machines))
         if missing or machines:
             _log_searched(wanted, machines, missing)
-        return Searched(machines, tuple(missing), frozenset({*up, *also}), hosts)
+        return Searched(machines, tuple(missing), hosts)
 
     async def see_sources(
         self, sources: Mapping[str, SourceQuery], now: Callable[[], float]
@@ -203,43 +197,23 @@ class MachineSearch:
         return seen
 
     async def find_moved(
-        self, moved: Mapping[str, Instance], down: Collection[str], fenced: Collection[str]
+        self, moved: Mapping[str, Instance], down: Collection[str]
     ) -> tuple[dict[str, tuple[FoundMachine, ...]], set[str]]:
-        """Of doubted moves between cells: machines that their records do not have; and the instances for which nothing
-        is to be requested of placement now.
+        """Machines that the records of these moves in doubt do not have; and the instances for which nothing is to be
+        requested of placement now.
 
-        Every service of the cell has to answer, also those that are down and those of the hosts that the record names:
-        without a limit, because what is given back is started in another cell. And every host of these has to have been
-        looked at: another process of a service's name answers for hosts of its own. A forgotten service has not to,
-        nor its hosts: an operator has stated that it is gone with its machines.
+        Every service of the cell has to answer, also those that are down, without a limit: what is released may be
+        started again from its image. A forgotten service has not to: an operator has stated that it is gone with its
+        machines.
         """
         if not moved:
             return {}, set()
-        also = {one for instance in moved.values() for one in services_of(instance, fenced)}
-        also -= (gone := set(self._forgotten()))
-        missing = sorted(set(down)) or None
-        searched = Searched(missing=tuple(missing)) if missing else await self.find(moved, also, thorough=True)
-        # Once for all: there may be a hundred thousand hosts (7 ms to list, 10 to compare), and a thousand moves.
-        reported = self._listed(searched.services)
-        await asyncio.sleep(0)
-        off = frozenset(fenced)
-        listed = nsmallest(LOGGED_SERVICES, (one for one in reported if one not in searched.hosts and one not in off))
-        found: dict[str, tuple[FoundMachine, ...]] = {}
-        held: set[str] = set()
-        for uuid, instance in moved.items():
-            machines = () if searched.missing else unexpected(instance, searched.of(uuid) or ())
-            at_gone = {one.host_uuid for one in instance.selections if one.service in gone}
-            named = hosts_of(instance, fenced) - searched.hosts - at_gone
-            unseen = () if searched.missing else [*listed, *sorted(named)]
-            if machines:
-                found[uuid] = machines
-            if machines or searched.missing or unseen:
-                held.add(uuid)
-                metrics.HELD_MOVES.inc()
-                if len(held) <= LOGGED_MOVES:
-                    _log_held(instance, machines, searched.missing, unseen)
-        if len(held) > LOGGED_MOVES:
-            log.warning("move.held_more", moves=len(held) - LOGGED_MOVES)
+        searched = await self.find(moved, set(down) - set(self._forgotten()), thorough=True)
+        found = {uuid: tuple(machines) for uuid, machines in searched.machines.items() if machines}
+        held = set(moved) if searched.missing else found.keys() & moved.keys()
+        metrics.HELD_MOVES.inc(len(held))
+        for uuid in sorted(held)[:LOGGED_MOVES]:
+            _log_held(moved[uuid], found.get(uuid, ()), searched.missing)
         return found, held
 
     async def find_forgotten(
@@ -322,18 +296,14 @@ def _log_searched(
     )
 
 
-def _log_held(
-    instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str], unseen: Sequence[str]
-) -> None:
+def _log_held(instance: Instance, machines: Sequence[FoundMachine], missing: Sequence[str]) -> None:
     log.warning(
         "move.held",
         instance=instance.uuid,
         state=instance.state,
         found=[one.host for one in machines],
         unanswered=list(missing[:LOGGED_SERVICES]),
-        unseen=list(unseen[:LOGGED_SERVICES]),
         cause=instance.cause or instance.uuid,
-        hint="the cell's database was set back in the middle of a move from or to another cell: its machine may run"
-        " here. `berth revert --force` has it given back all the same; `berth services forget` states that a service"
-        " is gone for good",
+        hint="the cell's database was set back in the middle of a move: its machine may run on another host than its"
+        " record has. `berth services forget` states that a service is gone for good",
     )

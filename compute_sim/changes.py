@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from bus.clock import Clock
 from bus.contracts.base import MAX_REASON
+from bus.contracts.cell import Origin
 from bus.contracts.moves import MACHINE_ABSENT, ChangeKind, ChangeMachine, MachineChanged
 from bus.tracing.tracer import work_for
 from compute_sim import metrics
@@ -83,7 +84,11 @@ class Changes:
         return row
 
     async def _check(self, command: ChangeMachine) -> None:
-        build = Build(command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment)
+        asked_by = command.asked_by
+        origin = None if asked_by is None else Origin(migration=asked_by.request_id, image=command.image)
+        build = Build(
+            command.host_uuid, command.spec, command.attempt, dict(command.allocations), command.deployment, origin
+        )
         try:
             async with asyncio.timeout(command.timeout_s):
                 await self._driver.check(build)
@@ -200,6 +205,7 @@ class Changes:
                 at=self._clock.time(),
                 epoch=self._records.epoch,
                 scan=self._records.scans,
+                asked_by=command.asked_by,
             )
         )
 

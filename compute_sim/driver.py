@@ -203,7 +203,9 @@ class Driver(Protocol):
         """
 
     async def check(self, build: Build) -> None:
-        """Return when this host could take that build. Changes nothing. Raises as `spawn` does."""
+        """Return when this host could take that build, and reads the image of its origin. Changes nothing. Raises as
+        `spawn` does.
+        """
 
     async def change(self, change: ChangeOrder) -> ChangeResult:
         """Change a machine where it is; return when that is done. A change that is done already succeeds.

@@ -373,7 +373,14 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
     consumers = [
         bus.consumer(
             "scheduler.builds",
-            AnnouncementHandler(parts.store, parts.writer, bus.name, clock=env.clock, on_fences=registry.record_fences),
+            AnnouncementHandler(
+                parts.store,
+                parts.writer,
+                bus.name,
+                clock=env.clock,
+                on_fences=registry.record_fences,
+                claims=BusClaims(parts.api, timeout_s=config.claim_timeout_s),
+            ),
             max_batch=config.batch,
             concurrency=1,  # two would block on each other's row locks
             prefetch=config.prefetch,

@@ -176,7 +176,8 @@ class SchedulerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow_resize_to_same_host: bool = False
     """Whether a resize may end on the host that the instance is on, as in Nova."""
     moves_across_cells: bool = False
-    """Whether an instance may be unshelved in another cell, migrated or resized to one, when its own has no host."""
+    """Whether an instance may be unshelved in another cell, migrated or resized to one, when its own has no host. It is
+    built there from a snapshot, and the disk at the source goes."""
     move_query_s: Seconds = 60.0
     """Seconds without an event of a build, a delete, a move, or another request about an instance, after which the
     scheduler queries its cell about it. The query is repeated after twice as long, up to 10 minutes.

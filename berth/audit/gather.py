@@ -14,7 +14,6 @@ from berth.audit.invariants import (
     ALIVE,
     AT_REST,
     DEPARTED,
-    KEPT,
     RESIZED,
     BreakerFact,
     Facts,
@@ -78,23 +77,14 @@ _CELLS = "SELECT instance_uuid::text, cell FROM build_requests WHERE cell IS NOT
 _SERVICE = "coalesce(record #>> ARRAY['selections', coalesce(record ->> 'position', '0'), 'service'], '')"
 _INSTANCES = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE} FROM instances
-WHERE state NOT IN ('{RESIZED}', '{DEPARTED}', '{KEPT}')
+WHERE state NOT IN ('{RESIZED}', '{DEPARTED}')
 """
 # A move that has arrived and awaits its confirm has two machines.
 _RESIZED = f"""
 SELECT uuid::text, state, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}',
        record #>> '{{move,source,host_uuid}}', coalesce(record #>> '{{move,source_attempt}}', '0')::int,
-       coalesce(record #>> '{{move,source,service}}', ''), record #>> '{{move,kept,cell}}'
+       coalesce(record #>> '{{move,source,service}}', '')
 FROM instances WHERE state = '{RESIZED}'
-"""
-# One that awaits its confirm in another cell has its second machine here.
-_KEPT = f"""
-SELECT uuid::text, host_uuid::text, attempt, {_SERVICE}, record #>> '{{move,request_id}}' FROM instances
-WHERE state = '{KEPT}'
-"""
-_LOOSE = f"""
-SELECT count(*) FILTER (WHERE state = '{KEPT}') - count(*) FILTER (WHERE record #>> '{{move,kept,cell}}' IS NOT NULL)
-FROM instances WHERE state IN ('{KEPT}', '{RESIZED}')
 """
 _DEPLOYMENT = "SELECT deployment::text FROM identity"
 _MOVES = "SELECT request_id::text, instance_uuid::text, kind, state, terminal FROM moves"
@@ -132,9 +122,7 @@ async def gather(
     try:
         facts = await _facts(site, book, scheduler, cells)
         for _ in range(READS - 1):
-            if _by_uuid(await _resized(cells)) == _by_uuid(
-                one for one in facts.instances if one.state in (RESIZED, KEPT)
-            ):
+            if _by_uuid(await _resized(cells)) == _by_uuid(one for one in facts.instances if one.state == RESIZED):
                 break
             facts = await _facts(site, book, scheduler, cells)
         return msgspec.structs.replace(
@@ -209,7 +197,7 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
     cells = {cell: environment.database(f"cell_{cell}", pool_size=1) for cell in site.cells}
     deadline = site.clock.monotonic() + timeout_s
     try:
-        while not await _at_rest(scheduler, cells, all_read=not unread):
+        while not await _at_rest(scheduler, cells):
             if site.clock.monotonic() > deadline:
                 return False
             await site.clock.sleep(REST_POLL_S)
@@ -219,15 +207,12 @@ async def rest(site: Site, *, timeout_s: float, unread: Collection[str] = ()) ->
             await database.close()
 
 
-async def _at_rest(scheduler: Database, cells: dict[str, Database], *, all_read: bool) -> bool:
+async def _at_rest(scheduler: Database, cells: dict[str, Database]) -> bool:
     open_requests = "SELECT count(*) FROM build_requests WHERE state NOT IN ('active', 'failed', 'refused', 'deleted')"
-    settled = ", ".join(f"'{state}'" for state in sorted(AT_REST | {KEPT}))
+    settled = ", ".join(f"'{state}'" for state in sorted(AT_REST))
     down_there = f"{_SERVICE} IN (SELECT service FROM leases WHERE state <> 'up')"
     under_way = f"SELECT count(*), count(*) FILTER (WHERE {down_there}) FROM instances WHERE state NOT IN ({settled})"
     unsent, stuck = (await _rows(scheduler, _UNSENT))[0][0], 0
-    # A machine that is kept is at rest while its instance awaits its confirm in another cell.
-    if all_read and sum([(await _rows(database, _LOOSE))[0][0] for database in cells.values()]):
-        return False
     for database in cells.values():
         going, down = (await _rows(database, under_way))[0]
         unsent += (await _rows(database, _UNSENT))[0][0] + going - down
@@ -276,21 +261,12 @@ async def _instances(cells: dict[str, Database]) -> list[InstanceFact]:
 
 
 async def _resized(cells: dict[str, Database]) -> list[InstanceFact]:
-    """The instances that await their confirm, with their second machines; and machines kept for no such instance."""
-    kept = {
-        (uuid, cell): (InstanceFact(uuid, cell, KEPT, host, int(attempt), service), by)
+    """The instances that await their confirm, with their second machines."""
+    return [
+        InstanceFact(uuid, cell, state, host, int(attempt), service, SourceFact(*source))
         for cell, database in cells.items()
-        for uuid, host, attempt, service, by in await _rows(database, _KEPT)
-    }
-    found: list[InstanceFact] = []
-    for cell, database in cells.items():
-        for uuid, state, host, attempt, service, *source, former in await _rows(database, _RESIZED):
-            beside = SourceFact(*source) if former is None else None
-            if (elsewhere := kept.pop((uuid, former), None)) is not None:
-                one, by = elsewhere
-                beside = SourceFact(by, one.host_uuid or "", one.attempt, one.service)
-            found.append(InstanceFact(uuid, cell, state, host, int(attempt), service, beside))
-    return [*found, *(one for one, _ in kept.values())]
+        for uuid, state, host, attempt, service, *source in await _rows(database, _RESIZED)
+    ]
 
 
 async def _down(cells: Mapping[str, Database]) -> dict[tuple[str, str], ServiceDownFact]:

@@ -24,7 +24,6 @@ MAX_EXAMPLES = 5
 TOMBSTONE = "tombstone"
 DEPARTED = "departed"  # another cell has it: this record is no instance
 RESIZED = "resized"
-KEPT = "kept"  # another cell has it: this one keeps its stopped machine, to which it may go back
 AT_REST = frozenset({"active", RESIZED, "offloaded", "failed", "deleted", TOMBSTONE, DEPARTED})
 # Of these only those hold an allocation and have a machine, whether it runs, is stopped, shelved or rescued.
 ALIVE = frozenset({"active", RESIZED})

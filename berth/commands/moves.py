@@ -63,10 +63,15 @@ class RequestOptions(Struct, frozen=True, kw_only=True):
     as_json: AsJson = False
 
 
+TO_HOST = (
+    "Only to this host (through the filters). In another cell it is built from a snapshot: the disk at the source goes."
+)
+
+
 class DestinationOptions(Struct, frozen=True, kw_only=True):
     """The options of a request that chooses a host."""
 
-    host: Annotated[str | None, typer.Option("--host", help="Only to this host (through the filters).")] = None
+    host: Annotated[str | None, typer.Option("--host", help=TO_HOST)] = None
     max_attempts: Annotated[
         int | None,
         typer.Option("--max-attempts", min=1, max=9, help="Hosts tried at most; else the scheduler's setting."),
@@ -209,26 +214,7 @@ def _simple(kind: MoveKind, sentence: str) -> Any:
 
 
 confirm = _simple(MoveKind.CONFIRM, "Keep a resized or migrated instance where it is.")
-
-
-async def revert(
-    settings: Settings,
-    uuid: Instance,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Also when it came from another cell and this one's database was set back since: you have seen that"
-            " the former cell still keeps its machine.",
-        ),
-    ] = False,
-    *,
-    request: RequestOptions,
-) -> int:
-    """Take a resized or migrated instance back to its source."""
-    return await _request(settings, uuid, MoveKind.REVERT, request, force=force)
-
-
+revert = _simple(MoveKind.REVERT, "Take a resized or migrated instance back to its source.")
 abort = _simple(MoveKind.ABORT, "End a move that has not reached its destination.")
 offload = _simple(MoveKind.OFFLOAD, "Give up the host of a shelved instance.")
 start = _simple(MoveKind.START, "Start an instance.")

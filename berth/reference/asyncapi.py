@@ -155,7 +155,9 @@ def _schemas(kinds: Sequence[type[Message]]) -> dict[str, Any]:
 
 
 def _as_draft_7(schema: Any) -> Any:
-    """AsyncAPI's schema objects are JSON Schema draft 7: a tuple's items have another word there."""
+    """AsyncAPI's schema objects are JSON Schema draft 7: a tuple's items have another word there. Of a union it names
+    the property that tells its members apart, and no more.
+    """
     if isinstance(schema, list | tuple):
         return [_as_draft_7(one) for one in schema]
     if not isinstance(schema, dict):
@@ -165,6 +167,8 @@ def _as_draft_7(schema: Any) -> Any:
         rest = plain.pop("items", False)
         plain["items"] = plain.pop("prefixItems")
         plain["additionalItems"] = rest
+    if isinstance(plain.get("discriminator"), dict):
+        plain["discriminator"] = plain["discriminator"]["propertyName"]
     return plain
 
 

@@ -21,6 +21,7 @@ from .build import AttemptRecord, FunnelStep, ImageProperties
 from .cell import InstanceSpec, Selection
 from .deploy import ImageSource
 from .groups import ServerGroup
+from .placement import Claim, ClaimResult, Release, ReleaseResult, Revert, RevertResult
 
 
 class MoveKind(StrEnum):
@@ -75,8 +76,7 @@ class MoveRequest(Message, frozen=True, kw_only=True, forbid_unknown_fields=True
     the rescue has ended it is in the cell's record. fenced: of an evacuation: the client states that the host is off
     and stays off until it has been notified of its losses; without it the evacuation is refused unless the cell has the
     operator's fence on record. force: of an evacuation: also of a machine that its fenced host has reported to run
-    since the fence; of a revert: also of a move from another cell, if the database of its present one was set back in
-    the middle of it. timeout_s: how long one step on one host may take.
+    since the fence. timeout_s: how long one step on one host may take.
     """
 
     request_id: Uuid
@@ -145,64 +145,38 @@ class Condition(StrEnum):
     UNKNOWN = "unknown"  # its cell has no record of it
 
 
-class KeptMachine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The stopped machine that a cell keeps of an instance which another cell has from now on, until it runs there.
-
-    cell: which keeps it. migration: the request by which the instance has left, under whose uuid the book has the
-    machine's allocation. is_stopped: the instance was stopped before. at: when it has left, in seconds since the epoch.
-    number: of the announcement by which it has left. here, attempt, book_attempt: the machine, and the attempt that the
-    book had it under (None, 0: as the cell has them on record). kind: of the request. With these a cell whose database
-    is set back to before has its record again.
-    """
-
-    cell: Word
-    migration: Uuid
-    is_stopped: bool = False
-    at: float = 0.0
-    number: Annotated[int, Bound(ge=0, le=2**62)] = 0
-    here: Selection | None = None
-    attempt: Count = 0
-    book_attempt: Count = 0
-    kind: MoveKind = MoveKind.MIGRATE
-
-
-class GivenBack(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance goes back to the cell that keeps its machine: nothing of it is left in the cell that gives it back.
-
-    migration: as in KeptMachine. code, reason: why it has failed there. answered: the end that the migration's request
-    has had (None: none). by: the request that reverts it (None: none does). history: hosts tried. is_deleted: the
-    instance is to be deleted. kept: as that cell has announced it (None: by a worker of the version before).
-    """
-
-    migration: Uuid
-    code: str = ""
-    reason: Reason = ""
-    answered: MoveState | None = None
-    by: Uuid | None = None
-    history: tuple[AttemptRecord, ...] = ()
-    is_deleted: bool = False
-    kept: KeptMachine | None = None
-
-
 class Departure(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance that leaves its cell for another one, as its former cell has it on record.
+    """An instance that goes from its cell to another one, as the former one has it on record. Nothing is left there.
 
-    cell: where it goes. image: its snapshot. last: the host that it had. newest: no attempt up to this one is given out
-    again; order, sequence: likewise the changes of its machine, and its announcements, of which `sequence` is the one
-    that has this departure. kind: of the request by which it leaves. kept: its former cell keeps its stopped machine
-    (None: it had none). given_back: it goes back to the cell that has kept its machine.
+    cell: where it goes. spec: as it was before the request by which it leaves. image: its snapshot. last: the host that
+    it had. selections: hosts in the other cell, of which the first is claimed for it, under the attempt `newest` and
+    with that consumer_generation; its host has answered that it can build it from the image. order, sequence: no change
+    of its machine, and no announcement, up to these is numbered again; `sequence` is that of the one that has this
+    departure. kind: of the request. is_stopped: the instance was stopped before. at: when it has left, in seconds since
+    the epoch.
     """
 
     cell: Word
     spec: InstanceSpec
     image: Annotated[str, Bound(max_length=255)]
     last: Selection
+    selections: Annotated[tuple[Selection, ...], Bound(min_length=1, max_length=9)]
     newest: Count
+    consumer_generation: int | None = None
     order: Annotated[int, Bound(ge=0, le=2**62)] = 0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
     kind: MoveKind = MoveKind.UNSHELVE
-    kept: KeptMachine | None = None
-    given_back: GivenBack | None = None
+    is_stopped: bool = False
+    at: float = 0.0
+
+
+class AskedBy(Struct, frozen=True, kw_only=True):
+    """The cell for whose instance a host of another cell is checked, and the request."""
+
+    cell: Word
+    request_id: Uuid
+    project_id: Word
+    kind: MoveKind
 
 
 class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
@@ -213,10 +187,8 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     `terminal`: no other terminal event follows for this request. condition: the present state of the instance. host,
     flavor, image: its present one, or its destination. code and reason explain failed and refused; funnel explains a
     request that no host could take; history lists the hosts tried for this request. zone: the availability zone of that
-    host ("": there are none, or it is not known). departure: the instance has left its cell; never on the API bus.
-    kept_in: the cell that keeps its stopped machine as long as it may go back there (None: it does not). settled: the
-    migration by which it has come to its cell for good: the machine that its former cell keeps is not needed any more
-    (None: that is not known). host_uuid: of `host`. Neither is ever on the API bus.
+    host ("": there are none, or it is not known). host_uuid: of `host`. departure: the instance has left its cell.
+    Neither is ever on the API bus.
     """
 
     request_id: Uuid
@@ -240,8 +212,6 @@ class MoveEvent(Message, frozen=True, kw_only=True, tag="instance.event.v1"):
     at: float = 0.0
     zone: Zone = ""
     departure: Departure | None = None
-    kept_in: Word | None = None
-    settled: Uuid | None = None
 
 
 class MoveQuery(Message, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="instance.query.v1"):
@@ -288,14 +258,10 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     one ("": not compared). selections: hosts in order, not claimed: the conductor claims them one after the other, in
     attempt numbers that it alone knows. The source's own host among them is a resize in place. server_group, limits:
     what those claims are held to, as for a build. step_timeout_s: how long one step on one host may take. to_cell: the
-    instance is to leave for this cell; its machine here, if it has one, is stopped and kept. arrival: with what it has
-    left its former cell for this one, where it is on record from now on. active_in: the instance is active in that cell
-    for good, so the machine that this cell has kept since the request of this id is destroyed; nothing else is done.
-    order, sequence: the changes of its machine, and its announcements, are numbered above these: no more than the cell
-    has on record, unless that was set back. The other fields: as in MoveRequest. room: of a revert: the
+    selections are hosts of this cell, which the instance is to leave for. arrival: with what it has left its former
+    cell for this one, where it is on record from now on. sequence: its announcements are numbered above this: no more
+    than the cell has on record, unless that was set back. The other fields: as in MoveRequest. room: of a revert: the
     amounts of each class that the project may hold beside its present ones, by its quota (a class without: no limit).
-    A revert with `to_cell` is to the cell that keeps the instance's former machine while that cell has the instance:
-    its host is queried for it, and no more is done. kept_seen: of a revert: it was seen there.
     """
 
     request_id: Uuid
@@ -317,9 +283,6 @@ class CellMove(Message, frozen=True, kw_only=True, tag="cell.move.v1"):
     step_timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
     to_cell: Word | None = None
     arrival: Departure | None = None
-    active_in: Word | None = None
-    kept_seen: bool = False
-    order: Annotated[int, Bound(ge=0, le=2**62)] = 0
     sequence: Annotated[int, Bound(ge=0, le=2**62)] = 0
 
 
@@ -358,7 +321,8 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
 
     order: rises with every change that is requested of one instance; a host carries out none at or below the last it
     took for that attempt, and repeats its answer to the last. to_host: of a hand-over. deployment: as in Spawn; a
-    machine whose mark names another one, or none, is left alone and the command refused.
+    machine whose mark names another one, or none, is left alone and the command refused. image: of a check: the
+    snapshot that the machine would be built from ("": none); asked_by: for another cell, and part of the answer.
     """
 
     change: ChangeKind
@@ -372,6 +336,8 @@ class ChangeMachine(Message, frozen=True, kw_only=True, tag="compute.change.v1")
     to_host: Uuid | None = None
     rescue_password: RescuePassword = ""
     timeout_s: Annotated[float, Bound(gt=0, le=86_400)] = 300.0
+    image: Annotated[str, Bound(max_length=255)] = ""
+    asked_by: AskedBy | None = None
 
 
 # The code of a change whose machine is not on its host: nothing could be changed, or changed back.
@@ -404,3 +370,39 @@ class MachineChanged(Message, frozen=True, kw_only=True, tag="compute.changed.v1
     at: float = 0.0
     epoch: int = 0
     scan: int = 0
+    asked_by: AskedBy | None = None
+
+
+class CellCheck(Message, frozen=True, kw_only=True, tag="cell.check.v1"):
+    """Have a host of another cell checked for an instance that is to leave its cell for that one; or, with the answer,
+    the end of such a check. The schedulers hand both on. Nothing is changed, and nothing goes on record.
+
+    cell: which has the host; asked_by: the other one. change: the check, until it is answered.
+    """
+
+    cell: Word
+    asked_by: AskedBy
+    change: ChangeMachine | None = None
+    answer: MachineChanged | None = None
+
+
+class CellBook(Message, frozen=True, kw_only=True, tag="cell.book.v1"):
+    """Ask placement about an instance that is to leave for another cell, whose hosts its own cell may not claim; or,
+    with the answer, what placement has answered. The schedulers ask, if they have that move on record.
+
+    repeated: it may have been asked before. sequence: the highest number that its cell has announced of it: where the
+    claim for the other cell is given back, no departure up to there counts any more.
+    """
+
+    asked_by: AskedBy
+    instance_uuid: Uuid
+    question: Claim | Release | Revert
+    answer: ClaimResult | ReleaseResult | RevertResult | None = None
+    repeated: bool = False
+    sequence: int = 0
+
+
+class CellAsks(Message, frozen=True, kw_only=True, tag="cell.asks.v1"):
+    """A conductor has the schedulers hand this on: each cell is connected with them alone."""
+
+    message: CellCheck | CellBook

@@ -243,8 +243,6 @@ class Claim(Message, frozen=True, kw_only=True, tag="placement.claim.v1"):
     there until the move is confirmed (a Release of the migration) or reverted (Revert); when no option fits, nothing
     changes. With release_first it is the claim of an alternate: the instance's allocation is released, the migration
     keeps the source. Amounts that source and destination both take of one provider count once, the larger of the two.
-    options: none, with a migration and release_first: the instance's allocation goes to the migration, and nothing is
-    claimed; `claimed` is answered, without an option.
     """
 
     consumer: Uuid
@@ -338,7 +336,7 @@ class Release(Message, frozen=True, kw_only=True, tag="placement.release.v1"):
     one of this project: a client may make up a uuid under which another client holds something. of_migration: only one
     of a migration: an instance may have been built under the uuid of a move's request. by: when given, only one that
     this run owns: that of any other may be of an earlier request for the same uuid, which a database that was set back
-    may have lost while its instance runs.
+    may have lost while its instance runs. The fence that is left refuses later claims of this attempt by the same run.
     """
 
     consumer: Uuid

@@ -9,7 +9,6 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from .departure_steps import give_back
 from .events import (
     ChangeEnded,
     Released,
@@ -24,6 +23,9 @@ from .move_events import (
 )
 from .move_steps import as_left, ending_of, is_awaited, offload, over
 from .steps import Step, StepContext
+
+# By these it is built from its image, and is offloaded again where no host could: in the cell that it has come to.
+_FROM_IMAGE = frozenset({MoveKind.UNSHELVE, MoveKind.MIGRATE, MoveKind.RESIZE})
 
 
 def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
@@ -52,7 +54,7 @@ def changed(instance: Instance, event: ChangeEnded, context: StepContext) -> Ste
 
 
 def end_offloaded(instance: Instance, event: Released, context: StepContext) -> Step:
-    """Nothing is allocated any more: the instance has no host, or goes back to the cell that keeps its machine.
+    """Nothing is allocated any more: the instance has no host.
 
     A copy of a claim, or of this release, is fenced by its attempt.
     """
@@ -72,9 +74,7 @@ def end_offloaded(instance: Instance, event: Released, context: StepContext) -> 
         since=event.at,
         queried=False,
     )
-    if move.kept is not None:
-        return give_back(gone, event.at, context)
-    if move.kind is MoveKind.UNSHELVE:
-        gone = replace(gone, spec=move.spec, image=move.image)
+    if move.kind in _FROM_IMAGE:
+        gone = replace(gone, spec=move.spec)
         return close(gone, ending_of(move), event.at, context)
     return close(gone, DONE, event.at, context)

@@ -12,7 +12,7 @@ from bus.contracts.moves import Condition, MoveState
 
 from . import rules, steps
 from .departure_rules import refer
-from .desires import DESTROYED, OVER, WANTED, Ask, desire_of
+from .desires import WANTED, Ask, Wish, desire_of
 from .events import (
     BuildRequested,
     DeleteRequested,
@@ -144,15 +144,10 @@ def delete_moving(instance: Instance, event: DeleteRequested, context: StepConte
     earlier = after(earlier, answer_other(earlier.instance, deleted, event.at, context))
     named = replace(earlier.instance, cause=event.cause or instance.cause)
     desire = desire_of(named)
-    # The answer of placement shows which consumer holds what; of one from another cell the destination is given up.
-    if desire.asks is Ask.CLAIM or (move.kept is not None and desire.here in OVER):
+    # The answer of placement shows which consumer holds what.
+    if desire.asks is Ask.CLAIM:
         waiting = replace(named, move=replace(move_of(named), delete=True))
         return after(earlier, steps.announce(waiting, BuildState.DELETING, event.at, context))
-    if move.kept is not None:
-        # Announced first: with the next step it may be the former cell's again.
-        marked = replace(named, move=replace(move_of(named), delete=True))
-        announced = after(earlier, steps.announce(marked, BuildState.DELETING, event.at, context))
-        return after(announced, leave(announced.instance, event.at, context))
     left = leave(named, event.at, context)
     move_event = steps.announce(left.instance, BuildState.DELETING, event.at, context, first=left.commands)
     return after(earlier, move_event)
@@ -170,9 +165,9 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
     to be destroyed, what it takes is released.
     """
     desire, move = desire_of(instance), instance.move
-    is_here_due = desire.here in DESTROYED and not (move is not None and move.here_gone)
+    is_here_due = desire.here is Wish.DESTROY and not (move is not None and move.here_gone)
     is_source_due = (
-        desire.source in DESTROYED
+        desire.source is Wish.DESTROY
         and instance.source_host_uuid is not None
         and not (move is not None and move.source_gone)
     )
@@ -182,5 +177,5 @@ def release_destroyed(instance: Instance, event: Destroyed | HostMissing, contex
         return Step(instance)
     if here is is_here_due and source is is_source_due:
         return Step(steps.released_after(instance, event.at, context))
-    gone = replace(move_of(instance), here_gone=here or not is_here_due, source_gone=source or not is_source_due)
-    return Step(replace(instance, move=gone))
+    # Both are due, and one is gone.
+    return Step(replace(instance, move=replace(move_of(instance), here_gone=here, source_gone=source)))

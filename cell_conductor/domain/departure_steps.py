@@ -1,85 +1,62 @@
-"""The parts of a departure that several rules share: its announcement, and how an instance is given back."""
+"""How an instance leaves for another cell: its former cell's last steps, and the announcement that hands it on."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.moves import Condition, Departure, GivenBack, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import Condition, Departure, MoveEvent, MoveState
 
-from .instance import Instance, Move, State
-from .steps import Step, StepContext, cut
-
-# Below these bits an order is a time in milliseconds, until the year 2109; above, how often it has left a cell.
-ORDER_EPOCH_BITS = 42
-
-
-def announce_departure(instance: Instance, at: float, context: StepContext) -> MoveEvent:
-    """That it has left, always under the same number: what comes late or twice changes nothing."""
-    departure = instance.departure
-    assert instance.spec is not None
-    assert departure is not None
-    state = MoveState.SCHEDULED if departure.kept is None else MoveState.MIGRATING
-    return MoveEvent(
-        request_id=instance.departed_by,
-        instance_uuid=instance.uuid,
-        project_id=instance.spec.project_id,
-        kind=departure.kind,
-        state=MoveState.UNDOING if departure.given_back is not None else state,
-        sequence=departure.sequence,
-        condition=Condition.MOVING,
-        cell=context.cell,
-        flavor=instance.spec.flavor,
-        image=instance.spec.image,
-        at=at,
-        departure=departure,
-        settled=instance.settled or None,
-    )
+from . import steps
+from .events import Released
+from .instance import Instance, Power, State
+from .move_events import move_of, report_progress
+from .steps import Step, StepContext
 
 
-def give_back(instance: Instance, at: float, context: StepContext) -> Step:
-    """Nothing of it is left here: it goes back to the cell that keeps its machine, which starts that and answers.
+def give_away(instance: Instance, at: float, context: StepContext) -> Step:
+    """A host of the other cell is claimed, and reads the image: what is left here is destroyed and released."""
+    if move_of(instance).source is None:
+        return _depart(instance, at, context)
+    leaving = steps.destroying(instance, State.DEPARTED, at, context)
+    return report_progress(leaving, MoveState.MIGRATING, at, context)
 
-    No host here has a machine of it, and nothing is claimed for it: the caller has that on record.
-    """
-    move = instance.move
-    assert move is not None and move.kept is not None
-    by = move.by if move.by_kind is MoveKind.REVERT else ""
-    back = GivenBack(
-        migration=move.kept.migration,
-        code=move.lost_code,
-        reason=cut(move.lost_reason),
-        answered=next((one.state for one in instance.ended if one.request_id == move.request_id), None),
-        by=by or None,
-        history=move.history,
-        is_deleted=move.delete,
-        kept=move.kept,
-    )
+
+def end_left(instance: Instance, event: Released, context: StepContext) -> Step:
+    """Nothing of it is left here, neither a machine nor an allocation: it is the other cell's from now on."""
+    if event.consumer != move_of(instance).request_id:
+        return Step(instance)
+    return _depart(instance, event.at, context)
+
+
+def _depart(instance: Instance, at: float, context: StepContext) -> Step:
+    """It is on record as having left, and that is announced."""
+    move = move_of(instance)
+    assert move.to_cell is not None
+    last = instance.selections[0]
     departure = Departure(
-        cell=move.kept.cell,
+        cell=move.to_cell,
         spec=move.spec,
-        image=move.image,
-        last=instance.here,
-        newest=instance.next_attempt,
+        image=instance.image,
+        last=last,
+        selections=instance.alternates_and_here,
+        newest=instance.attempt,
+        consumer_generation=instance.consumer_generation,
         order=instance.order,
         sequence=instance.sequence,
-        kind=MoveKind.REVERT if by else move.kind,
-        given_back=back,
+        kind=move.kind,
+        is_stopped=move.power is Power.STOPPED,
+        at=at,
     )
-    return depart(instance, State.DEPARTED, departure, by or move.request_id, at, context)
-
-
-def depart(  # noqa: PLR0917  (what a departure consists of)
-    instance: Instance, state: State, departure: Departure, by: str, at: float, context: StepContext
-) -> Step:
-    """It is on record as having left, and that is announced. The cell that it leaves ends nothing by itself after."""
     left = replace(
         instance,
-        state=state,
+        state=State.DEPARTED,
         then=None,
+        selections=(last,),
+        position=0,
         departure=departure,
-        departed_by=by,
+        departed_by=move.request_id,
         sequence=instance.sequence + 1,
-        move=_kept_beside(instance.move, state),
+        move=None,
         deadline=None,
         since=at,
         queried=False,
@@ -88,19 +65,22 @@ def depart(  # noqa: PLR0917  (what a departure consists of)
     return Step(left, (announce_departure(left, at, context),))
 
 
-def _kept_beside(move: Move | None, state: State) -> Move | None:
-    return move if state is State.KEPT else None
-
-
-def begin_order_epoch(instance: Instance) -> Instance:
-    """Number the next changes of the machine above all that a record from before this could give out.
-
-    The host carries out none at or below the highest that it has had: a record that is set back to before the instance
-    left for another cell cannot start the machine that is kept, by whatever deadline (decision 0021).
-    """
-    return replace(instance, order=order_epoch(instance) + (1 << ORDER_EPOCH_BITS))
-
-
-def order_epoch(instance: Instance) -> int:
-    """The bits of its orders that every change has until it leaves for another cell the next time."""
-    return instance.order >> ORDER_EPOCH_BITS << ORDER_EPOCH_BITS
+def announce_departure(instance: Instance, at: float, context: StepContext) -> MoveEvent:
+    """That it has left, always under the same number: what comes late or twice changes nothing."""
+    departure = instance.departure
+    assert instance.spec is not None
+    assert departure is not None
+    return MoveEvent(
+        request_id=instance.departed_by,
+        instance_uuid=instance.uuid,
+        project_id=instance.spec.project_id,
+        kind=departure.kind,
+        state=MoveState.MIGRATING,
+        sequence=departure.sequence,
+        condition=Condition.MOVING,
+        cell=context.cell,
+        flavor=departure.spec.flavor,
+        image=departure.spec.image,
+        at=at,
+        departure=departure,
+    )

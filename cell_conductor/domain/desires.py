@@ -27,7 +27,6 @@ class Wish(StrEnum):
     STAY = "stay"  # it is there, as it is or being changed
     UNCOMMANDED = "uncommanded"  # claimed, and nothing that makes a machine was commanded: one there is unexplained
     DESTROY = "destroy"  # over: its host is commanded until it answers, or a report leaves it out
-    CLEAR = "clear"  # the same, and no report counts
     GONE = "gone"  # over, and may be there still
     NONE = "none"  # over, and by the record there is none
 
@@ -54,10 +53,9 @@ class Desire(Struct, frozen=True, kw_only=True):
 
     condition: for clients (None: by its power). progress: of the request under way. change: of one machine,
     commanded and awaited; in `changing` by the request, and a resize only in place. work: in doubt after a set-back.
-    elsewhere: another cell has it. arrives: it may come from another cell. ends: a request for it has ended well or
-    not. takes_machine: an operator may give it a machine in quarantine. relies_on_fence: an evacuation that has come so
-    far relies on the fence of its host. leaves_lost_service: another host is tried when the service of this one is
-    lost.
+    elsewhere: another cell has it. ends: a request for it has ended well or not. takes_machine: an operator may give it
+    a machine in quarantine. relies_on_fence: an evacuation that has come so far relies on the fence of its host.
+    leaves_lost_service: another host is tried when the service of this one is lost.
     """
 
     here: Wish
@@ -68,7 +66,6 @@ class Desire(Struct, frozen=True, kw_only=True):
     change: ChangeKind | None = None
     work: Work | None = None
     elsewhere: bool = False
-    arrives: bool = False
     ends: bool = False
     takes_machine: bool = False
     relies_on_fence: bool = False
@@ -77,30 +74,31 @@ class Desire(Struct, frozen=True, kw_only=True):
 
 _DELETED, _FAILED = Condition.DELETED, Condition.FAILED
 DESIRES: Mapping[Phase, Desire] = {
-    (State.ABSENT, None): Desire(here=Wish.UNKNOWN, arrives=True),
-    (State.TOMBSTONE, None): Desire(here=Wish.NONE, condition=_DELETED, arrives=True),
+    (State.ABSENT, None): Desire(here=Wish.UNKNOWN),
+    (State.TOMBSTONE, None): Desire(here=Wish.NONE, condition=_DELETED),
     (State.BUILDING, None): Desire(here=Wish.BUILD, work=Work.BUILD, leaves_lost_service=True),
     (State.ACTIVE, None): Desire(here=Wish.RUN, condition=None, ends=True, takes_machine=True),
     (State.FAILED, None): Desire(here=Wish.NONE, condition=_FAILED, ends=True, takes_machine=True),
     (State.DELETED, None): Desire(here=Wish.NONE, condition=_DELETED, ends=True),
     # Of placement: an alternate, or one that is not wanted any more; a destination (before it is claimed `here` is the
-    # source); the claim of a machine that was found on another host; and that the migration has the instance's.
+    # source); and the claim of a machine that was found on another host.
     (State.CLAIMING, State.BUILDING): Desire(here=Wish.GONE, asks=Ask.CLAIM, work=Work.BUILD),
     (State.CLAIMING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.CLAIM, condition=_DELETED),
     (State.CLAIMING, State.PREPARING): Desire(
         here=Wish.NONE, source=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.CLAIMING, work=Work.MOVE
     ),
     (State.CLAIMING, State.ACTIVE): Desire(here=Wish.STAY, asks=Ask.CLAIM),
-    (State.CLAIMING, State.KEPT): Desire(here=Wish.STAY, asks=Ask.CLAIM, progress=MoveState.MIGRATING, work=Work.MOVE),
     # Of hosts: all machines of it, the source of a move that has arrived, the destination of one that is undone, the
-    # machine of one that is shelved, and the one that was kept for another cell.
+    # machine of one that is shelved, and that of one that leaves for another cell, which has a host for it.
     (State.DESTROYING, State.DELETED): Desire(here=Wish.DESTROY, source=Wish.DESTROY, condition=_DELETED),
     (State.DESTROYING, State.ACTIVE): Desire(here=Wish.STAY, source=Wish.DESTROY, condition=None, work=Work.MOVE),
     (State.DESTROYING, State.REVERTING): Desire(
         here=Wish.DESTROY, source=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.RESIZE, work=Work.MOVE
     ),
     (State.DESTROYING, State.OFFLOADED): Desire(here=Wish.DESTROY, relies_on_fence=True),
-    (State.DESTROYING, State.DEPARTED): Desire(here=Wish.CLEAR, elsewhere=True),
+    (State.DESTROYING, State.DEPARTED): Desire(
+        here=Wish.UNCOMMANDED, source=Wish.DESTROY, progress=MoveState.MIGRATING, work=Work.MOVE
+    ),
     # Of placement, once that is gone: what the instance holds, or its migration.
     (State.RELEASING, State.FAILED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_FAILED),
     (State.RELEASING, State.DELETED): Desire(here=Wish.GONE, asks=Ask.RELEASE, condition=_DELETED),
@@ -108,7 +106,13 @@ DESIRES: Mapping[Phase, Desire] = {
     (State.RELEASING, State.ACTIVE): Desire(
         here=Wish.STAY, source=Wish.GONE, asks=Ask.RELEASE_MIGRATION, condition=None, work=Work.MOVE
     ),
-    (State.RELEASING, State.DEPARTED): Desire(here=Wish.GONE, asks=Ask.RELEASE_MIGRATION, elsewhere=True),
+    (State.RELEASING, State.DEPARTED): Desire(
+        here=Wish.UNCOMMANDED,
+        source=Wish.GONE,
+        asks=Ask.RELEASE_MIGRATION,
+        progress=MoveState.MIGRATING,
+        work=Work.MOVE,
+    ),
     # A move.
     (State.PREPARING, None): Desire(
         here=Wish.UNCOMMANDED,
@@ -137,13 +141,8 @@ DESIRES: Mapping[Phase, Desire] = {
         here=Wish.STAY, progress=MoveState.UNDOING, change=ChangeKind.START, work=Work.MOVE
     ),
     (State.CHANGING, None): Desire(here=Wish.STAY),
-    (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, arrives=True, ends=True),
-    # Of one that leaves for another cell, and of the machine that is kept for it.
-    (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True, arrives=True),
-    (State.LEAVING, None): Desire(
-        here=Wish.STAY, progress=MoveState.MIGRATING, change=ChangeKind.SNAPSHOT, work=Work.MOVE
-    ),
-    (State.KEPT, None): Desire(here=Wish.STAY, elsewhere=True),
+    (State.OFFLOADED, None): Desire(here=Wish.NONE, condition=Condition.OFFLOADED, ends=True),
+    (State.DEPARTED, None): Desire(here=Wish.NONE, elsewhere=True),
 }
 
 
@@ -161,10 +160,9 @@ def desire_of(record: Phased) -> Desire:
 
 
 WANTED = frozenset({Wish.BUILD, Wish.RUN, Wish.STAY})
-DESTROYED = frozenset({Wish.DESTROY, Wish.CLEAR})
-OVER = DESTROYED | {Wish.GONE, Wish.NONE}
+OVER = frozenset({Wish.DESTROY, Wish.GONE, Wish.NONE})
 # It is there, or its host was commanded to destroy it: its orders follow it to another service.
-ORDERED = frozenset({Wish.STAY, Wish.RUN, Wish.BUILD}) | DESTROYED
+ORDERED = frozenset({Wish.STAY, Wish.RUN, Wish.BUILD, Wish.DESTROY})
 # Its host carries it, or may still: one that a report leaves out is a finding.
 EXPECTED = frozenset({Wish.RUN, Wish.DESTROY})
 # Its host was commanded to make it, and it may be there.

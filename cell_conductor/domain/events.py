@@ -87,10 +87,6 @@ class TimedOut(Event, frozen=True, kw_only=True):
     """The instance's deadline has passed."""
 
 
-# The option of a claim that has none: the instance's allocation was given to the migration.
-REASSIGNED = -1
-
-
 class Claimed(Event, frozen=True, kw_only=True):
     """Placement claimed an alternate for `attempt`. `outcomes`: the outcomes of the options up to and including it."""
 
@@ -137,15 +133,33 @@ class Reverted(Event, frozen=True, kw_only=True):
 
 
 class MoveRequested(Event, frozen=True, kw_only=True):
-    """A request about the instance. given_up: as of a BuildRequested.
-
-    is_query: nothing is to be done; the scheduler queries the state of this request.
-    """
+    """A request about the instance."""
 
     request: CellMove
     cause: str = ""
     given_up: Refusal | None = None
     is_query: bool = False
+
+
+class MoveQueried(MoveRequested, frozen=True, kw_only=True):
+    """A request of which nothing is to be begun: the scheduler queries its state, or its message was given up, for the
+    reason `given_up`, as of a BuildRequested.
+    """
+
+
+class InstanceArrives(MoveRequested, frozen=True, kw_only=True):
+    """The instance comes from another cell, with a request, or with one that is not begun, as of a MoveQueried."""
+
+
+def move_event(
+    request: CellMove, at: float, cause: str, *, given_up: Refusal | None = None, is_query: bool = False
+) -> MoveRequested:
+    """The event of a command to the cell, or of a query about one."""
+    is_begun = given_up is None and not is_query
+    kind = MoveRequested if is_begun else MoveQueried
+    if request.arrival is not None:
+        kind = InstanceArrives
+    return kind(at=at, request=request, cause=cause, given_up=given_up, is_query=is_query)
 
 
 class ChangeEnded(Event, frozen=True, kw_only=True):
@@ -246,6 +260,8 @@ EVENTS: tuple[type[Event], ...] = (
     HostMissing,
     ServiceLost,
     MoveRequested,
+    MoveQueried,
+    InstanceArrives,
     ChangeEnded,
     Reverted,
     HostFenced,

@@ -15,14 +15,14 @@ from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.moves import Condition, MoveState
 
 from . import delete_rules, rules, steps, undo_rules, way_back
-from .arrival_doubts import is_unsure
 from .desires import desire_of
 from .events import Destroyed, HostFenced
 from .fences import FENCED
 from .instance import Instance, State
+from .move_doubts import is_unsure
 from .move_events import MoveEnd, close, move_of
 from .move_steps import end_undone, note, over, try_next, undo
-from .steps import Step, StepContext, is_doubted
+from .steps import Step, StepContext
 
 
 def leave_host(instance: Instance, event: HostFenced, context: StepContext) -> Step:
@@ -108,13 +108,8 @@ def end_unstarted(instance: Instance, event: HostFenced, context: StepContext) -
 
 
 def end_change(instance: Instance, event: HostFenced, context: StepContext) -> Step:
-    """A change of a machine that is off: the change has failed, and the machine is on record as it was.
-
-    One that may have left for another cell, by a record that was set back, is not active here.
-    """
+    """A change of a machine that is off: the change has failed, and the machine is on record as it was."""
     if event.host_uuid != instance.host_uuid:
-        return Step(instance)
-    if instance.state is State.LEAVING and is_doubted(instance, context):
         return Step(instance)
     back = replace(instance, spec=move_of(instance).spec)
     ending = MoveEnd(MoveState.FAILED, FENCED, _reason(instance.here.host))

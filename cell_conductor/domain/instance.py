@@ -13,7 +13,7 @@ from msgspec import Struct, field
 from bus.contracts.build import AttemptRecord
 from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.groups import ServerGroup
-from bus.contracts.moves import Departure, KeptMachine, MoveKind, MoveState
+from bus.contracts.moves import Departure, MoveKind, MoveState
 from bus.contracts.placement import ClaimOutcome
 from bus.contracts.stages import Stamps
 
@@ -37,19 +37,18 @@ class State(StrEnum):
     DELETED = "deleted"
     # A move: two machines, of which at most one runs. `Move` names them.
     PREPARING = "preparing"  # the destination checks whether it can build the instance
-    HANDING_OVER = "handing_over"  # the source was commanded to stop and hand over
+    HANDING_OVER = (
+        "handing_over"  # the source was commanded to stop and hand over, or, for another cell, to keep its image
+    )
     FINISHING = "finishing"  # the destination was commanded to build and start; the source is stopped
     RESIZING = "resizing"  # its host was commanded to change the machine's size in place
     RESIZED = "resized"  # the destination runs; confirm or revert is awaited, and the migration holds the source
     REVERTING = "reverting"  # the destination is gone; the revert is requested of placement
-    RESTARTING = "restarting"  # reverted; the source was commanded to start
+    RESTARTING = "restarting"  # reverted; the source was commanded to start, or in doubt to be as it was
     # One machine.
     CHANGING = "changing"  # the host was commanded to start, stop, rebuild or snapshot it
     OFFLOADED = "offloaded"  # it has no host and holds nothing; its image is kept
     DEPARTED = "departed"  # another cell has it: this one knows where to, and does nothing about it
-    # A move to another cell (decision 0021), in the cell that it leaves.
-    LEAVING = "leaving"  # its host was commanded to stop it and to keep its image
-    KEPT = "kept"  # another cell has it; its stopped machine is kept here, in case it comes back
 
 
 # A state, and the one that follows when the answer has come which it waits for (None: it waits for none of those).
@@ -108,8 +107,7 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     revert, abort), to be answered at its end. history: hosts tried. claimed: the migration holds the source in the
     book. delete: the instance was deleted while a request to placement was under way. source_gone, here_gone,
     instance_released: of an instance that is being deleted, or whose release is under way. here_seen, source_seen,
-    and source_gone as well: the answers of the hosts of a move in doubt. kept: its former cell keeps its stopped
-    machine, to which it goes back if it is not active here. to_cell: that it leaves for, with its machine kept here.
+    and source_gone as well: the answers of the hosts of a move in doubt. to_cell: which has the hosts that it goes to.
     fenced, force: as in the request, of an evacuation.
     """
 
@@ -144,7 +142,6 @@ class Move(Struct, frozen=True, kw_only=True, omit_defaults=True):
     here_seen: bool = False
     source_seen: bool = False
     instance_released: bool = False
-    kept: KeptMachine | None = None
     to_cell: str | None = None
     fenced: bool = False
     force: bool = False
@@ -167,10 +164,9 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     forgotten records may have given out the same. power: whether it is meant to run. image: of a shelved one, its
     snapshot. order: the highest number given to a change of its machine. move: the request under way. ended: requests
     that have ended, the newest last. traceparent: the trace of the last request about it ("": not sampled), for the
-    steps that a deadline leads to. found_built: the machine that is being adopted is complete. settled: the migration
-    by which it has come from another cell for good. departure: the record with which it left for another cell;
-    departed_by: the request by which it left. ended_attempts: the attempts whose machines its moves have ended, the
-    newest last.
+    steps that a deadline leads to. found_built: the machine that is being adopted is complete. departure: the record
+    with which it left for another cell; departed_by: the request by which it left. ended_attempts: the attempts whose
+    machines its moves have ended, the newest last.
     """
 
     uuid: str
@@ -208,7 +204,6 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
     found_built: bool = False
     departure: Departure | None = None
     departed_by: str = ""
-    settled: str = ""
     ended_attempts: tuple[int, ...] = field(default=(), name="left")  # the name in records that are stored
 
     @property
@@ -231,6 +226,11 @@ class Instance(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether the destination of the move is the source's own host: then there is one machine."""
         source = self.move.source if self.move is not None else None
         return source is not None and self.position > 0 and self.here.host_uuid == source.host_uuid
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the destination of the move is a host of another cell."""
+        return self.move is not None and self.move.to_cell is not None and self.position > 0
 
     @property
     def source_host_uuid(self) -> str | None:

@@ -4,22 +4,67 @@ Such a move is not continued, undone or confirmed by the record alone. Its hosts
 to end its attempt *unless it is complete* (`Destroy.unless_built`). A complete machine stays and is reported. A
 complete machine at the destination has arrived; if the destination has none, the move is undone; a source is given up
 only when the destination has reported that it is complete.
+
+One without a source (an unshelving, an arrival from another cell) may have another destination than its record has. It
+is offloaded only when every compute service of the cell has answered that it has no machine of it.
 """
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
+from bus.contracts.cell import Selection
 from bus.contracts.moves import MoveState
 
 from . import rules, steps, way_back
-from .desires import Wish, desire_of
-from .events import Destroyed, HostRuns, MoveRequested, Spawned
+from .adopt_rules import taken_of
+from .desires import Ask, Wish, desire_of
+from .events import Destroyed, HostRuns, MachineFound, MoveRequested, Spawned
 from .instance import Instance, Move, State
 from .move_events import IN_DOUBT, WHY, MoveEnd, after, answer_other, move_of, refuse_request
 from .move_steps import arrived, confirm, note, undo
 from .orders import repeated
 from .steps import Step, StepContext, is_doubted
+
+
+def is_unsure(instance: Instance, context: StepContext) -> bool:
+    """Whether it has no source, and may have a destination that the record does not have."""
+    move = instance.move
+    return move is not None and move.source is None and not move.delete and is_doubted(instance, context)
+
+
+def is_searched_for(instance: Instance) -> bool:
+    """Whether the cell's services are to be queried about it before its claim is released."""
+    desire = desire_of(instance)
+    is_given_up = instance.move is not None and desire.asks is Ask.RELEASE and desire.here is Wish.NONE
+    return instance.doubted and is_given_up
+
+
+def follow_found(instance: Instance, event: MachineFound, context: StepContext) -> Step:
+    """A host has a machine of it that the record does not have: it becomes the destination that is given up, which its
+    host ends unless it is complete. One that is not proved to be its project's, that is older than the request, or that
+    has the mark of another deployment holds it.
+    """
+    move, spec = instance.move, instance.spec
+    if move is None or spec is None or not is_unsure(instance, context):
+        return Step(instance)
+    best = max(event.machines, key=lambda one: (one.built, one.attempt, one.host_uuid))
+    allocations = taken_of(instance, best)
+    is_another = any(one.foreign or one.attempt <= move.book_attempt for one in event.machines)
+    if is_another or best.project_id != spec.project_id or allocations is None:
+        return Step(instance)
+    here = Selection(host_uuid=best.host_uuid, host=best.host, service=best.service, allocations=allocations)
+    found = replace(
+        instance,
+        selections=(instance.selections[0], here),
+        position=1,
+        attempt=best.attempt,
+        newest=max(best.attempt, instance.last_attempt),
+        reused_from=instance.reused_from or 1,
+        power=move.power,
+        move=replace(move, finishing=True),
+    )
+    return Step(steps.destroying(found, State.REVERTING, event.at, context))
 
 
 def undo_doubted(instance: Instance, at: float, context: StepContext) -> Step:
@@ -101,11 +146,6 @@ def follow_resized(instance: Instance, event: Spawned | HostRuns, context: StepC
 
 def _decide(instance: Instance, at: float, context: StepContext) -> Step:
     move: Move = move_of(instance)
-    if move.kept is not None:  # what has become of it in its former cell stays unknown
-        if not move.here_seen or not instance.queried:
-            return Step(instance)
-        deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
-        return Step(replace(instance, queried=False, deadline=deadline))
     if move.here_seen and move.source_gone:
         stays = way_back.end_without_source(_certain(instance), at, context)
         return after(stays, confirm(way_back.kept_here(stays.instance), at, context))

@@ -266,7 +266,5 @@ def _event(
         history=history,
         at=at,
         zone=instance.here.zone if has_host else "",
-        kept_in=None if instance.move is None or instance.move.kept is None else instance.move.kept.cell,
-        settled=instance.settled or None,
     )
     return Step(replace(instance, sequence=instance.sequence + 1), (move_event,))

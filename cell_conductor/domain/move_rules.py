@@ -20,9 +20,8 @@ from bus.contracts.moves import (
     MoveState,
 )
 
-from . import rules, steps, way_back
+from . import departure_steps, rules, steps, way_back
 from .adopt_rules import is_held
-from .arrival_doubts import confirm_seen, is_unsure, may_end
 from .evacuations import why_not_evacuated
 from .events import (
     ChangeEnded,
@@ -39,7 +38,7 @@ from .events import (
     TimedOut,
 )
 from .instance import OVER_QUOTA, Instance, Power, State, why_not_claimed
-from .move_doubts import adopt_arrived, refuse_doubted, undo_doubted
+from .move_doubts import adopt_arrived, is_unsure, refuse_doubted, undo_doubted
 from .move_events import (
     DELETED,
     DONE,
@@ -80,6 +79,7 @@ from .steps import Step, StepContext, is_doubted
 ABORTED = "move.aborted"
 REVERTED = "move.reverted"
 TIMED_OUT = "move.timeout"
+ACROSS_CELLS = "move.across_cells"
 _OF_SHELVED = frozenset({MoveKind.UNSHELVE, MoveKind.OFFLOAD, MoveKind.SHELVE, MoveKind.EVACUATE})
 
 
@@ -95,13 +95,18 @@ def begin(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
     if kind in ENDS_ANOTHER or (kind is MoveKind.OFFLOAD and instance.power is not Power.SHELVED):
         if kind is MoveKind.OFFLOAD:
             return refuse_request(instance, event, context, "instance.not_shelved", "shelve it first")
-        return refuse_request(instance, event, context, "move.none", f"no move is there to {kind.value}")
+        reason = f"no move is there to {kind.value}; one from another cell is over, and migrating it leads back there"
+        return refuse_request(instance, event, context, "move.none", reason)
     if instance.power is Power.SHELVED and kind not in _OF_SHELVED:
         return refuse_request(instance, event, context, "instance.shelved", "unshelve or offload it first")
     if instance.power is Power.RESCUED and kind not in (MoveKind.RESCUE, MoveKind.UNRESCUE, MoveKind.EVACUATE):
         return refuse_request(instance, event, context, "instance.rescued", "unrescue it first")
     if (refused := _refuse_other_flavor(instance, event, context)) is not None:
         return refused
+    assert instance.spec is not None
+    if event.request.to_cell is not None and (instance.spec.networks or instance.spec.volumes):
+        reason = "its networks and volumes are its cell's own"
+        return refuse_request(instance, event, context, ACROSS_CELLS, reason)
     if kind in CLAIMS:
         return begin_claimed(instance, event, context)
     return begin_in_place(instance, event, context)
@@ -130,7 +135,7 @@ def _refuse_other_flavor(instance: Instance, event: MoveRequested, context: Step
     other changes on the instance's own host, no hosts were chosen.
     """
     expected = event.request.expected_flavor
-    if not event.request.selections and event.request.spec is None and event.request.to_cell is None:
+    if not event.request.selections and event.request.spec is None:
         return None
     assert instance.spec is not None
     if "" in (expected, instance.spec.flavor) or expected == instance.spec.flavor:
@@ -153,9 +158,7 @@ def end_resized(instance: Instance, event: MoveRequested, context: StepContext) 
     if (answered := way_back.ending_instead(instance, event, context)) is not None:
         return answered
     if is_doubted(instance, context) and not instance.is_in_place:
-        if not may_end(instance, event):
-            return refuse_doubted(instance, event, context)
-        instance = replace(instance, doubted=False)
+        return refuse_doubted(instance, event, context)
     if request.kind is MoveKind.REVERT and (past := _past_quota(instance, request)):
         return refuse_request(instance, event, context, OVER_QUOTA, past)
     if request.kind is MoveKind.REVERT:
@@ -213,7 +216,9 @@ def abort(instance: Instance, event: MoveRequested, context: StepContext) -> Ste
 
 
 def take_destination(instance: Instance, event: Claimed, context: StepContext) -> Step:
-    """A destination is claimed: query whether it can, or change the size in place."""
+    """A destination is claimed: query whether it can, or change the size in place. For one in another cell the source
+    keeps its image first.
+    """
     if event.attempt != instance.next_attempt:
         return Step(instance)
     move = move_of(instance)
@@ -233,6 +238,9 @@ def take_destination(instance: Instance, event: Claimed, context: StepContext) -
         return undo(taken, event.at, context, ABORTED, "")
     if taken.is_in_place:
         return change(taken, State.RESIZING, event.at, context)
+    if taken.is_leaving and move.source is not None and not move.handed_over:  # its host there is checked for its image
+        stopped = replace(taken, move=replace(move_of(taken), handed_over=True))
+        return change(stopped, State.HANDING_OVER, event.at, context)
     return change(taken, State.PREPARING, event.at, context)
 
 
@@ -268,7 +276,7 @@ def _with_books_generation(instance: Instance, event: ClaimRefused) -> Instance 
 
 
 def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The destination can, or cannot: have the source hand over, or try the next destination."""
+    """The destination can, or cannot: have the source hand over, or leave for its cell, or try the next destination."""
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
     if is_doubted(instance, context):
@@ -276,6 +284,8 @@ def go_on(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
     if not event.done:
         return try_next(note(instance, "failed", event.at, event.code, event.reason), event.at, context)
     move = move_of(instance)
+    if instance.is_leaving:
+        return departure_steps.give_away(instance, event.at, context)
     if move.kind is MoveKind.EVACUATE:
         unproved = why_not_evacuated(instance, context, fenced=move.fenced, force=move.force)
         if unproved is not None:
@@ -300,7 +310,7 @@ def skip_destination(instance: Instance, event: TimedOut | ServiceLost, context:
 
 
 def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> Step:
-    """The source has stopped and handed over: the destination starts it.
+    """The source has stopped and handed over: the destination starts it, or one in another cell is checked.
 
     It could not: the instance stays on the source. Where it refused before it began, the machine was never commanded to
     stop, and need not be started; another destination is tried only if the source may let it go there.
@@ -311,6 +321,8 @@ def take_over(instance: Instance, event: ChangeEnded, context: StepContext) -> S
         return Step(instance)
     if is_doubted(instance, context):
         return undo_doubted(instance, event.at, context)
+    if event.done and instance.is_leaving:
+        return change(replace(instance, image=event.image), State.PREPARING, event.at, context)
     if event.done:
         return finish(instance, event.at, context)
     if not event.refused or not event.runs:
@@ -418,8 +430,6 @@ def confirm_in_time(instance: Instance, event: TimedOut, context: StepContext) -
         return way_back.query_again(instance, event.at, context)
     if not instance.is_in_place and context.closed.why(instance.here) is not None:
         return Step(replace(instance, deadline=event.at + context.destroy_retry_s))
-    if is_unsure(instance, context):
-        return confirm_seen(instance, event, context)
     if is_doubted(instance, context) and not instance.is_in_place:
         return repeated(instance, event.at, context)
     earlier = report_progress(instance, MoveState.CONFIRMED, event.at, context)

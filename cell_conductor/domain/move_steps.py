@@ -23,7 +23,7 @@ from .events import (
     MoveRequested,
 )
 from .instance import FORGOTTEN_ATTEMPTS, NO_HOST, Instance, Move, Power, State
-from .move_events import DELETED, DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
+from .move_events import DONE, MoveEnd, after, answer, close, move_of, refuse_request, report_progress
 from .orders import change_of, numbered, step_s
 from .steps import Step, StepContext, is_doubted
 
@@ -33,12 +33,7 @@ AWAITS_CONFIRM = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE})
 
 
 def leave(instance: Instance, at: float, context: StepContext) -> Step:
-    """Have both hosts destroy their machines of it; the claims are held until they have.
-
-    If its former cell keeps a machine, it is deleted there, once nothing is left of it here.
-    """
-    if move_of(instance).kept is not None:
-        return undo(instance, at, context, DELETED, "the instance was deleted")
+    """Have both hosts destroy their machines of it; the claims are held until they have."""
     desire = desire_of(instance)
     here_gone = not (desire.here in MAY_BE_THERE or is_at_source(instance) or may_have_advanced(instance, context))
     source_gone = instance.source_host_uuid is None or desire.source is Wish.GONE
@@ -50,8 +45,10 @@ def leave(instance: Instance, at: float, context: StepContext) -> Step:
 
 
 def may_have_advanced(instance: Instance, context: StepContext) -> bool:
-    """Whether the destination may have the machine though the record has commanded none there: it was set back."""
-    return instance.position > 0 and is_doubted(instance, context)
+    """Whether the destination may have the machine though the record has commanded none there: it was set back. In
+    another cell none is built before the instance has left this one.
+    """
+    return instance.position > 0 and not instance.is_leaving and is_doubted(instance, context)
 
 
 def is_at_source(instance: Instance) -> bool:
@@ -105,7 +102,12 @@ def begin_in_place(instance: Instance, event: MoveRequested, context: StepContex
 def adopt(
     instance: Instance, event: MoveRequested, *, source: Selection | None, selections: tuple[Selection, ...]
 ) -> Instance:
-    """The request is under way, and the previous state of the instance is kept."""
+    """The request is under way, and the previous state of the instance is kept.
+
+    Announcements are numbered above all that the schedulers have had: they take no departure below, and one by a record
+    that was set back would leave the instance in no cell. What is claimed in another cell has an attempt above all that
+    a record which is set back to before this may release.
+    """
     request = event.request
     assert instance.spec is not None
     move = Move(
@@ -124,6 +126,7 @@ def adopt(
         fenced=request.fenced,
         force=request.force,
         began=event.at,
+        to_cell=request.to_cell,
     )
     return replace(
         instance,
@@ -135,7 +138,8 @@ def adopt(
         limits=request.limits if request.kind in CLAIMS or request.kind is MoveKind.UNSHELVE else instance.limits,
         cause=event.cause,
         queried=False,
-        order=max(instance.order, request.order),
+        sequence=max(instance.sequence, request.sequence + 1),
+        newest=instance.newest if request.to_cell is None else instance.next_attempt,
     )
 
 
@@ -244,37 +248,24 @@ def arrived(instance: Instance, at: float, context: StepContext) -> Step:
         power=Power.STOPPED if move.power is Power.STOPPED else Power.RUNNING,
         image="",
     )
-    if move.kind in AWAITS_CONFIRM and move.auto_confirm_s != 0:
+    if move.kind in AWAITS_CONFIRM and move.source is not None and move.auto_confirm_s != 0:
         deadline = None if move.auto_confirm_s is None else at + move.auto_confirm_s
         waiting = replace(up, state=State.RESIZED, then=None, deadline=deadline)
         return answer(waiting, DONE, at, context)
     if move.source is None:
-        return close(over(stays(up), at), DONE, at, context)
+        return close(over(up, at), DONE, at, context)
     earlier = answer(steps.destroying(up, State.ACTIVE, at, context), DONE, at, context)
     return after(earlier, confirm(earlier.instance, at, context))
 
 
 def confirm(instance: Instance, at: float, context: StepContext) -> Step:
-    """The source is given up: destroyed on its host, then released. In place there is no other machine.
-
-    One in another cell is that cell's to destroy: the schedulers command it once the end of this move is on record.
-    """
-    if move_of(instance).kept is not None:
-        return close(over(stays(instance), at), DONE, at, context)
+    """The source is given up: destroyed on its host, then released. In place there is no other machine."""
     here = instance.here
     if instance.is_in_place:
         return Step(steps.releasing(instance, State.ACTIVE, at, context))
     # Alternates have no use any more; the move still names the source.
     alone = replace(instance, selections=(move_of(instance).source or here, here), position=1)
     return Step(steps.destroying(alone, State.ACTIVE, at, context))
-
-
-def stays(instance: Instance) -> Instance:
-    """The instance does not go back to its former cell any more, as each announcement from now on states."""
-    move = move_of(instance)
-    if move.kept is None:
-        return instance
-    return replace(instance, move=replace(move, kept=None), settled=move.kept.migration, doubted=False)
 
 
 def over(instance: Instance, at: float) -> Instance:
@@ -307,8 +298,7 @@ def undo(instance: Instance, at: float, context: StepContext, code: str, reason:
 def revert_book(instance: Instance, at: float, context: StepContext) -> Instance:
     """Request the source's allocation for the instance again; if there was none, the release of the claim."""
     if move_of(instance).source is None:  # no source to go back to: the claim is released
-        is_unsure = is_doubted(instance, context) and move_of(instance).kept is not None
-        last = instance.last_attempt + FORGOTTEN_ATTEMPTS if is_unsure else instance.newest
+        last = instance.last_attempt + FORGOTTEN_ATTEMPTS if is_doubted(instance, context) else instance.newest
         return steps.releasing(replace(instance, newest=last), State.OFFLOADED, at, context)
     return steps.ask(instance, State.REVERTING, at, context)
 
@@ -320,7 +310,8 @@ def resize_back(instance: Instance, at: float, context: StepContext) -> Step:
 
 def end_undone(instance: Instance, at: float, context: StepContext) -> Step:
     """The instance is on its source again, and the request has failed, or was reverted."""
-    return close(over(instance, at), ending_of(move_of(instance)), at, context)
+    back = replace(instance, image=move_of(instance).image)
+    return close(over(back, at), ending_of(move_of(instance)), at, context)
 
 
 def ending_of(move: Move) -> MoveEnd:

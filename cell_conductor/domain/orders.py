@@ -12,11 +12,10 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from bus.contracts.cell import Destroy
-from bus.contracts.moves import ChangeKind, ChangeMachine, MoveKind
+from bus.contracts.moves import AskedBy, CellAsks, CellCheck, ChangeKind, ChangeMachine, MoveKind
 
-from .departure_steps import order_epoch
-from .desires import DESTROYED, Wish, desire_of
-from .instance import Instance, Move, State
+from .desires import Wish, desire_of
+from .instance import Instance, Move, Power, State
 from .steps import Step, StepContext, destroy_at, is_doubted
 
 CHANGES = {
@@ -29,18 +28,23 @@ CHANGES = {
     MoveKind.UNRESCUE: ChangeKind.UNRESCUE,
 }
 MAX_STEP_S = 86_400.0  # as bus.contracts.moves bounds the time of one step
-_OF_SOURCE = frozenset({ChangeKind.HAND_OVER, ChangeKind.HAND_OVER_LIVE})
 _ASKED = frozenset({Wish.BUILD, Wish.RUN})
 
 
-def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine, ...]:
-    """The orders, in which a host that was queried is to end its attempt unless it is complete."""
+def orders_of(instance: Instance, context: StepContext) -> tuple[Destroy | ChangeMachine | CellAsks, ...]:
+    """The orders, in which a host that was queried is to end its attempt unless it is complete. A host of another cell
+    is checked by way of the schedulers.
+    """
     if (kind := change_of(instance)) is not None:
-        return (change_order(instance, kind, context),)
+        order = change_order(instance, kind, context)
+        to_cell = None if instance.move is None else instance.move.to_cell
+        if to_cell is None or order.asked_by is None:
+            return (order,)
+        return (CellAsks(message=CellCheck(cell=to_cell, asked_by=order.asked_by, change=order)),)
     desire, move = desire_of(instance), instance.move
     is_queried = instance.queried and desire.here in _ASKED
     orders: list[Destroy] = []
-    if (is_queried or desire.here in DESTROYED) and not (move is not None and move.here_gone):
+    if (is_queried or desire.here is Wish.DESTROY) and not (move is not None and move.here_gone):
         # In doubt a complete machine at the destination of a move that is undone has arrived.
         is_spared = desire.source is Wish.STAY and is_doubted(instance, context) and not _is_deleted(move)
         orders.append(
@@ -91,6 +95,10 @@ def change_of(instance: Instance) -> ChangeKind | None:
         return CHANGES[move.kind]
     if kind is ChangeKind.RESIZE:  # the only one that is undone where it was done
         return kind if instance.is_in_place else None
+    if kind is ChangeKind.HAND_OVER and move.to_cell is not None:  # no host of another cell takes its disk over
+        return ChangeKind.SNAPSHOT
+    if kind is ChangeKind.START and move.power is not Power.RUNNING:  # it is only to be as it was
+        return ChangeKind.STOP
     if kind is ChangeKind.HAND_OVER and move.kind is MoveKind.LIVE_MIGRATE:
         return ChangeKind.HAND_OVER_LIVE
     return kind
@@ -101,7 +109,7 @@ def numbered(instance: Instance, at: float) -> Instance:
     forgotten.
     """
     assert instance.move is not None
-    number = max(instance.order + 1, order_epoch(instance) + int(at * 1000))
+    number = max(instance.order + 1, int(at * 1000))
     return replace(instance, order=number, move=replace(instance.move, order=number))
 
 
@@ -110,12 +118,14 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
     move = instance.move
     assert move is not None and instance.spec is not None
     where, attempt, spec = instance.here, instance.attempt, instance.spec
-    is_back = kind is ChangeKind.RESIZE and (move.resizing_back or desire_of(instance).here in DESTROYED)
-    if kind in _OF_SOURCE or is_back:
+    is_back = kind is ChangeKind.RESIZE and (move.resizing_back or desire_of(instance).here is Wish.DESTROY)
+    is_of_source = desire_of(instance).change is ChangeKind.HAND_OVER
+    if is_of_source or is_back:
         assert move.source is not None
         # In place, as `here`: under the service that has the host now.
         where = replace(move.source, service=where.service) if is_back else move.source
         attempt, spec = move.source_attempt, move.spec
+    is_elsewhere = kind is ChangeKind.CHECK and instance.is_leaving
     return ChangeMachine(
         change=kind,
         spec=spec,
@@ -125,10 +135,16 @@ def change_order(instance: Instance, kind: ChangeKind, context: StepContext) -> 
         service=where.service,
         allocations=where.allocations,
         deployment=context.deployment,
-        to_host=instance.here.host_uuid if kind in _OF_SOURCE else None,
+        to_host=instance.here.host_uuid if is_of_source and not instance.is_leaving else None,
         rescue_password=move.rescue_password if kind is ChangeKind.RESCUE else "",
         timeout_s=step_s(move, kind, context),
+        image=instance.image if is_elsewhere else "",
+        asked_by=_asked_by(spec.project_id, move, context) if is_elsewhere else None,
     )
+
+
+def _asked_by(project_id: str, move: Move, context: StepContext) -> AskedBy:
+    return AskedBy(cell=context.cell, request_id=move.request_id, project_id=project_id, kind=move.kind)
 
 
 def step_s(move: Move, kind: ChangeKind, context: StepContext) -> float:

@@ -17,13 +17,13 @@ from bus.faults import BrokenInvariant
 
 from . import (
     adopt_rules,
-    arrival_doubts,
     change_rules,
     delete_rules,
     departure_rules,
+    departure_steps,
     fence_rules,
-    leave_rules,
     move_doubts,
+    move_events,
     move_rules,
     repeat_rules,
     rules,
@@ -42,7 +42,9 @@ from .events import (
     HostFenced,
     HostMissing,
     HostRuns,
+    InstanceArrives,
     MachineFound,
+    MoveQueried,
     MoveRequested,
     Released,
     Reverted,
@@ -102,20 +104,16 @@ def rules_of(cell: Cell) -> tuple[Rule, ...]:
 IGNORE = Rule(rules.ignore)
 DESTROY_ORPHAN = Rule(rules.destroy_orphan)
 CONFIRM_RUNNING = Rule(rules.confirm_running)
-ASK_AGAIN = Rule(arrival_doubts.repeat_in_doubt)
+ASK_AGAIN = Rule(rules.repeat_question)
 COMMAND_AGAIN = Rule(undo_rules.command_again)
 UNDONE = (State.DESTROYING, State.REVERTING, State.RELEASING)
 NEXT = (State.CLAIMING, *UNDONE)
 FAILS_OVER = (State.CLAIMING, State.RELEASING)
-ARRIVED_CELL = (State.OFFLOADED, State.CLAIMING, State.RELEASING, State.DEPARTED)
-TAKEN_BACK = (State.REVERTING, State.DESTROYING)
-STAYS = (State.RESTARTING, State.ACTIVE)
 ARRIVED = (State.RESIZED, State.DESTROYING, State.RELEASING, State.ACTIVE)
-ARRIVE_IN_CELL = Rule(departure_rules.arrive, ARRIVED_CELL)
+ARRIVE_IN_CELL = Rule(departure_rules.arrive, (State.FINISHING, State.CLAIMING, State.DESTROYING, State.RELEASING))
 REFUSE = Rule(departure_rules.refuse_other)
 ABORT = Rule(move_rules.abort, UNDONE)
 ARRIVE = Rule(move_rules.arrive, ARRIVED)
-FOLLOW_FOUND = Rule(arrival_doubts.follow_found, (State.DESTROYING,))
 FOLLOW_UNDONE = Rule(move_doubts.follow_undone, ARRIVED)
 FOLLOW_RESIZED = Rule(move_doubts.follow_resized, (State.DESTROYING, State.ACTIVE))
 SKIP = Rule(move_rules.skip_destination, NEXT)
@@ -137,6 +135,8 @@ USUAL: Mapping[type[Event], Cell] = {
     HostMissing: IGNORE,
     ServiceLost: IGNORE,
     MoveRequested: REFUSE,
+    MoveQueried: Rule(departure_rules.answer_unbegun),
+    InstanceArrives: Rule(departure_rules.answer_late),
     ChangeEnded: IGNORE,
     Reverted: IGNORE,
     HostFenced: IGNORE,
@@ -154,13 +154,15 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: IGNORE,  # no record is no proof: the database may be new, another's, or older than the machine
         SpawnFailed: IGNORE,
         HostRuns: IGNORE,
-        MoveRequested: ARRIVE_IN_CELL,
+        MoveRequested: Rule(move_events.refuse),
+        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.TOMBSTONE: {
         **UNASKED,
         BuildRequested: Rule(delete_rules.refuse_build, (State.DESTROYING, State.RELEASING)),
         DeleteRequested: Rule(delete_rules.delete_unknown, (State.DESTROYING, State.RELEASING)),
-        MoveRequested: ARRIVE_IN_CELL,
+        MoveRequested: Rule(move_events.refuse),
+        InstanceArrives: ARRIVE_IN_CELL,
     },
     State.BUILDING: {
         **USUAL,
@@ -182,9 +184,10 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             {
                 State.BUILDING: Rule(rules.move_on, (State.BUILDING,)),
                 State.DELETED: Rule(rules.release_alternate, (State.RELEASING,)),
-                State.PREPARING: Rule(move_rules.take_destination, (State.PREPARING, State.RESIZING, *UNDONE)),
+                State.PREPARING: Rule(
+                    move_rules.take_destination, (State.PREPARING, State.HANDING_OVER, State.RESIZING, *UNDONE)
+                ),
                 State.ACTIVE: END_ADOPTED,
-                State.KEPT: Rule(leave_rules.hand_over, (State.KEPT, State.DESTROYING)),
             }
         ),
         ClaimRefused: ByThen(
@@ -193,15 +196,12 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
                 State.DELETED: Rule(rules.drop, (State.RELEASING, State.DELETED)),
                 State.PREPARING: Rule(move_rules.run_out_of_hosts, UNDONE),
                 State.ACTIVE: END_ADOPTED,
-                State.KEPT: Rule(leave_rules.keep, (State.KEPT, *TAKEN_BACK)),
             }
         ),
         HostRuns: ByThen({State.ACTIVE: Rule(adopt_rules.note_built)}, CONFIRM_RUNNING),
         MoveRequested: ByThen({State.PREPARING: ABORT}, REFUSE),
         HostFenced: IGNORE,  # what is adopted is judged once it is active
-        MachineFound: ByThen(
-            {State.BUILDING: Rule(adopt_rules.adopt_machine, FAILS_OVER), State.PREPARING: FOLLOW_FOUND}, IGNORE
-        ),
+        MachineFound: ByThen({State.BUILDING: Rule(adopt_rules.adopt_machine, FAILS_OVER)}, IGNORE),
     },
     State.RELEASING: {
         **USUAL,
@@ -211,13 +211,13 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
             {
                 State.FAILED: Rule(rules.end_failed, (State.FAILED,)),
                 State.DELETED: Rule(rules.end_deleted, (State.DELETED,)),
-                State.OFFLOADED: Rule(change_rules.end_offloaded, (State.OFFLOADED, State.DEPARTED)),
+                State.OFFLOADED: Rule(change_rules.end_offloaded, (State.OFFLOADED,)),
                 State.ACTIVE: Rule(move_rules.end_source_released, (State.ACTIVE,)),
-                State.DEPARTED: Rule(leave_rules.end_kept, (State.DEPARTED,)),
+                State.DEPARTED: Rule(departure_steps.end_left, (State.DEPARTED,)),
             }
         ),
         HostRuns: CONFIRM_RUNNING,
-        MachineFound: ByThen({State.OFFLOADED: FOLLOW_FOUND}, IGNORE),
+        MachineFound: ByThen({State.OFFLOADED: Rule(move_doubts.follow_found, (State.DESTROYING,))}, IGNORE),
     },
     State.DESTROYING: {
         **USUAL,
@@ -229,11 +229,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         ),
         HostRuns: FOLLOW_UNDONE,
         HostMissing: ByThen(
-            {
-                State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING)),
-                State.DEPARTED: IGNORE,  # no report counts for a machine that was kept
-            },
-            RELEASE_DESTROYED,
+            {State.REVERTING: Rule(undo_rules.revert_destroyed, (State.REVERTING, State.RELEASING))}, RELEASE_DESTROYED
         ),
         ServiceLost: IGNORE,  # the order waits in its queue, and the allocation with it
         ChangeEnded: Rule(undo_rules.undo_failed_in_place, (State.REVERTING,)),
@@ -250,10 +246,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         HostRuns: CONFIRM_RUNNING,
         HostMissing: Rule(rules.lose, (State.RELEASING,)),
         ServiceLost: IGNORE,  # its machines may run: only an operator, or a fence, can establish that they do not
-        MoveRequested: Rule(
-            leave_rules.begin_or_leave,
-            (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING, State.LEAVING),
-        ),
+        MoveRequested: Rule(move_rules.begin, (State.CLAIMING, State.REVERTING, State.CHANGING, State.DESTROYING)),
         HostFenced: Rule(fence_rules.fail_by_policy, (State.RELEASING,)),
         MachineFound: ADOPT_DECIDED,
     },
@@ -272,14 +265,14 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         **USUAL,
         TimedOut: SKIP,
         ServiceLost: SKIP,
-        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, *NEXT)),
+        ChangeEnded: Rule(move_rules.go_on, (State.HANDING_OVER, State.FINISHING, State.DEPARTED, *NEXT)),
         MoveRequested: ABORT,
         HostFenced: Rule(fence_rules.leave_checked_destination, NEXT),
     },
     State.HANDING_OVER: {
         **USUAL,
         TimedOut: Rule(move_rules.give_up_hand_over, UNDONE),
-        ChangeEnded: Rule(move_rules.take_over, (State.FINISHING, *NEXT)),
+        ChangeEnded: Rule(move_rules.take_over, (State.PREPARING, State.FINISHING, *NEXT)),
         MoveRequested: ABORT,
         HostFenced: Rule(fence_rules.stay_at_source, UNDONE),
     },
@@ -321,7 +314,7 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
         Spawned: CONFIRM_RUNNING,
         TimedOut: COMMAND_AGAIN,
         HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE,)),
+        ChangeEnded: Rule(undo_rules.restarted, (State.ACTIVE, State.RELEASING)),
         HostFenced: Rule(fence_rules.end_unstarted, (State.ACTIVE,)),
     },
     State.CHANGING: {
@@ -335,29 +328,10 @@ TABLE: Mapping[State, Mapping[type[Event], Cell]] = {
     State.OFFLOADED: {
         **USUAL,
         DeleteRequested: Rule(delete_rules.delete_offloaded, (State.RELEASING,)),
-        MoveRequested: Rule(departure_rules.begin_or_depart, (State.CLAIMING, State.RELEASING, State.DEPARTED)),
+        MoveRequested: Rule(move_rules.begin_offloaded, (State.CLAIMING, State.RELEASING)),
+        InstanceArrives: ARRIVE_IN_CELL,
     },
-    State.DEPARTED: {
-        **USUAL,
-        MoveRequested: Rule(departure_rules.refer, ARRIVED_CELL),
-    },
-    State.LEAVING: {
-        **USUAL,
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(leave_rules.leave_again, STAYS),
-        HostRuns: CONFIRM_RUNNING,
-        ChangeEnded: Rule(leave_rules.reassign, (State.CLAIMING, *STAYS)),
-        HostFenced: Rule(fence_rules.end_change, (State.ACTIVE,)),
-    },
-    State.KEPT: {
-        **USUAL,
-        DeleteRequested: Rule(leave_rules.note_delete),
-        Spawned: CONFIRM_RUNNING,
-        TimedOut: Rule(leave_rules.announce_again),
-        HostRuns: CONFIRM_RUNNING,
-        MoveRequested: Rule(leave_rules.follow_kept, TAKEN_BACK),
-        SourceAnswered: Rule(way_back.answer_kept),
-    },
+    State.DEPARTED: {**USUAL, MoveRequested: Rule(departure_rules.refer), InstanceArrives: ARRIVE_IN_CELL},
 }
 
 
@@ -376,13 +350,6 @@ def _stepped(instance: Instance, event: Event, context: StepContext) -> Step:
         raise IllegalStep(f"claim of attempt {event.attempt} while {instance.state}: {instance!r}")
     if isinstance(event, DeleteRequested) and delete_rules.is_of_another_project(instance, event):
         return Step(instance)
-    if isinstance(event, MoveRequested):
-        instance = departure_rules.numbered_above(instance, event.request)
-        answered = leave_rules.follow_outdated(instance, event, context)
-        answered = answered or arrival_doubts.force_back(instance, event, context)
-        answered = answered or departure_rules.answer_unbegun(instance, event, context)
-        if answered is not None:
-            return answered
     stepped = rule.apply(instance, event, context)
     after = stepped.instance.state
     assert after is instance.state or after in rule.to, (rule.name, instance.state, after)

@@ -31,7 +31,7 @@ from .move_events import (
 )
 from .move_steps import change, end_undone, ending_of, is_awaited, revert_book
 from .orders import repeated
-from .steps import Step, StepContext
+from .steps import Step, StepContext, is_doubted
 
 DESTINATION_SILENT = "move.destination_silent"  # of a move that is undone: it has not answered that nothing is left
 
@@ -69,10 +69,11 @@ def return_to_source(instance: Instance, event: Reverted, context: StepContext) 
         consumer_generation=generation,
         spec=move.spec,
         power=move.power,
-        image=move.image,
         queried=False,
     )
-    if not move.handed_over or move.power is not Power.RUNNING:
+    # In doubt the machine of one that was to leave its cell may be gone: its host answers for that.
+    is_sure = move.to_cell is None or not is_doubted(instance, context)
+    if is_sure and (not move.handed_over or move.power is not Power.RUNNING):
         # Stopped before and handed over: the next start, or hand-over, has a higher order and undoes it.
         return end_undone(back, event.at, context)
     return change(back, State.RESTARTING, event.at, context)
@@ -82,6 +83,8 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     """The source runs again, or reports that it cannot: then it is stopped, and a client may start it.
 
     If its host does not know, it is queried again at the deadline: a machine that may run is not on record as stopped.
+    So it is where the machine was destroyed for another cell, and the departure was lost: it has its image, and is
+    offloaded with it. An image that was kept under a forgotten name is no reason to end it: it is held.
     """
     if not is_awaited(instance, event, instance.here, instance.attempt):
         return Step(instance)
@@ -90,6 +93,11 @@ def restarted(instance: Instance, event: ChangeEnded, context: StepContext) -> S
     if event.runs is None:
         return Step(instance)
     move = move_of(instance)
+    if move.to_cell is not None and event.code == MACHINE_ABSENT:
+        if instance.image:
+            return Step(revert_book(replace(instance, move=replace(move, source=None)), event.at, context))
+        if is_doubted(instance, context):
+            return Step(instance)
     power = Power.RUNNING if event.runs else Power.STOPPED
     move_event = f"{move.lost_reason}; and it could not be started again: {event.code} {event.reason}".strip("; ")
     left = replace(instance, power=power, move=replace(move, lost_reason=steps.cut(move_event)))

@@ -16,14 +16,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.cell import MachinesFound, Selection
-from bus.contracts.moves import Condition, MoveKind, MoveState
+from bus.contracts.moves import MoveKind, MoveState
 from bus.faults import Fault
 
 from . import steps
-from .departure_steps import announce_departure
 from .events import MoveRequested, SourceAnswered
-from .instance import MAX_ENDED, EndedMove, Instance, Move, State
-from .move_events import MoveEnd, after, answer_other, move_of, refuse_request, report_waiting
+from .instance import Instance, Move, State
+from .move_events import MoveEnd, answer_other, move_of, refuse_request
 from .move_steps import undo
 from .steps import Step, StepContext
 
@@ -31,7 +30,6 @@ SOURCE_FENCED = "move.source_fenced"  # an operator has stated that its host is 
 SOURCE_SILENT = "move.source_silent"  # its compute service has not answered
 SOURCE_LOST = "move.source_lost"  # its host was looked at, and does not have it
 SOURCE_UNREPORTED = "move.source_unreported"  # its compute service has no such host any more
-SOURCE_UNSEEN = "move.source_unseen"  # it is in another cell, which was not queried for it
 # The answers are waited for so many times as long as one of them: several searches may be ahead. After that no
 # conductor is waiting for them any more.
 ANSWERS = 3
@@ -83,45 +81,23 @@ def answer_about(
 
 
 def is_waiting(instance: Instance) -> bool:
-    """Whether the move has arrived, here or in another cell, and is to be undone once its source was seen."""
+    """Whether the move has arrived, and is to be undone once its source was seen."""
     move = instance.move
-    if move is None:
-        return False
-    if instance.state is State.KEPT:
-        return move.by_kind is MoveKind.REVERT
-    return instance.state is State.RESIZED and bool(move.lost_code)
+    return move is not None and instance.state is State.RESIZED and bool(move.lost_code)
 
 
 def revert(instance: Instance, event: MoveRequested, context: StepContext, code: str) -> Step:
-    """A client requests the way back: it is begun once the source was seen.
-
-    The host of a machine that is kept in another cell cannot be queried here: `CellMove.kept_seen` states that it was
-    seen there. An operator who forces the revert has looked at it; that it was not seen is announced.
-    """
+    """A client requests the way back: it is begun once the source was seen."""
     move = move_of(instance)
     named = replace(move, by=event.request.request_id, by_kind=MoveKind.REVERT)
     begun = replace(instance, move=named, cause=event.cause)
-    if move.source is None:
-        if not (event.request.kept_seen or event.request.force):
-            reason = "the cell that keeps its former machine was not queried for it"
-            return refuse_request(instance, event, context, SOURCE_UNSEEN, reason)
-        undone = undo(begun, event.at, context, code, "")
-        if event.request.kept_seen:
-            return undone
-        reason = "an operator has forced it back: the cell that keeps its former machine was not queried for it"
-        return after(undone, report_waiting(undone.instance, SOURCE_UNSEEN, reason, event.at, context))
-    if (fenced := why_fenced(move.source, context)) is not None:
+    if (fenced := why_fenced(_source_of(move), context)) is not None:
         return refuse_request(instance, event, context, fenced.code, fenced.reason)
     return _query(begun, event.at, context, code, "")
 
 
 def leave_fenced(instance: Instance, at: float, context: StepContext, code: str, reason: str) -> Step:
-    """The destination of a move that has arrived was fenced: it goes back once the source was seen.
-
-    A machine that is kept in another cell cannot be queried from here: a client's revert has that cell do it.
-    """
-    if move_of(instance).source is None:
-        return Step(instance)
+    """The destination of a move that has arrived was fenced: it goes back once the source was seen."""
     return Step(instance) if is_waiting(instance) else _query(instance, at, context, code, reason)
 
 
@@ -142,66 +118,11 @@ def go_back(instance: Instance, event: SourceAnswered, context: StepContext) -> 
     return undo(seen, event.at, context, move.lost_code, move.lost_reason)
 
 
-def look_at_kept(instance: Instance, event: MoveRequested, context: StepContext) -> Step:
-    """Another cell has the instance, and a client reverts that: the host of the machine kept here is queried first.
-
-    The schedulers command the other cell once it was seen. A copy of the request changes nothing until then.
-    """
-    move, by = move_of(instance), event.request.request_id
-    if by == move.by:
-        return Step(instance)
-    begun = replace(instance, move=replace(move, by=by, by_kind=MoveKind.REVERT), cause=event.cause)
-    if (fenced := why_fenced(instance.here, context)) is not None:
-        return _answer_kept(begun, fenced, event.at, context)
-    return Step(replace(begun, deadline=event.at + _wait_s(context)))
-
-
-def answer_kept(instance: Instance, event: SourceAnswered, context: StepContext) -> Step:
-    """The machine that is kept was seen, or not: the schedulers are informed, who revert the move or do not."""
-    move = move_of(instance)
-    if not is_waiting(instance) or event.by != move.by:
-        return Step(instance)
-    ended = why_fenced(instance.here, context)
-    if event.code:
-        ended = MoveEnd(MoveState.REFUSED, event.code, event.reason)
-    return _answer_kept(steps.at_service(instance, event.service or instance.here.service), ended, event.at, context)
-
-
-def _answer_kept(instance: Instance, ended: MoveEnd | None, at: float, context: StepContext) -> Step:
-    """Announce it by the number of the departure: it is older than all that the other cell announces."""
-    move = move_of(instance)
-    ending = ended or MoveEnd(MoveState.UNDOING)
-    left = announce_departure(instance, at, context)
-    announced = replace(
-        left,
-        request_id=move.by,
-        kind=MoveKind.REVERT,
-        state=ending.state,
-        sequence=left.sequence - 1,
-        terminal=ended is not None,
-        condition=Condition.MOVING if ended is None else Condition.RESIZED,
-        flavor="",  # as the other cell has them
-        image="",
-        code=ending.code,
-        reason=steps.cut(ending.reason),
-        departure=None,
-    )
-    kept = EndedMove(move.by, MoveKind.REVERT, ending.state, ending.code, steps.cut(ending.reason))
-    answered = replace(
-        instance,
-        move=replace(move, by="", by_kind=None),
-        ended=instance.ended if ended is None else (*instance.ended, kept)[-MAX_ENDED:],
-        deadline=at + context.destroy_retry_s,
-    )
-    return Step(answered, (announced,))
-
-
 def query_again(instance: Instance, at: float, context: StepContext) -> Step:
     """No answer is on record in time: a revert is refused; after a fence the services are queried again."""
     reason = f"no conductor has an answer of compute service {_source_of(move_of(instance)).service}"
     silent = MoveEnd(MoveState.REFUSED, SOURCE_SILENT, reason)
-    stays = _answer_kept if instance.state is State.KEPT else _stay
-    return stays(instance, silent, at, context)
+    return _stay(instance, silent, at, context)
 
 
 def end_without_source(instance: Instance, at: float, context: StepContext) -> Step:

@@ -1,6 +1,7 @@
 """No instance loses its last machine, unless its client has requested that: *never in neither*, whatever was set back.
 
-Judged from the machines alone: a kept machine, and one that a move has left, count like one that runs.
+Judged from the machines alone: one that a move has left counts like one that runs. Of an instance between two cells
+its image counts.
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ class LastMachineWatch:
         self._fleets = fleets
         self._was_active = was_active
         self._shelved: dict[str, None] = {}
+        self._imaged: dict[str, None] = {}  # they are leaving, or have left, for another cell and are not active there
 
     def instances(self, instances: Mapping[str, Instance]) -> None:
         """After a commit of a conductor: what was offloaded once has an image in place of a machine."""
         for uuid, instance in instances.items():
             kind = None if instance.move is None else instance.move.kind
             if uuid not in self._shelved and (instance.phase in _OFFLOADED or kind in _OF_IMAGE):
-                is_moved = instance.move is not None and instance.move.kept is not None
-                if not is_moved:
-                    self._shelved[uuid] = None
+                self._shelved[uuid] = None
+            if instance.phase == (State.DESTROYING, State.DEPARTED):
+                self._imaged[uuid] = None
+            elif instance.state is State.ACTIVE:
+                self._imaged.pop(uuid, None)
 
     def destroyed(self, host: str, guest: Guest, is_deleted: bool) -> None:
         """A driver takes a machine away. Raises Breach."""
         uuid = guest.instance_uuid
         if not guest.complete or is_deleted or uuid not in self._was_active or uuid in self._shelved:
+            return
+        if uuid in self._imaged:
             return
         for fleet in self._fleets.values():
             for other, one in fleet.guests():

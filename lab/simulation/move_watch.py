@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from bus.bus import API
-from bus.contracts.moves import MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import MachineChanged, MoveEvent, MoveKind, MoveState
 from cell_conductor.domain.desires import ELSEWHERE
 from cell_conductor.domain.evacuations import is_evacuated_from
 from cell_conductor.domain.instance import Instance, Power, State
@@ -21,12 +21,11 @@ from lab.simulation.watch import Breach
 from placement_worker.domain.moves import MIGRATION_TYPES
 from placement_worker.store.memory_table import MemoryBookTable
 
-# In these the source of a move is given up: the destination is on record as active.
-GIVES_UP_SOURCE = frozenset({(State.DESTROYING, State.ACTIVE), (State.RELEASING, State.ACTIVE)})
-CLEARS_KEPT = (State.DESTROYING, State.DEPARTED)
+# In these the source of a move is given up: the destination is on record as active, or has its image in another cell.
+LEAVES = (State.DESTROYING, State.DEPARTED)
+GIVES_UP_SOURCE = frozenset({(State.DESTROYING, State.ACTIVE), (State.RELEASING, State.ACTIVE), LEAVES})
 GIVES_UP_HERE = frozenset(
     {
-        CLEARS_KEPT,
         (State.DESTROYING, State.OFFLOADED),
         (State.RELEASING, State.OFFLOADED),
         (State.DESTROYING, State.REVERTING),
@@ -67,6 +66,7 @@ class MoveWatch:
         self.sent: dict[str, str] = {}  # {request: its instance} that a cell was sent
         self.ends: dict[tuple[str, str], tuple[MoveState, str]] = {}  # by bus and request
         self.brought_back: set[tuple[str, str, int]] = set()  # (host, instance, attempt) on a set-back host
+        self._checked: set[tuple[str, str, int]] = set()  # (host, instance, attempt): it reads its image
         self.exempt: Mapping[str, None] = {}  # of whom a restored database knows an old truth
         self.judges_machines = False  # how many of theirs run, all the same
 
@@ -79,8 +79,8 @@ class MoveWatch:
             if before is instance or instance.state is State.DEPARTED:
                 continue
             self._owned_once(instances, instance)
-            if instance.phase == CLEARS_KEPT and (before is None or before.phase != CLEARS_KEPT):
-                self._is_elsewhere(instance)
+            if instance.phase == LEAVES and (before is None or before.phase != LEAVES):
+                self._has_a_place(instance)
             self._seen[uuid] = instance
             if instance.state is State.ACTIVE:
                 self._first.setdefault(uuid, instance.attempt)
@@ -109,17 +109,21 @@ class MoveWatch:
             if other is not None and other.phase not in HAS_NOTHING:
                 raise Breach("one_owner", f"{instance.uuid} is {instance.state}, and {other.state} in {cell} too")
 
-    def _is_elsewhere(self, instance: Instance) -> None:
-        """A cell destroys the machine that it has kept: another one has the instance for good. Raises Breach."""
+    def checked(self, changed: MachineChanged) -> None:
+        """A compute service answers that its host can build an instance of another cell from its image."""
+        if changed.asked_by is not None and changed.done:
+            self._checked.add((changed.host_uuid, changed.instance_uuid, changed.attempt))
+
+    def _has_a_place(self, instance: Instance) -> None:
+        """A cell destroys the machine of an instance that leaves: its image is kept, and a host of the other cell is
+        claimed for it and has shown that it reads the image. Raises Breach.
+        """
         if instance.uuid in self.exempt:
             return
-        records = [table.instances.get(instance.uuid) for table in self._cells.values()]
-        others = [one for one in records if one is not None and one.phase not in ELSEWHERE]
-        # Or it has left that one since.
-        left = any(one is not None and one.state is State.KEPT and one.sequence > instance.sequence for one in records)
-        if left or any(one.move is None or one.move.kept is None for one in others):
-            return
-        raise Breach("never_in_neither", f"{instance.uuid} is destroyed, and elsewhere {[one.state for one in others]}")
+        place = (instance.host_uuid or "", instance.uuid, instance.attempt)
+        is_claimed = self._holds(instance.uuid, place[0])
+        if not instance.image or not is_claimed or place not in self._checked:
+            raise Breach("never_in_neither", f"{instance.uuid} leaves for {place}, claimed: {is_claimed}, not checked")
 
     def _given_up(self, instance: Instance) -> None:
         move = instance.move
@@ -209,13 +213,12 @@ class MoveWatch:
 
     def _is_claimed(self, uuid: str, host: str) -> bool:
         """Whether the instance, or a migration of it, holds something of this host."""
-        providers = self._book.providers
-        for consumer in (uuid, *self._migrations.get(uuid, ())):
-            kept = self._book.consumers.get(consumer)
-            for provider in kept.consumer.holding if kept is not None else ():
-                if provider in providers and providers[provider].root == host:
-                    return True
-        return False
+        return any(self._holds(consumer, host) for consumer in (uuid, *self._migrations.get(uuid, ())))
+
+    def _holds(self, consumer: str, host: str) -> bool:
+        kept, providers = self._book.consumers.get(consumer), self._book.providers
+        held = kept.consumer.holding if kept is not None else ()
+        return any(provider in providers and providers[provider].root == host for provider in held)
 
     def book(self) -> None:
         """After a commit of the book: what runs is claimed, and nothing is under a refused request. Raises Breach."""

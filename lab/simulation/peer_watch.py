@@ -91,8 +91,7 @@ class PeerWatch:
             consumers[uuid].consumer.project_id
             for uuid in changed
             if (before := self._seen.get(uuid)) is not None
-            # On its way between cells an instance holds nothing, and neither it nor its migration counts.
-            and (before.consumer.holding or self._plan.moves_across_cells)
+            and before.consumer.holding
             and consumers[uuid].consumer.holding not in ({}, before.consumer.holding)
         }
         # After a claim for the next destination that has released the last one and found no room, the source counts at
@@ -222,6 +221,11 @@ class PeerWatch:
                     if then >= at - OVERLAP_S:
                         counted += before - after  # what it grew by is in `held`
                 yield counted
+
+    def forget_refusals(self, instances: Iterable[str]) -> None:
+        """Their scheduler's database was set back to before these requests: their clients may have them granted now."""
+        for uuid in instances:
+            self.refused.pop(uuid, None)
 
     # --- at rest
 

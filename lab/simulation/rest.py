@@ -10,6 +10,7 @@ from bus.contracts.build import TERMINAL_STATES, BuildState
 from bus.contracts.drains import DrainMoveState, DrainState
 from bus.contracts.objects import ObjectKind
 from bus.contracts.placement import ProviderReport
+from cell_conductor.domain.desires import desire_of
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.report import UnexplainedKind
 from cell_conductor.store.memory import MemoryInstanceTable
@@ -64,6 +65,7 @@ def unsettled(world: World, client: Client) -> list[str]:
     # burns down a second time does not get.
     burnt = set(lost) - set(world.taken_back) if world.plan.moves_across_cells else _unfenced(world)
     found += list(_requests_have_ends(world, burnt))
+    found += list(_former_cells_rest(world))
     found += list(forgotten_have_ends(world, _stranded(world)))
     found += list(_drains_have_ended(world, burnt))
     found += list(_fences_are_on_record(world))
@@ -95,6 +97,17 @@ def _requests_have_ends(world: World, burnt: Collection[str]) -> Iterator[str]:
     for instance in world.builds.instances.values():
         if instance.under_way is not None and instance.instance_uuid not in burnt:
             yield f"one_terminal_event: {instance.under_way} of {instance.instance_uuid} is still under way"
+
+
+def _former_cells_rest(world: World) -> Iterator[str]:
+    """A cell waits for no answer about an instance that the map has in another one, whatever it has forgotten."""
+    for name, table in world.cells.items():
+        for uuid, instance in table.instances.items():
+            build = world.builds.recorded.get(uuid)
+            if build is None or build.cell in (None, name) or instance.move is None:
+                continue
+            if desire_of(instance).asks is not None:
+                yield f"former_cells_rest: {uuid} is {instance.phase} in {name}, and the map has it in {build.cell}"
 
 
 def _drains_have_ended(world: World, burnt: Collection[str]) -> Iterator[str]:

@@ -104,10 +104,10 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
     """Why this cannot be requested of the instance in its state. The cell checks the rest."""
     build, now = known.build, known.now
     assert build is not None and known.build_request is not None
-    if build.state is not BuildState.ACTIVE or build.cell is None or now.condition in _ENDED:
+    if build.state is not BuildState.ACTIVE or now.condition in _ENDED:
         state = now.condition.value if now.condition in _ENDED else build.state.value
         return Refusal(code=NOT_ACTIVE, reason=f"the instance is {state}")
-    if now.under_way is not None and not ends_another(request):
+    if now.under_way is not None and request.kind is not MoveKind.ABORT:
         return Refusal(code=BUSY, reason=f"request {now.under_way} is under way")
     if request.kind is MoveKind.RESIZE:
         if request.flavor is None:
@@ -126,11 +126,6 @@ def _misfit(request: MoveRequest, known: MoveContext, flavors: FlavorAccess, *, 
         # As Nova does: it starts where its machine is, and would not be on the host that its client asked for.
         return Refusal(code=NOT_OFFLOADED, reason="it starts where it is: offload it first, or name no host")
     return None
-
-
-def ends_another(request: MoveRequest) -> bool:
-    """Whether it is taken while another request is under way: an abort, and a revert that an operator forces."""
-    return request.kind is MoveKind.ABORT or (request.kind is MoveKind.REVERT and request.force)
 
 
 def overtaken(pending: PendingMove) -> Answered | Refusal:
@@ -160,7 +155,7 @@ def changes_image(request: MoveRequest, known: MoveContext) -> bool:
 
 def under_way(request: MoveRequest, known: MoveContext) -> InstanceRecord:
     """The record of an instance whose request is dispatched."""
-    if request.kind is MoveKind.ABORT or (known.now.under_way is not None and ends_another(request)):
+    if request.kind is MoveKind.ABORT:
         return known.now  # it does not replace the request that it ends, which stays under way
     begun = replace(known.now, under_way=request.request_id)
     if not changes_image(request, known):
@@ -193,15 +188,13 @@ def leaves_source(request: MoveRequest, *, same_host: bool) -> bool:
 _LEAVES_CELL = frozenset({MoveKind.MIGRATE, MoveKind.RESIZE, MoveKind.UNSHELVE})
 
 
-def may_leave_cell(request: MoveRequest, now: InstanceRecord) -> bool:
-    """Whether a host of another cell will do. While a cell still keeps a machine of it, it stays where it is.
+def may_leave_cell(request: MoveRequest) -> bool:
+    """Whether a host of another cell will do.
 
     A drain moves instances within their cell, as its plan states, whatever the site allows its clients.
     """
     stays = request.kind is MoveKind.RESIZE and request.policy is ResizePolicy.SAME_HOST
-    is_kept = now.handed is not None and now.handed.kept is not None
-    is_drained = request.user_id == DRAIN_USER
-    return request.kind in _LEAVES_CELL and not (stays or is_kept or is_drained)
+    return request.kind in _LEAVES_CELL and not (stays or request.user_id == DRAIN_USER)
 
 
 def placed_as(request: MoveRequest, known: MoveContext) -> BuildRequest:

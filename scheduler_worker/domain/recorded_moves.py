@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from bus.contracts.build import AttemptRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import CellMove, Condition, Departure, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import CellMove, Condition, MoveEvent, MoveKind, MoveRequest, MoveState
 from scheduler_worker.domain.builds import FAILED_OR_REFUSED, SCHEDULED, Author, RecordedBuild
 from scheduler_worker.domain.requests import OFF_RECORD, RequestDelivery, is_newer, timeline_of
 
@@ -46,9 +46,7 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
 
     flavor, image: its present ones; "": as it was built. image_properties: {image: its properties}, of the image that a
     rebuild gave it, and of the one that the rebuild under way names. under_way: the request that has no terminal event
-    yet. sequence: of the newest event of its cell that changed this. handed: the newest departure by which a cell keeps
-    the instance's stopped machine, or by which it was given back to that cell; with neither once nothing is kept any
-    more; None: there is none.
+    yet. sequence: of the newest event of its cell that changed this.
     """
 
     instance_uuid: str
@@ -58,7 +56,6 @@ class InstanceRecord(Struct, frozen=True, kw_only=True):
     image_properties: Mapping[str, Mapping[str, str]] = {}
     under_way: str | None = None
     sequence: int = 0
-    handed: Departure | None = None
 
 
 class PendingMove(Struct, frozen=True, kw_only=True):
@@ -198,7 +195,7 @@ def apply_announcement(
     is_newest, is_awaited = is_newer(event, instance), instance.under_way == move.request_id
     event = replace(event, cell=cell, project_id=move.project_id, instance_uuid=move.instance_uuid)
     host_uuid = event.host_uuid
-    event = replace(event, departure=None, settled=None, host_uuid=None)
+    event = replace(event, departure=None, host_uuid=None)
     number = event.sequence
     if ends and number == OFF_RECORD:  # its cell has no record of the instance, and so no number: clients have had more
         event = replace(event, sequence=move.sequence + 1)

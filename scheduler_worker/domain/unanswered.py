@@ -19,7 +19,6 @@ from scheduler_worker.config import SchedulerConfig
 from scheduler_worker.domain.builds import OPEN, RecordedBuild
 from scheduler_worker.domain.decisions import build_query
 from scheduler_worker.domain.recorded_moves import MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import repeated
 
 # After this many queries without an answer the record of the request states that its cell is silent.
 SILENT_AFTER = 2
@@ -163,14 +162,14 @@ def _about_move(move: RecordedMove, build: RecordedBuild | None) -> tuple[Messag
     """Of an instance that is to be deleted, or is, its delete ends the move: a cell that was set back to the middle of
     the move would wait for ever, with no machine. Where the instance has to arrive first, the delete follows it.
     """
-    command = repeated(move)
+    command = move.command
     query = CellMoveQuery(
         request_id=move.request_id, instance_uuid=move.instance_uuid, project_id=move.project_id, kind=move.kind
     )
     if build is None or build.state not in (BuildState.DELETING, BuildState.DELETED):
         return (command or query,)
-    if move.command is not None and move.command.arrival is not None:
-        return move.command, _delete(build, begun=False)
+    if command is not None and command.arrival is not None:
+        return command, _delete(build, begun=False)
     return _delete(build, begun=True), query
 
 

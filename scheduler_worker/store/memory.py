@@ -123,9 +123,7 @@ class MemoryBuilds:
                 and group in (None, _group_of(self._table.requested[uuid].request))
                 and cell in (None, build.cell)
             ]
-            handed = [one.handed.kept for one in self._table.instances.values() if one.handed is not None]
-            kept = [one for one in handed if one is not None and one.cell == cell]
-            return min(len(found) + len(kept), limit)
+            return min(len(found), limit)
 
     async def purge(self, before: float, limit: int, start_at: float = 0.0) -> Purged:
         """The records that no transaction holds."""

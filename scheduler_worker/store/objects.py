@@ -29,7 +29,6 @@ from sqlalchemy import (
     or_,
     select,
     tuple_,
-    union_all,
 )
 from sqlalchemy.dialects.postgresql import JSON
 
@@ -40,7 +39,7 @@ from scheduler_worker.domain.drains import DrainMove, OpenDrain
 from scheduler_worker.domain.objects import ChangeAuthor, Key, RecordedObjects, applied
 from scheduler_worker.store.port import ProjectsGroup
 from scheduler_worker.store.rows import clean
-from scheduler_worker.store.tables import build_requests, instances, moves, object_log
+from scheduler_worker.store.tables import build_requests, moves, object_log
 
 # Entries of the log of changes that are kept; the oldest go.
 MAX_LOG_ENTRIES = 100_000
@@ -290,7 +289,7 @@ def _move(row: asyncpg.Record) -> DrainMove:
 
 
 def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: str | None) -> Select[int]:
-    """How many builds may have a machine, and how many machines a cell has kept for instances that left it."""
+    """How many builds may have a machine."""
     columns = build_requests.c
     found: Any = select(literal(1)).where(columns.state == any_(literal(list(BUILDS_WITH_A_MACHINE), ARRAY(Text))))
     if flavor is not None:
@@ -299,8 +298,7 @@ def machines(limit: int, flavor: str | None, group: ProjectsGroup | None, cell: 
         named = cast(columns.request, JSON)[("server_group", "uuid")].astext
         found = found.where(columns.project_id == group[0], named == group[1])
     if cell is not None:
-        kept = cast(instances.c.handed, JSON)[("kept", "cell")].astext == cell
-        found = union_all(found.where(columns.cell == cell), select(literal(1)).where(kept))
+        found = found.where(columns.cell == cell)
     return select(func.count()).select_from(found.limit(limit).subquery())
 
 

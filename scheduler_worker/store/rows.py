@@ -13,7 +13,7 @@ import msgspec
 from sqlalchemy import Table
 
 from bus.contracts.build import AttemptRecord, BuildRecord, BuildRequest, FunnelStep, TimelineEntry
-from bus.contracts.moves import CellMove, Departure, MoveRecord
+from bus.contracts.moves import CellMove, MoveRecord
 from bus.persistence.tables import DIALECT
 from bus.turns import InParts
 from scheduler_worker.domain.builds import BuildDecision, BuildUpdate, Gang, NewBuild, RecordedBuild
@@ -42,7 +42,6 @@ build_request = msgspec.json.Decoder(BuildRequest).decode
 _JSON: Mapping[str, Callable[[str], Any]] = {
     "command": msgspec.json.Decoder(CellMove).decode,
     "funnel": msgspec.json.Decoder(tuple[FunnelStep, ...]).decode,
-    "handed": msgspec.json.Decoder(Departure).decode,
     "history": msgspec.json.Decoder(tuple[AttemptRecord, ...]).decode,
     "image_properties": msgspec.json.Decoder(dict[str, dict[str, str]]).decode,
     "timeline": lambda text: tuple(_timelines.decode_lines(text)),

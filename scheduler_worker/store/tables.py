@@ -96,8 +96,7 @@ moves = Table(
 
 # What an instance has become since its build; without a row it is as it was built. flavor, image: '' = as built.
 # image_properties: JSON, {image: {name: value}} of images that rebuilds named. under_way: the request without a
-# terminal event. sequence: of the newest event that changed the row. handed: JSON, the departure by which a cell has
-# kept its stopped machine, or NULL (scheduler_worker.domain.transfers).
+# terminal event. sequence: of the newest event that changed the row.
 instances = Table(
     "instances",
     METADATA,
@@ -108,7 +107,6 @@ instances = Table(
     needed("image_properties", Text),
     Column("under_way", UUID),
     needed("sequence", BigInteger),
-    Column("handed", Text),
 )
 
 # What operators define at run time, decisions about hosts included (bus.contracts.objects). body: JSON; version: the

@@ -57,7 +57,7 @@ def test_it_holds_with_forgotten_requests() -> None:
 
 
 def transfers(seed: int) -> Plan:
-    """The plan of this seed, and instances that are unshelved in another cell."""
+    """The plan of this seed, and instances that move to another cell, or are unshelved there."""
     plan = plan_of(seed)
     drawn = DRAWS[Widening.TRANSFERS](random.Random(seed), plan)
     assert drawn is not plan, "it has one cell"
@@ -75,8 +75,8 @@ def test_it_holds_with_transfers() -> None:
 
 # A departure below the numbers that schedulers had had was ignored, and the instance was in no cell.
 NUMBERED_BELOW = 11
-# A next cell gives an instance back that runs on a destination which its record does not have.
-GIVEN_BACK_BESIDE = 162
+# A next cell offloads an instance that runs on a destination which its record does not have.
+OFFLOADED_BESIDE = 162
 # `--only transfers-restored`. A backup had a machine in quarantine that had been taken off the list since: it stayed.
 TAKEN_OFF_SINCE = 71008
 
@@ -90,7 +90,7 @@ def transfers_restored(seed: int) -> Plan:
     return replace(drawn, widenings=(*plan.widenings, Widening.TRANSFERS_RESTORED), orders=orders)
 
 
-@pytest.mark.parametrize("seed", [NUMBERED_BELOW, GIVEN_BACK_BESIDE])
+@pytest.mark.parametrize("seed", [NUMBERED_BELOW, OFFLOADED_BESIDE])
 def test_it_holds_with_restored_transfers(seed: int) -> None:
     held = run(transfers_restored(seed))
     assert held.breach == "", held.detail
@@ -101,9 +101,9 @@ def test_machines_in_quarantine_are_read_again_after_a_set_back() -> None:
     assert held.breach == "", held.detail
 
 
-def test_a_give_back_without_a_search_is_found() -> None:
+def test_an_offload_without_a_search_is_found() -> None:
     with patch.object(engine, "is_searched_for", lambda _instance: False):
-        assert run(transfers_restored(GIVEN_BACK_BESIDE)).breach == "never_two_running"
+        assert run(transfers_restored(OFFLOADED_BESIDE)).breach == "never_two_running"
 
 
 # --- clients wait for an answer for a time only, while a server is away for longer: every request on record has its end

@@ -185,11 +185,9 @@ MESSAGES: tuple[MessageRow, ...] = (
         reply=placement.ClaimAllResult,
     ),
     of_placement(placement.InventoryOutdated, "inventory.outdated.{source}", "source, root_uuid and version"),
-    conductor_to_placement(
-        placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult
-    ),
+    claims(placement.Release, "placement.release", "consumer and attempt", reply=placement.ReleaseResult),
     to_placement(placement.ReleaseRun, "placement.release_run", "consumer, attempt and run"),
-    conductor_to_placement(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
+    claims(placement.Revert, "placement.revert", "consumer and attempt", reply=placement.RevertResult),
     claims(placement.Swap, "placement.swap", "each consumer's generation", reply=placement.SwapResult),
     read_of_book(feed.ChangesRequest, feed.ChangesPage, "placement.changes", by=(SCHEDULER, OPERATOR)),
     read_of_book(feed.SnapshotRequest, feed.SnapshotPage, "placement.snapshot", by=(SCHEDULER, OPERATOR)),
@@ -213,6 +211,12 @@ MESSAGES: tuple[MessageRow, ...] = (
     to_conductor(cell.CellDelete, "cell.delete", "instance_uuid", by=(SCHEDULER, CONDUCTOR, OPERATOR)),
     to_conductor(moves.CellMove, "cell.move", "request_id"),
     to_conductor(moves.CellMoveQuery, "cell.move.query", "request_id; the answer may be published more than once"),
+    # A conductor makes these two as well, and has the schedulers hand them on.
+    to_conductor(
+        moves.CellCheck, "cell.check", "order of the change; a check changes nothing", by=(SCHEDULER, CONDUCTOR)
+    ),
+    to_conductor(moves.CellBook, "cell.book", "consumer and attempt of the question", by=(SCHEDULER, CONDUCTOR)),
+    event(moves.CellAsks, "cell.asks", "as the message in it", where=CELL, by=(CONDUCTOR,)),
     to_conductor(fences.CellFence, "cell.fence", "host_uuid and version; an older version is ignored"),
     for_operators(fences.HostFence, "host.fence", "host_uuid, version and state"),
     to_compute(moves.ChangeMachine, "compute.change.{service}", "instance_uuid, attempt and order"),

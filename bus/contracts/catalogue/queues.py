@@ -165,6 +165,8 @@ QUEUES: tuple[QueueRow, ...] = (
             "cell.delete",
             "cell.move",
             "cell.move.query",
+            "cell.check",
+            "cell.book",
             "cell.fence",
             "cell.service.forget",
         ),
@@ -215,7 +217,7 @@ QUEUES: tuple[QueueRow, ...] = (
         "scheduler.builds",
         SCHEDULER,
         CELL,
-        events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence"),
+        events=("build.event.#", BUILD_EVENTS, "instance.event.#", "host.fence", "cell.asks"),
         declared_by=(CONDUCTOR,),
     ),
     private(

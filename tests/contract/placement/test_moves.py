@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from bus.contracts.placement import (
-    Claim,
     ClaimOption,
     ConsumerAllocations,
     Inventory,
@@ -53,18 +52,19 @@ def store(pooled: ResourceBook) -> ResourceBook:
 
 
 async def test_a_move_that_takes_longer_than_fences_are_kept_is_reverted_all_the_same(store: ResourceBook) -> None:
-    """To another cell, while one of the two is away: the instance itself holds nothing all that time."""
-    await claimed(store, build(0, 0))
-    (reassigned,) = await claimed(store, move(source=option(0), again=True))
-    assert reassigned.outcome == "claimed"
+    """Its destination was released and no other had room: the instance itself holds nothing all that time."""
+    await claimed(store, build(0, 0), build(1, 2, 6))
+    await claimed(store, move(option(1), source=option(0)))
+    (full,) = await claimed(store, move(option(2), source=option(0), attempt=3, generation=2, again=True))
+    assert full.outcome == "full"
     await store.trim(keep_changes=0, keep_fences_s=0.0, keep_sources_s=1e6, limit=100)
-    back = await reverted(store, revert(option(0), 3))
+    back = await reverted(store, revert(option(0), 4))
     assert (back.outcome, back.consumer_generation is not None) == ("reverted", True)
-    assert await used(store) == at(0, 4)
-    again = await reverted(store, revert(option(0), 3))
+    assert await used(store) == at(0, 4) | at(2, 6)
+    again = await reverted(store, revert(option(0), 4))
     assert (again.outcome, again.consumer_generation) == ("reverted", back.consumer_generation)
-    await store.apply([Release(consumer=VMS[0], attempt=4), Release(consumer=MOVE)])
-    assert await used(store) == {}
+    await store.apply([Release(consumer=VMS[0], attempt=5), Release(consumer=MOVE)])
+    assert await used(store) == at(2, 6)
 
 
 async def test_the_source_is_kept_until_the_move_is_confirmed(store: ResourceBook) -> None:
@@ -121,53 +121,23 @@ async def test_an_alternate_releases_the_failed_destination_and_keeps_the_source
     assert await used(store) == at(0, 4) | at(2, 6) | at(3, 4)
 
 
-def reassigned(attempt: int = 2, generation: int = 1) -> Claim:
-    """The instance's allocation is to go to the migration, and nothing is claimed: it moves to another cell."""
-    return move(source=option(0), attempt=attempt, generation=generation, again=True)
-
-
-async def test_an_allocation_is_reassigned_for_the_migration_and_given_back_above_later_attempts(
-    store: ResourceBook,
-) -> None:
-    await claimed(store, build(0, 0))
-    for _ in range(2):  # idempotent
-        (answer,) = await claimed(store, reassigned())
-        assert (answer.outcome.value, answer.option) == ("claimed", None)
-        assert await used(store) == at(0, 4)
-    # Given back before anything was claimed: the revert knows that it has been moved.
-    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
-    (held,) = await store.reads.locate([LocateRequest(project_id="p", consumers=(VMS[0],))])
-    assert held.hosts == {VMS[0]: (HOSTS[0],)} and await used(store) == at(0, 4)
-
-
-async def test_what_was_given_to_the_migration_is_given_back_above_the_attempts_of_the_next_cell(
-    store: ResourceBook,
-) -> None:
-    await claimed(store, build(0, 0), reassigned())
-    # Its next cell claims for the instance, which holds nothing, in attempts above.
-    (there,) = await claimed(store, replace(build(0, 1), attempt=4))
-    assert there.outcome.value == "claimed" and await used(store) == at(0, 4) | at(1, 4)
-    (late,) = await claimed(store, reassigned(3))
-    assert late.outcome.value == "consumer_changed"
-    await store.apply([Release(consumer=VMS[0], attempt=5)])
-    assert (await reverted(store, revert(option(0), 7))).outcome == "reverted"
-    assert await used(store) == at(0, 4)
-
-
 async def test_a_member_that_holds_nothing_for_a_while_is_one_again_after_a_revert(store: ResourceBook) -> None:
-    await claimed(store, build(0, 0, server_group=APART), replace(reassigned(), server_group=APART))
+    await claimed(store, build(0, 0, server_group=APART), build(2, 2, 6))
+    await claimed(store, move(option(1), source=option(0), server_group=APART))
+    again = move(option(2), source=option(0), attempt=3, generation=2, again=True, server_group=APART)
+    assert [reply.outcome for reply in await claimed(store, again)] == ["full"]
     await store.trim(keep_changes=0, keep_fences_s=3600.0, keep_sources_s=3600.0, limit=100)
-    assert (await reverted(store, revert(option(0), 3))).outcome == "reverted"
+    assert (await reverted(store, revert(option(0), 4))).outcome == "reverted"
     (other,) = await claimed(store, build(1, 0, server_group=APART))
     assert other.outcome.value == "ruled_out"
 
 
-async def test_what_holds_nothing_is_not_reassigned_and_options_are_required_of_others(store: ResourceBook) -> None:
-    (nothing,) = await claimed(store, reassigned())
-    assert (nothing.outcome.value, nothing.reason.split(":")[0]) == ("consumer_changed", "claim.nothing_to_move")
-    for wrong in (replace(reassigned(), migration=None), replace(reassigned(), release_first=False)):
-        (answer,) = await claimed(store, wrong)
-        assert answer.outcome.value == "invalid"
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_claim_without_options_is_invalid(store: ResourceBook, *, again: bool) -> None:
+    await claimed(store, build(0, 0))
+    (answer,) = await claimed(store, move(source=option(0), again=again))
+    assert (answer.outcome.value, answer.reason.split(":")[0]) == ("invalid", "claim.options")
+    assert await used(store) == at(0, 4)
 
 
 async def test_without_an_alternate_the_source_alone_is_left_and_can_be_reverted_to(store: ResourceBook) -> None:
@@ -339,10 +309,7 @@ async def test_a_revert_finds_room_or_changes_nothing(store: ResourceBook) -> No
     assert await used(store) == at(0, 4)
 
 
-@pytest.mark.parametrize("at_most", [1, 0], ids=["another destination", "none"])
-async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_smaller(
-    store: ResourceBook, at_most: int
-) -> None:
+async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_smaller(store: ResourceBook) -> None:
     """Others have taken the room since. A revert alone restores it, where it fits."""
     await claimed(store, build(0, 0))
     (moved,) = await claimed(store, move(option(1), source=option(0)))
@@ -351,9 +318,9 @@ async def test_a_claim_restores_nothing_of_a_source_that_another_client_made_sma
     )
     (swapped, taken) = await store.apply([Swap(consumers=(smaller,)), build(1, 0, 7)])
     assert (moved.outcome, swapped.outcome, taken.outcome) == ("claimed",) * 3
-    again = move(*[option(2)][:at_most], source=option(0), attempt=3, generation=2, again=True)
+    again = move(option(2), source=option(0), attempt=3, generation=2, again=True)
     assert [reply.outcome for reply in await claimed(store, again)] == ["claimed"]
-    assert await used(store) == at(0, 8) | (at(2, 4) if at_most else {})
+    assert await used(store) == at(0, 8) | at(2, 4)
     assert (await reverted(store, revert(option(0), 4))).outcome == "full"
     await store.apply([Release(consumer=VMS[1])])
     assert (await reverted(store, revert(option(0), 5))).holding == at(0, 4)

@@ -13,10 +13,9 @@ from bus.consuming.outcome import Refuse
 from bus.consuming.stall_watch import StallWatch
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildRequest, BuildState
-from bus.contracts.cell import InstanceSpec, Selection
 from bus.contracts.drains import DrainMoveState, DrainRecord, DrainTarget
 from bus.contracts.groups import GroupPolicy, ServerGroup
-from bus.contracts.moves import Departure, KeptMachine, MoveKind
+from bus.contracts.moves import MoveKind
 from bus.contracts.objects import (
     ChangedObject,
     ObjectChange,
@@ -238,22 +237,6 @@ async def test_builds_in_a_cell_are_counted_up_to_a_limit(built: SchedulerStore)
     assert await built.machines(10, cell="c2") == 0
     await move_to(BuildState.DELETED)
     assert await built.machines(10, cell="c1") == 0
-
-
-async def test_a_cell_that_keeps_a_machine_for_another_counts_with_it(built: SchedulerStore) -> None:
-    spec = InstanceSpec(instance_uuid=BUILD, project_id="p", flavor="small")
-    last = Selection(host_uuid=BUILD, host="h", service="s", allocations={BUILD: {"VCPU": 1}})
-    kept = KeptMachine(cell="c1", migration=BUILD, at=1.0)
-    handed = Departure(cell="c2", spec=spec, image="i", last=last, newest=3, kept=kept)
-    async with built.operation() as unit:
-        found = (await unit.known({BUILD: BUILD}, lock=True))[BUILD]
-        assert found.build is not None
-        await unit.update([BuildUpdate(build=replace(found.build, state=BuildState.ACTIVE, cell="c2"))], 1.0)
-        await unit.put_instances([replace(found.now, handed=handed)])
-    async with built.operation() as unit:
-        assert (await unit.known({BUILD: BUILD}))[BUILD].now.handed == handed
-    assert [await built.machines(10, cell=cell) for cell in ("c1", "c2", "c3")] == [1, 1, 0]
-    assert await built.machines(0, cell="c1") == 0
 
 
 async def test_builds_of_a_projects_group_are_counted_up_to_a_limit(built: SchedulerStore) -> None:

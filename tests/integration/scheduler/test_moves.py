@@ -15,16 +15,21 @@ from bus.consuming.outcome import Done, Outcome
 from bus.contracts.base import encode
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.catalogue import COMMANDS, routing_key
-from bus.contracts.cell import InstanceSpec, Selection
+from bus.contracts.cell import Selection
 from bus.contracts.deploy import ImageSource
 from bus.contracts.fences import EvacuationPolicy
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.moves import (
+    AskedBy,
+    CellAsks,
+    CellBook,
+    CellCheck,
     CellMove,
+    ChangeKind,
+    ChangeMachine,
     Condition,
     Departure,
-    GivenBack,
-    KeptMachine,
+    MachineChanged,
     MoveAccepted,
     MoveKind,
     MoveRequest,
@@ -32,6 +37,7 @@ from bus.contracts.moves import (
     ResizePolicy,
 )
 from bus.contracts.operations import AdminState, AdminStateSet, SetAdminState
+from bus.contracts.placement import Release, ReleaseResult
 from bus.faults import DatabaseUnavailable, RequestRefused, RequestTimeout
 from bus.port import Outgoing
 from scheduler_worker.config import Flavor, SchedulerConfig
@@ -527,16 +533,23 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
     await world.ask(move)
     leaving = await world.dispatched(move)
-    assert (leaving.to_cell, leaving.selections, leaving.arrival) == ("c2", (), None)
+    assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.arrival) == ("c2", ["c2-0"], None)
     assert leaving.spec is not None
     last = Selection(
         host_uuid=new_uuid(world.rng), host="c1-0", service="compute-c1", allocations={new_uuid(world.rng): {"VCPU": 1}}
     )
-    departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
+    departure = Departure(
+        cell="c2",
+        spec=leaving.spec,
+        image="snapshot",
+        last=last,
+        selections=leaving.selections,
+        newest=4,
+        sequence=16,
+    )
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"])
     assert (found[0].request_id, found[0].arrival, found[0].to_cell) == (move.request_id, departure, None)
-    assert [one.host for one in found[0].selections] == ["c2-0"]
     await world.move_announced("c2", move, MoveState.DONE, 20, host="c2-0", **DONE)
     end = await world.moved(move)
     assert (end.state, end.cell, end.departure) == (MoveState.DONE, "c2", None)
@@ -548,63 +561,41 @@ async def test_an_offloaded_instance_leaves_for_the_cell_that_has_a_host(world: 
     assert [cell for cell, _ in deletes] == ["c2"]
 
 
-async def to_next_cell(world: World, built: BuildRequest, sequence: int) -> tuple[MoveRequest, Departure]:
-    """A migration to the host of c2, which c2 has been commanded after c1 has stopped the machine and keeps it."""
+async def test_a_cell_has_a_host_of_another_one_checked_by_way_of_the_schedulers(world: World) -> None:
+    built = await one_active(world, config=replace(WARM, moves_across_cells=True))
     move = world.move(built, MoveKind.MIGRATE, host="c2-0")
     await world.ask(move)
     leaving = await world.dispatched(move)
-    assert (leaving.to_cell, leaving.selections, leaving.kind) == ("c2", (), MoveKind.MIGRATE)
-    departure = Departure(
-        cell="c2",
-        spec=InstanceSpec(instance_uuid=built.instance_uuid, project_id=built.project_id, flavor="m1.small"),
-        image="snapshot",
-        last=Selection(
-            host_uuid=new_uuid(world.rng),
-            host="c1-0",
-            service="compute-c1",
-            allocations={new_uuid(world.rng): {"VCPU": 1}},
-        ),
-        newest=4,
-        sequence=sequence,
-        kind=MoveKind.MIGRATE,
-        kept=KeptMachine(cell="c1", migration=move.request_id, at=1.0),
+    assert (leaving.to_cell, [one.host for one in leaving.selections], leaving.kind) == ("c2", ["c2-0"], move.kind)
+    (there,) = leaving.selections
+    asked = AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind)
+    assert leaving.spec is not None
+    change = ChangeMachine(
+        change=ChangeKind.CHECK,
+        spec=leaving.spec,
+        attempt=3,
+        order=9,
+        host_uuid=there.host_uuid,
+        service=there.service,
+        allocations=there.allocations,
+        asked_by=asked,
     )
-    await world.move_announced("c1", move, MoveState.MIGRATING, sequence, departure=departure)
-    arrived = await until(lambda: commanded(world, move, "c2"))
-    assert arrived[0].arrival == departure and [one.host for one in arrived[0].selections] == ["c2-0"]
-    return move, departure
-
-
-def commanded(world: World, move: MoveRequest, cell: str) -> list[CellMove]:
-    return [one for name, one in world.moves if (name, one.request_id) == (cell, move.request_id)]
-
-
-async def test_what_a_cell_has_kept_is_destroyed_once_the_instance_is_active_in_another(world: World) -> None:
-    built = await one_active(world, config=replace(WARM, moves_across_cells=True))
-    move, departure = await to_next_cell(world, built, 20)
-    assert len(commanded(world, move, "c1")) == 1
-    await world.move_announced("c2", move, MoveState.DONE, 24, host="c2-0", settled=move.request_id, **DONE)
-    clearing = await until(lambda: commanded(world, move, "c1")[1:])
-    assert (clearing[0].active_in, clearing[0].arrival) == ("c2", departure)
-    assert (await world.moved(move)).state is MoveState.DONE
-    record = await world.show(built.instance_uuid)
-    assert record is not None and (record.cell, record.host, record.condition) == ("c2", "c2-0", "active")
-
-
-async def test_an_instance_that_its_next_cell_gives_back_is_its_former_cells_again(world: World) -> None:
-    built = await one_active(world, config=replace(WARM, moves_across_cells=True))
-    move, departure = await to_next_cell(world, built, 20)
-    given = GivenBack(migration=move.request_id, code="max_retries_exceeded")
-    back = replace(departure, cell="c1", sequence=24, kept=None, given_back=given)
-    await world.move_announced("c2", move, MoveState.UNDOING, 24, departure=back)
-    returned = await until(lambda: commanded(world, move, "c1")[1:])
-    assert (returned[0].active_in, returned[0].arrival) == (None, back)
-    await world.move_announced("c1", move, MoveState.FAILED, 28, host="c1-0", code="max_retries_exceeded", **DONE)
-    assert (await world.moved(move)).state is MoveState.FAILED
-    record = await world.show(built.instance_uuid)
-    assert record is not None and (record.cell, record.host, record.condition) == ("c1", "c1-0", "active")
-    # It may leave once more.
-    await to_next_cell(world, built, 40)
+    await world.buses["c1"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, change=change)))
+    (check,) = await until(lambda: [one for cell, one in world.checks if cell == "c2"])
+    assert check.change == change
+    answer = MachineChanged(
+        instance_uuid=built.instance_uuid,
+        attempt=3,
+        order=9,
+        host_uuid=there.host_uuid,
+        service=there.service,
+        change=ChangeKind.CHECK,
+        done=True,
+        asked_by=asked,
+    )
+    await world.buses["c2"].publish(CellAsks(message=CellCheck(cell="c2", asked_by=asked, answer=answer)))
+    (answered,) = await until(lambda: [one for cell, one in world.checks if cell == "c1"])
+    assert answered.answer == answer
 
 
 async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(world: World) -> None:
@@ -620,8 +611,62 @@ async def test_a_next_cell_that_is_silent_is_commanded_again_and_not_queried(wor
         service="compute-c1",
         allocations={new_uuid(world.rng): {"VCPU": 1}},
     )
-    departure = Departure(cell="c2", spec=leaving.spec, image="snapshot", last=last, newest=4, sequence=16)
+    departure = Departure(
+        cell="c2",
+        spec=leaving.spec,
+        image="snapshot",
+        last=last,
+        selections=leaving.selections,
+        newest=4,
+        sequence=16,
+    )
     await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
     found = await until(lambda: [one for cell, one in world.moves if cell == "c2"][1:])
     assert (found[0].arrival, found[0].request_id) == (departure, move.request_id)
     assert [one for one in world.queries if one[1].request_id == move.request_id] == []
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_what_is_claimed_in_another_cell_is_given_back_or_the_instance_leaves_for_it(
+    world: World, *, has_left: bool
+) -> None:
+    """Its cell was set back to before the departure, which may be known here first, or come later."""
+    built, move = await to_be_unshelved_elsewhere(world, replace(WARM, moves_across_cells=True))
+    await world.ask(move)
+    leaving = await world.dispatched(move)
+    await world.claim_destination(leaving)
+    assert leaving.spec is not None
+    departure = Departure(
+        cell="c2",
+        spec=leaving.spec,
+        image="snapshot",
+        last=leaving.selections[0],
+        selections=leaving.selections,
+        newest=4,
+        sequence=16,
+    )
+
+    def arrivals() -> list[CellMove]:
+        return [one for cell, one in world.moves if cell == "c2" and one.arrival is not None]
+
+    if has_left:
+        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+        await until(arrivals)
+    book = CellBook(
+        asked_by=AskedBy(cell="c1", request_id=move.request_id, project_id=built.project_id, kind=move.kind),
+        instance_uuid=built.instance_uuid,
+        question=Release(consumer=built.instance_uuid, attempt=1000),
+        sequence=1_000_016,
+    )
+    await world.buses["c1"].publish(CellAsks(message=book))
+    ((cell, answered),) = await until(lambda: world.books)
+    assert isinstance(answered.answer, ReleaseResult)
+    assert (cell, answered.answer.outcome) == ("c1", "consumer_changed" if has_left else "released")
+    if not has_left:
+        await world.move_announced("c1", move, MoveState.SCHEDULED, 16, departure=departure)
+        ends = {"terminal": True, "condition": Condition.OFFLOADED}
+        await world.move_announced("c1", move, MoveState.FAILED, 1_000_017, **ends)
+        await world.moved(move)
+        record = await world.show(built.instance_uuid)
+        assert record is not None
+        assert (record.cell, arrivals()) == ("c1", [])

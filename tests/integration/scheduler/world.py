@@ -28,7 +28,16 @@ from bus.contracts.cell import (
 from bus.contracts.cell_queries import CellBuildQuery
 from bus.contracts.feed import SnapshotPage, SnapshotRequest
 from bus.contracts.fences import CellFence
-from bus.contracts.moves import CellMove, CellMoveQuery, MoveEvent, MoveKind, MoveRequest, MoveState
+from bus.contracts.moves import (
+    CellBook,
+    CellCheck,
+    CellMove,
+    CellMoveQuery,
+    MoveEvent,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+)
 from bus.contracts.objects import CellBus
 from bus.contracts.placement import (
     Claim,
@@ -76,6 +85,8 @@ class World:
         self.events: list[BuildEvent] = []
         self.move_events: list[MoveEvent] = []
         self.moves: list[tuple[str, CellMove]] = []
+        self.checks: list[tuple[str, CellCheck]] = []
+        self.books: list[tuple[str, CellBook]] = []
         self.queries: list[tuple[str, CellMoveQuery | CellBuildQuery]] = []
         self.builds: list[tuple[str, CellBuild]] = []
         self.deletes: list[tuple[str, CellDelete]] = []
@@ -200,6 +211,10 @@ class World:
                 self.deletes.append((received.bus, received.message))
             elif isinstance(received.message, CellMove):
                 self.moves.append((received.bus, received.message))
+            elif isinstance(received.message, CellCheck):
+                self.checks.append((received.bus, received.message))
+            elif isinstance(received.message, CellBook):
+                self.books.append((received.bus, received.message))
             elif isinstance(received.message, CellMoveQuery | CellBuildQuery):
                 self.queries.append((received.bus, received.message))
             elif isinstance(received.message, CellFence):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from bus.contracts.base import Message
+from bus.contracts.base import Message, Refusal
 from bus.contracts.cell import Destroy, Spawn
 from bus.contracts.moves import (
     CellMove,
@@ -36,7 +36,12 @@ def request(
         kind=kind,
         **{"selections": tuple(selection(n) for n in hosts), **fields},  # type: ignore[arg-type]
     )
-    return e.MoveRequested(at=200.0, request=message, cause=request_id)
+    return e.move_event(message, 200.0, request_id)
+
+
+def unbegun(requested: e.MoveRequested, why: Refusal | None = None) -> e.MoveRequested:
+    """The same of which nothing is to be begun: a query of it, or its message was given up."""
+    return e.move_event(requested.request, 300.0, requested.cause, given_up=why, is_query=why is None)
 
 
 def active() -> Instance:

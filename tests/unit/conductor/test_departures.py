@@ -7,13 +7,13 @@ from msgspec.structs import replace
 
 from bus.contracts.base import Refusal
 from bus.contracts.build import BuildEvent, BuildState
-from bus.contracts.moves import Condition, Departure, MoveEvent, MoveKind, MoveState
-from bus.contracts.placement import Claim, Release
+from bus.contracts.moves import CellAsks, CellCheck, Condition, Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.placement import Release
 from cell_conductor.domain import events as e
 from cell_conductor.domain.instance import Instance, State
 from cell_conductor.domain.steps import Step
 from cell_conductor.domain.table import question_of, step
-from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, ended, refused, request
+from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, active, claimed, refused, request, unbegun
 from tests.unit.conductor.scenario import PATIENCE, UUID, host, spawned
 
 ELSEWHERE = "e0000000-0000-4000-8000-000000000009"
@@ -36,19 +36,36 @@ def offloaded() -> Scenario:
 
 
 def leaves(cell: str = "c2", request_id: str = MOVE) -> e.MoveRequested:
-    return request(MoveKind.UNSHELVE, request_id=request_id, to_cell=cell)
+    return request(MoveKind.UNSHELVE, 2, request_id=request_id, to_cell=cell)
+
+
+def leave(made: Scenario, cell: str = "c2", request_id: str = MOVE) -> Departure:
+    """It leaves for host 2 of that cell, which reads its image."""
+    made.apply(leaves(cell, request_id))
+    made.apply(claimed(made.instance.next_attempt))
+    event = last_event(made.end(2, made.instance.attempt))
+    assert event.departure is not None
+    return event.departure
 
 
 def departed() -> tuple[Scenario, Departure]:
     made = offloaded()
-    made.apply(leaves())
-    event = made.commands[-1]
-    assert isinstance(event, MoveEvent) and event.departure is not None
-    return made, event.departure
+    return made, leave(made)
 
 
-def arrives(departure: Departure, *hosts: int, request_id: str = MOVE) -> e.MoveRequested:
-    return request(MoveKind.UNSHELVE, *hosts, request_id=request_id, arrival=departure)
+def arrives(departure: Departure, request_id: str = MOVE) -> e.MoveRequested:
+    return request(MoveKind.UNSHELVE, request_id=request_id, arrival=departure)
+
+
+def fails(made: Scenario) -> None:
+    """Its host cannot build it, and it is offloaded where it has come to."""
+    attempt = made.instance.attempt
+    made.apply(
+        e.SpawnFailed(at=219.0, attempt=attempt, host_uuid=host(2), code="sim.spawn_failed"),
+        e.Destroyed(at=219.5, attempt=attempt, host_uuid=host(2), service="s1"),
+        e.Released(at=220.0),
+    )
+    assert made.instance.state is State.OFFLOADED
 
 
 def in_next_cell(*happened: e.Event) -> Scenario:
@@ -68,36 +85,41 @@ def test_it_leaves_with_all_that_its_next_cell_goes_on_from() -> None:
     before = offloaded().instance
     assert (made.instance.state, made.instance.deadline, question_of(made.instance)) == (State.DEPARTED, None, None)
     assert (departure.cell, departure.image, departure.spec) == ("c2", "snapshot-1", before.spec)
-    assert departure.newest > before.last_attempt and departure.sequence == before.sequence
+    assert departure.newest > before.next_attempt and departure.sequence > before.sequence
+    assert [one.host_uuid for one in departure.selections] == [host(2)]
     event = made.commands[-1]
     assert isinstance(event, MoveEvent)
-    assert (event.state, event.terminal, event.condition) == (MoveState.SCHEDULED, False, Condition.MOVING)
+    assert (event.state, event.terminal, event.condition) == (MoveState.MIGRATING, False, Condition.MOVING)
+    (check,) = [one.message for one in made.commands if isinstance(one, CellAsks)]
+    assert isinstance(check, CellCheck)
+    assert check.change is not None and (check.cell, check.change.image) == ("c2", "snapshot-1")
 
 
-def test_its_next_cell_claims_above_every_attempt_that_the_former_one_can_give_out() -> None:
+@pytest.mark.parametrize("how", ["full", "unreadable"])
+def test_one_that_the_other_cell_cannot_take_stays_offloaded_in_its_own(how: str) -> None:
+    made = offloaded()
+    made.apply(leaves())
+    if how == "full":
+        made.apply(refused(made.instance.next_attempt))
+    else:
+        made.apply(claimed(made.instance.next_attempt))
+        made.end(2, made.instance.attempt, done=False, code="image.unreadable")
+    made.apply(e.Released(at=220.0))
+    assert (made.instance.state, made.instance.image) == (State.OFFLOADED, "snapshot-1")
+    assert made.terminals[-1] == (MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")
+
+
+def test_its_next_cell_builds_it_where_it_was_checked() -> None:
     former, departure = departed()
-    there = in_next_cell(arrives(departure, 2))
-    question = question_of(there.instance)
-    assert there.instance.phase == (State.CLAIMING, State.PREPARING) and isinstance(question, Claim)
-    # A former cell that is set back to before the departure gives out the next attempt, and is refused.
-    assert question.attempt > offloaded().instance.next_attempt
-    there.apply(claimed(question.attempt))
-    there.apply(replace(ended(there.instance, 2, question.attempt), host_uuid=host(2)))
+    there = in_next_cell(arrives(departure))
     (spawn,) = there.spawns
-    assert spawn.origin is not None and (spawn.origin.image, spawn.attempt) == ("snapshot-1", question.attempt)
-    there.apply(spawned(n=2, attempt=question.attempt, at=210.0))
+    assert (there.instance.state, question_of(there.instance)) == (State.FINISHING, None)
+    assert spawn.origin is not None and (spawn.origin.image, spawn.attempt) == ("snapshot-1", departure.newest)
+    there.apply(spawned(n=2, attempt=departure.newest, at=210.0))
     assert there.instance.state is State.ACTIVE
     assert there.terminals == [(MoveKind.UNSHELVE, MoveState.DONE, "")]
     sequences = [one.sequence for one in (*former.commands, *there.commands) if isinstance(one, MoveEvent)]
     assert sequences == sorted(set(sequences))
-
-
-def test_without_a_host_there_it_stays_in_its_next_cell() -> None:
-    _, departure = departed()
-    there = in_next_cell(arrives(departure, 2))
-    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
-    assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
-    assert there.terminals == [(MoveKind.UNSHELVE, MoveState.FAILED, "max_retries_exceeded")]
 
 
 @pytest.mark.parametrize("late", [leaves(), request(MoveKind.STOP, request_id=ELSEWHERE), deleted()])
@@ -112,15 +134,15 @@ def test_what_still_comes_to_the_former_cell_is_answered_with_the_departure_and_
     if isinstance(late, e.MoveRequested) and late.request.request_id == ELSEWHERE:
         assert (event.state, event.code, event.terminal) == (MoveState.REFUSED, "instance.departed", True)
         assert (event.departure, event.sequence < left.sequence) == (None, True)
-        made.apply(replace(late, is_query=True))  # a request has one end, however often it is asked for
-        assert last_event(Step(made.instance, tuple(made.commands))) == event
+        made.apply(unbegun(late))  # a request has one end, however often it is asked for
+        assert last_event(Step(made.instance, tuple(made.commands))) == replace(event, at=300.0)
     else:
         assert not event.terminal
 
 
 def test_a_query_of_the_former_cell_ends_an_unknown_request_and_states_where_it_is() -> None:
     made, departure = departed()
-    query = replace(request(MoveKind.STOP, request_id=ELSEWHERE), is_query=True)
+    query = unbegun(request(MoveKind.STOP, request_id=ELSEWHERE))
     left, event = made.apply(query).commands
     assert isinstance(left, MoveEvent) and isinstance(event, MoveEvent)
     assert (event.state, event.code, left.departure) == (MoveState.FAILED, "move.lost", departure)
@@ -128,40 +150,37 @@ def test_a_query_of_the_former_cell_ends_an_unknown_request_and_states_where_it_
 
 def test_a_late_copy_does_not_bring_it_back_to_a_cell_that_it_has_left_again() -> None:
     _, first = departed()
-    there = in_next_cell(arrives(first, 2))
-    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
-    there.apply(leaves("c1", BACK))
+    there = in_next_cell(arrives(first))
+    fails(there)
+    leave(there, "c1", BACK)
     left = there.instance
     assert left.state is State.DEPARTED
-    there.apply(arrives(first, 2))
+    there.apply(arrives(first))
     assert there.instance == left
 
 
 def test_it_comes_back_to_a_cell_that_it_has_left() -> None:
     former, first = departed()
-    there = in_next_cell(arrives(first, 2))
-    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
-    second = last_event(there.apply(leaves("c1", BACK))).departure
-    assert second is not None
-    former.apply(arrives(second, 3, request_id=BACK))
-    assert former.instance.phase == (State.CLAIMING, State.PREPARING)
-    assert former.instance.next_attempt > first.newest
+    there = in_next_cell(arrives(first))
+    fails(there)
+    second = leave(there, "c1", BACK)
+    former.apply(arrives(second, request_id=BACK))
+    assert (former.instance.state, former.instance.attempt > first.newest) == (State.FINISHING, True)
     former.apply(leaves())  # a late copy of the first one: it has been carried out
-    assert former.instance.phase == (State.CLAIMING, State.PREPARING)
+    assert former.instance.state is State.FINISHING
 
 
 @pytest.mark.parametrize("is_query", [False, True])
 def test_a_request_that_it_has_left_by_ends_for_schedulers_that_were_set_back_to_before(is_query: bool) -> None:
     """Seed 33008 of `transfers-restored`: the cell announced `scheduled` again and again."""
     former, first = departed()
-    there = in_next_cell(arrives(first, 2))
-    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
-    second = last_event(there.apply(leaves("c1", BACK))).departure
-    assert second is not None
-    former.apply(arrives(second, request_id=BACK))
+    there = in_next_cell(arrives(first))
+    fails(there)
+    second = leave(there, "c1", BACK)
+    former.apply(unbegun(arrives(second, request_id=BACK)), e.Released(at=230.0))
     assert former.instance.state is State.OFFLOADED
     former.commands = []
-    former.apply(replace(leaves(), is_query=is_query))
+    former.apply(unbegun(leaves()) if is_query else leaves())
     assert former.instance.state is State.OFFLOADED
     assert former.terminals == [(MoveKind.UNSHELVE, MoveState.FAILED, "move.lost")]
 
@@ -169,17 +188,20 @@ def test_a_request_that_it_has_left_by_ends_for_schedulers_that_were_set_back_to
 @pytest.mark.parametrize("how", ["query", "given_up"])
 def test_it_is_on_record_in_its_next_cell_though_its_request_is_not_carried_out(how: str) -> None:
     _, departure = departed()
-    arrival = arrives(departure, 2)
-    more = {"is_query": True} if how == "query" else {"given_up": Refusal(code="delivery.exhausted", reason="")}
-    there = in_next_cell(replace(arrival, **more))
+    arrival = arrives(departure)
+    why = None if how == "query" else Refusal(code="delivery.exhausted", reason="")
+    there = in_next_cell(unbegun(arrival, why))
+    release = question_of(there.instance)
+    assert isinstance(release, Release) and (release.attempt or 0) > departure.newest
+    there.apply(e.Released(at=230.0))
     assert (there.instance.state, there.instance.image) == (State.OFFLOADED, "snapshot-1")
     ((_, state, code),) = there.terminals
-    assert (state, code) in {(MoveState.FAILED, "move.lost"), (MoveState.REFUSED, "delivery.exhausted")}
+    assert (state, code) == (MoveState.FAILED, "move.lost" if how == "query" else "delivery.exhausted")
 
 
 def test_a_delete_that_was_there_first_ends_it() -> None:
     _, departure = departed()
-    there = in_next_cell(deleted(), arrives(departure, 2))
+    there = in_next_cell(deleted(), arrives(departure))
     assert there.instance.phase == (State.RELEASING, State.DELETED)
     assert question_of(there.instance) == Release(consumer=UUID, attempt=there.instance.next_attempt)
     there.apply(e.Released(at=230.0))
@@ -199,12 +221,8 @@ def test_a_cell_that_does_not_have_it_gives_nothing_up() -> None:
 def test_a_former_cell_that_was_set_back_takes_it_again_only_by_an_arrival() -> None:
     set_back = offloaded()
     _, first = departed()
-    there = in_next_cell(arrives(first, 2))
-    there.apply(refused(there.instance.next_attempt), e.Released(at=220.0))
-    second = last_event(there.apply(leaves("c1", BACK))).departure
-    assert second is not None
-    set_back.apply(arrives(second, 3, request_id=BACK))
-    assert (set_back.instance.phase, set_back.instance.last_attempt) == (
-        (State.CLAIMING, State.PREPARING),
-        second.newest,
-    )
+    there = in_next_cell(arrives(first))
+    fails(there)
+    second = leave(there, "c1", BACK)
+    set_back.apply(arrives(second, request_id=BACK))
+    assert (set_back.instance.state, set_back.instance.last_attempt) == (State.FINISHING, second.newest)

@@ -17,16 +17,13 @@ from bus.contracts.placement import ReleaseResult
 from bus.faults import Transient
 from cell_conductor import engine
 from cell_conductor.app import search_forever
-from cell_conductor.domain import events as e
-from cell_conductor.domain.arrival_doubts import MAX_SEARCH_PAUSE_S
 from cell_conductor.domain.instance import Instance, Phase, State
 from cell_conductor.domain.leases import LISTEN_BEATS, LeaseTable
-from cell_conductor.domain.table import step
 from cell_conductor.handlers import RETRIES
 from cell_conductor.store.memory import MemoryInstances
-from tests.unit.conductor.move_scenario import OTHER, Scenario, refused
+from tests.unit.conductor.move_scenario import OTHER
 from tests.unit.conductor.scenario import SPEC, UUID, host
-from tests.unit.conductor.test_transfers_set_back import AFTER, at_state
+from tests.unit.conductor.test_transfers_set_back import held
 from tests.unit.conductor.world import BUILD, Conductor, Services
 
 # --- The cell's compute services are queried before a doubted build is begun; without their answers nothing is
@@ -221,14 +218,6 @@ async def test_a_service_of_a_version_before_names_all_hosts_in_one_answer() -> 
 # --- The search for machines that a database which was set back may have forgotten holds up nothing else.
 
 
-def held(state: State = State.RELEASING) -> Scenario:
-    """It has come from another cell, by a record that was set back, and is about to be given back."""
-    there, _ = at_state(State.CLAIMING)
-    if state is State.RELEASING:
-        there.apply(refused(there.instance.next_attempt))
-    return there
-
-
 async def conductor_of(services: Services, *instances: Instance) -> Conductor:
     conductor = Conductor(services, ("s1",))
     await conductor.store.open()
@@ -303,17 +292,3 @@ async def test_a_bounded_number_of_instances_waits_for_a_search(monkeypatch: pyt
     services.answers.set()
     await conductor.engine.search()
     assert [len(one.instance_uuids) for one in services.queried] == [2] and len(services.released) == 2
-
-
-@pytest.mark.parametrize("state", [State.CLAIMING, State.RELEASING])
-def test_it_is_searched_for_less_and_less_often(state: State) -> None:
-    there = held(state)
-    at, pauses = there.instance.since + 15.0, []
-    for _ in range(8):
-        there.apply(e.TimedOut(at=at))
-        assert there.instance.deadline is not None
-        pauses.append(there.instance.deadline - at)
-        at = there.instance.deadline
-    assert pauses == sorted(pauses) and pauses[0] < pauses[-1] == MAX_SEARCH_PAUSE_S
-    sure = replace(there.instance, doubted=False)
-    assert step(sure, e.TimedOut(at=at), AFTER).instance.deadline == at + AFTER.claim_retry_s

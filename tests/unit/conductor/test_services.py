@@ -53,7 +53,7 @@ from tests.unit.conductor.scenario import (
     reported,
     run,
 )
-from tests.unit.conductor.test_transfers_set_back import at_state
+from tests.unit.conductor.test_transfers_set_back import at_state, held
 from tests.unit.conductor.world import Queried, Quiet, Relay, Services, listing
 
 # --- A compute service that an operator has stated to be gone for good: who drops it, what keeps it, what it
@@ -102,12 +102,12 @@ async def test_one_that_sends_heartbeats_is_not_dropped() -> None:
 
 
 async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
-    """A give-back in doubt was held for as long as a service was down, and for ever by one that is gone."""
-    there, _ = at_state(State.CLAIMING)
+    """A move in doubt was held for as long as a service was down, and for ever by one that is gone."""
+    moved = {UUID: held().instance}
     keeper = keeper_of()
     await receive(keeper, digest(DOWN))
     services = Services(s1=(), s2=())
-    services.silent, services.hosts = {"s3"}, (host(8),)
+    services.silent = {"s3"}
     store = MemoryInstances(MemoryInstanceTable(SystemClock()).session())
     await store.open()
     search = MachineSearch(
@@ -117,20 +117,11 @@ async def test_a_move_that_waits_for_its_answer_goes_on() -> None:
         up=lambda: ("s1", "s2"),
         forgotten=keeper.forgotten,
     )
-    of_it = [replace(one, service="s3") for one in there.instance.selections]
-    elsewhere = [replace(one, host_uuid=host(8)) for one in there.instance.selections]
-    named, unnamed, both = (
-        replace(there.instance, selections=tuple(made)) for made in (of_it, elsewhere, (*of_it[:2], *elsewhere[2:]))
-    )
-    for instance in (named, unnamed, both):
-        _, held = await search.find_moved({UUID: instance}, keeper.down(), ())
-        assert held == {UUID}
+    _, waits = await search.find_moved(moved, keeper.down())
+    assert waits == {UUID}
     await receive(keeper, ServiceGone(cell="c1", service="s3", at=200.0))
-    for instance in (named, unnamed, both):
-        _, held = await search.find_moved({UUID: instance}, keeper.down(), ())
-        assert held == set(), "nor are its hosts waited for, which no service looks at"
-    _, held = await search.find_moved({UUID: there.instance}, keeper.down(), ())
-    assert held == {UUID}, "the hosts of another service are"
+    _, waits = await search.find_moved(moved, keeper.down())
+    assert waits == set()
 
 
 @pytest.mark.parametrize(
@@ -156,8 +147,8 @@ def test_an_instance_is_at_a_service_by_the_host_of_its_attempt_unless_that_is_f
     assert not is_at(Instance(uuid=UUID), "s3", ())
 
 
-def test_a_machine_that_is_kept_for_a_move_is_at_its_service() -> None:
-    there, _ = at_state(State.RESIZED)
+def test_the_source_of_a_move_is_at_its_service() -> None:
+    there = at_state(State.FINISHING)
     move = there.instance.move
     assert move is not None and move.source is None
     source = replace(there.instance.selections[0], service="s3", host_uuid=host(9))

@@ -21,13 +21,11 @@ from cell_conductor.domain.way_back import (
     SOURCE_LOST,
     SOURCE_SILENT,
     SOURCE_UNREPORTED,
-    SOURCE_UNSEEN,
     SourceQuery,
     answer_about,
 )
 from tests.unit.conductor.move_scenario import MOVE, OTHER, Scenario, begun, claimed, request, seen, to_resized
 from tests.unit.conductor.scenario import PATIENCE, SPEC, UUID, host, selection, spawned
-from tests.unit.conductor.test_leaving import active_there, kept
 
 LATER = OTHER.replace("2", "3")
 QUERIED = SourceQuery(host(1), "s1", 1, OTHER)
@@ -214,35 +212,6 @@ def test_a_destination_whose_fence_is_lifted_stays() -> None:
     assert question_of(made.instance) is None
 
 
-# --- a machine that is kept in another cell
-
-
-def look_at_kept(made: Scenario) -> None:
-    """The schedulers query the cell that keeps the machine first."""
-    made.commands.clear()
-    made.apply(request(MoveKind.REVERT, request_id=OTHER, to_cell="c2"))
-
-
-def test_the_cell_that_has_it_gives_nothing_up_for_a_machine_that_was_not_seen_in_its_former_cell() -> None:
-    _, departure = kept()
-    there = active_there(departure)
-    there.commands.clear()
-    there.apply(request(MoveKind.REVERT, request_id=OTHER))
-    assert (there.instance.state, orders(there)) == (State.RESIZED, [])
-    assert there.terminals == [(MoveKind.REVERT, MoveState.REFUSED, SOURCE_UNSEEN)]
-    there.apply(request(MoveKind.REVERT, request_id=LATER, kept_seen=True))
-    assert (there.instance.phase, len(orders(there))) == ((State.DESTROYING, State.REVERTING), 1)
-
-
-def test_a_forced_revert_to_another_cell_states_that_the_machine_was_not_seen() -> None:
-    _, departure = kept()
-    there = active_there(departure)
-    there.commands.clear()
-    there.apply(request(MoveKind.REVERT, request_id=OTHER, force=True))
-    assert (there.instance.phase, len(orders(there))) == ((State.DESTROYING, State.REVERTING), 1)
-    assert shown(there)[-1] == (OTHER, MoveKind.REVERT, MoveState.UNDOING, SOURCE_UNSEEN)
-
-
 def test_force_does_not_stand_in_for_the_answer_of_a_host_of_the_cell() -> None:
     made = to_resized()
     made.commands.clear()
@@ -250,36 +219,6 @@ def test_force_does_not_stand_in_for_the_answer_of_a_host_of_the_cell() -> None:
     assert (made.instance.state, question_of(made.instance)) == (State.RESIZED, QUERIED)
     made.apply(unseen(SOURCE_LOST))
     assert (made.instance.state, orders(made)) == (State.RESIZED, [])
-
-
-def test_a_kept_machine_is_queried_for_and_announced_as_seen_without_a_change() -> None:
-    made, departure = kept()
-    look_at_kept(made)
-    assert (question_of(made.instance), made.commands) == (QUERIED, [])
-    made.apply(request(MoveKind.REVERT, request_id=OTHER, to_cell="c2"))
-    assert made.commands == [], "a copy of it"
-    made.apply(seen())
-    assert (made.instance.state, orders(made), question_of(made.instance)) == (State.KEPT, [], None)
-    assert shown(made) == [(OTHER, MoveKind.REVERT, MoveState.UNDOING, "")]
-    (event,) = [one for one in made.commands if isinstance(one, MoveEvent)]
-    assert event.sequence < departure.sequence and event.departure is None, "older than what the other cell announces"
-
-
-@pytest.mark.parametrize("how", [SOURCE_SILENT, SOURCE_LOST, SOURCE_UNREPORTED, SOURCE_FENCED, "no answer"])
-def test_a_kept_machine_that_was_not_seen_ends_the_revert(how: str) -> None:
-    made, _ = kept()
-    if how == SOURCE_FENCED:
-        made.context = replace(PATIENCE, fences=fenced(1))
-    look_at_kept(made)
-    if how == "no answer":
-        made.apply(e.TimedOut(at=500.0))
-    elif how != SOURCE_FENCED:
-        made.apply(unseen(how))
-    code = SOURCE_SILENT if how == "no answer" else how
-    assert made.terminals == [(MoveKind.REVERT, MoveState.REFUSED, code)]
-    assert (made.instance.state, question_of(made.instance), orders(made)) == (State.KEPT, None, [])
-    look_at_kept(made)
-    assert (made.terminals[-1:], question_of(made.instance)) == ([(MoveKind.REVERT, MoveState.REFUSED, code)], None)
 
 
 # --- what waits shows it
@@ -325,16 +264,6 @@ def test_time_alone_does_not_give_the_source_up_for_a_destination_that_is_down()
     made.context = PATIENCE
     made.apply(e.TimedOut(at=245.0))
     assert made.instance.phase == (State.DESTROYING, State.ACTIVE)
-
-
-def test_a_destination_that_is_fenced_keeps_its_machine_while_another_cell_keeps_the_source() -> None:
-    """It was given up for a machine on a host that had not been looked at."""
-    _, departure = kept()
-    there = active_there(departure)
-    assert there.instance.state is State.RESIZED
-    before = len(there.commands)
-    there.apply(e.HostFenced(at=300.0, host_uuid=host(2)))
-    assert (there.instance.state, there.commands[before:]) == (State.RESIZED, [])
 
 
 def _order(made: Scenario) -> int:

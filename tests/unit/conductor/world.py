@@ -110,7 +110,6 @@ class Conductor:
 
     def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
         self.table = MemoryInstanceTable(clock := SystemClock())
-        self.listed: set[str] = set()
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
@@ -119,7 +118,6 @@ class Conductor:
             timeout_s=1.0,
             up=lambda: up,
             unexplained=lambda: unexplained,
-            listed=lambda _services: self.listed,
         )
         self.engine = Engine(
             store=self.store,

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from bus.contracts.groups import GroupPolicy, ServerGroup
 from bus.contracts.placement import (
     COMPUTE_SOURCE,
-    Claim,
     Inventory,
     InventoryUpdate,
     Migration,
@@ -34,30 +33,6 @@ from tests.unit.placement_rest.test_decisions import CLASSES, inventory, provide
 HELD = {A: {"VCPU": 2}}
 THERE = {B: {"VCPU": 2}}
 HOSTS = {A: claimed_provider(VCPU=room(8, 2)), B: replace(claimed_provider(VCPU=room(8)), root=B)}
-
-
-def moved(**fields: Any) -> Claim:
-    """Nothing is claimed: the migration gets what the instance holds."""
-    migration = Migration(uuid=MIGRATION, source=HELD)
-    asked = Claim(consumer=VM, options=(), project_id="p", attempt=2, release_first=True, migration=migration)
-    return replace(asked, **fields)
-
-
-@pytest.mark.parametrize(
-    ("known", "kept", "expected"),
-    [
-        (holder({}, attempt=2), True, "claimed"),
-        (holder({}, attempt=2), False, "consumer_changed"),
-        (holder({}, attempt=1), True, "consumer_changed"),
-        (holder(THERE, attempt=2), True, "consumer_changed"),
-        (None, True, "consumer_changed"),
-    ],
-)
-def test_a_source_that_a_migration_has_taken_over_is_taken_over_once(known: Any, kept: bool, expected: str) -> None:
-    consumers = {VM: known} if known is not None else {}
-    if kept:
-        consumers[MIGRATION] = replace(holder(HELD, attempt=2), consumer_type="MIGRATION")
-    assert run(moved(), providers=HOSTS, consumers=consumers).verdicts[0].outcome == expected
 
 
 def test_a_claim_that_nothing_fits_names_the_generation_of_what_the_consumer_holds() -> None:

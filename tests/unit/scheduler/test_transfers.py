@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from bus.contracts.build import BuildRequest, BuildState
 from bus.contracts.cell import CellDelete, InstanceSpec, Selection
-from bus.contracts.moves import CellMove, CellMoveQuery, Condition, Departure, MoveEvent, MoveKind, MoveState
+from bus.contracts.moves import (
+    AskedBy,
+    CellBook,
+    CellCheck,
+    CellMove,
+    CellMoveQuery,
+    ChangeKind,
+    ChangeMachine,
+    Condition,
+    Departure,
+    MachineChanged,
+    MoveEvent,
+    MoveKind,
+    MoveRequest,
+    MoveState,
+)
+from bus.contracts.placement import Claim, ClaimOption, ClaimOutcome, Migration, Release, Revert
 from scheduler_worker.domain.builds import RecordedBuild
 from scheduler_worker.domain.drains import ARRIVING, DrainedHost, held_on
+from scheduler_worker.domain.moves import may_leave_cell
 from scheduler_worker.domain.recorded_moves import InstanceRecord, MoveContext, RecordedMove
-from scheduler_worker.domain.transfers import AnnouncedMoves, for_former_cell, repeated
+from scheduler_worker.domain.transfers import AnnouncedMoves, handed_on, may_ask, refused
 
 REQUEST = "d0000000-0000-4000-8000-000000000001"
 UUID = "a0000000-0000-4000-8000-000000000001"
-HOST = Selection(host_uuid="b0000000-0000-4000-8000-000000000001", host="there", service="s2", allocations={})
+HOST = Selection(
+    host_uuid="b0000000-0000-4000-8000-000000000001",
+    host="there",
+    service="s2",
+    allocations={"b0000000-0000-4000-8000-000000000001": {"VCPU": 1}},
+)
 SPEC = InstanceSpec(instance_uuid=UUID, project_id="p", name="n", image="i", flavor="m1.small")
 COMMAND = CellMove(
     request_id=REQUEST,
@@ -27,7 +50,13 @@ COMMAND = CellMove(
     to_cell="c2",
 )
 DEPARTURE = Departure(
-    cell="c2", spec=replace(SPEC, project_id="another"), image="snapshot", last=HOST, newest=5, sequence=20
+    cell="c2",
+    spec=replace(SPEC, project_id="another"),
+    image="snapshot",
+    last=HOST,
+    selections=(HOST,),
+    newest=5,
+    sequence=20,
 )
 LEFT = MoveEvent(
     request_id=REQUEST,
@@ -75,7 +104,8 @@ def test_the_next_cell_is_commanded_and_named_by_the_map_in_one_batch() -> None:
     batch = applied(on_record())
     (command,) = sent(batch, "c2")
     assert isinstance(command, CellMove) and command.arrival is not None
-    assert (command.to_cell, command.selections, command.limits) == (None, (HOST,), {"VCPU": 3})
+    assert (command.to_cell, command.selections, command.limits) == (None, (), {"VCPU": 3})
+    assert command.arrival.selections == (HOST,)
     # The former cell's statement about the owner does not count.
     assert command.arrival.spec.project_id == "p"
     assert (batch.departed, batch.builds[UUID].cell, batch.moves[REQUEST].cell) == ({UUID: "c2"}, "c2", "c2")
@@ -117,15 +147,103 @@ def test_schedulers_that_have_forgotten_the_request_query_the_next_cell_which_be
     assert batch.departed == {UUID: "c2"}
 
 
-def test_the_former_cell_learns_no_host_of_the_next_one_and_what_is_silent_is_commanded_again() -> None:
-    former = for_former_cell(COMMAND)
-    assert (former.selections, former.limits, former.to_cell) == ((), {}, "c2")
-    before = on_record().move
-    after = applied(on_record()).moves[REQUEST]
-    assert before is not None and repeated(before) == former
-    again = repeated(after)
-    assert isinstance(again, CellMove) and again.arrival is not None and again.to_cell is None
-    assert repeated(replace(after, command=None)) is None
+def test_what_is_silent_is_commanded_again_with_its_departure() -> None:
+    """A query would end it as lost, and the instance would be in no cell."""
+    command = applied(on_record()).moves[REQUEST].command
+    assert command is not None and command.arrival is not None and command.to_cell is None
+
+
+ASKED = AskedBy(cell="c1", request_id=REQUEST, project_id="p", kind=MoveKind.MIGRATE)
+CHANGE = ChangeMachine(
+    change=ChangeKind.CHECK,
+    spec=SPEC,
+    attempt=5,
+    order=9,
+    host_uuid=HOST.host_uuid,
+    service="s2",
+    allocations={},
+    image="snapshot",
+    asked_by=ASKED,
+)
+ANSWER = MachineChanged(
+    instance_uuid=UUID,
+    attempt=5,
+    order=9,
+    host_uuid=HOST.host_uuid,
+    service="s2",
+    change=ChangeKind.CHECK,
+    done=True,
+    asked_by=ASKED,
+)
+
+
+def test_a_check_and_its_answer_are_handed_on_to_the_other_cell_and_by_no_third_one() -> None:
+    check = CellCheck(cell="c2", asked_by=ASKED, change=CHANGE)
+    answer = CellCheck(cell="c2", asked_by=ASKED, answer=ANSWER)
+    for one, sender, receiver in ((check, "c1", "c2"), (answer, "c2", "c1")):
+        message = handed_on(one, sender)
+        assert message is not None
+        assert (message.bus, message.message) == (receiver, one)
+        assert handed_on(one, receiver) is None and handed_on(one, "c3") is None
+
+
+CLAIM = Claim(
+    consumer=UUID,
+    attempt=3,
+    consumer_generation=1,
+    options=(ClaimOption(allocations=HOST.allocations),),
+    project_id="p",
+    migration=Migration(uuid=REQUEST, source={"b0000000-0000-4000-8000-000000000009": {"VCPU": 1}}),
+)
+OTHER = "d0000000-0000-4000-8000-000000000009"
+
+
+@pytest.mark.parametrize(
+    ("question", "asked"),
+    [
+        (CLAIM, True),
+        (replace(CLAIM, consumer=OTHER), False),
+        (replace(CLAIM, options=(ClaimOption(allocations={OTHER: {"VCPU": 1}}),)), False),
+        (replace(CLAIM, project_id="another"), False),
+        (replace(CLAIM, migration=Migration(uuid=OTHER, source={})), False),
+        (Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4), True),
+        (Revert(consumer=UUID, migration=Migration(uuid=OTHER, source={}), source_attempt=1, attempt=4), False),
+        (Release(consumer=UUID, attempt=4), True),
+        (Release(consumer=REQUEST, project_id="p", of_migration=True), True),
+        (Release(consumer=REQUEST, project_id="p"), False),
+        (Release(consumer=OTHER, attempt=4), False),
+    ],
+)
+def test_placement_is_asked_for_a_cell_about_what_leaves_it_and_for_chosen_hosts(
+    question: Claim | Revert | Release, *, asked: bool
+) -> None:
+    book = CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)
+    known = on_record()
+    assert may_ask(book, known, "c1") is asked
+    assert not may_ask(book, known, "c2") and not may_ask(book, replace(known, build=None), "c1")
+    assert not may_ask(book, on_record(cell="c2"), "c1"), "it has left"
+    if isinstance(question, Claim):
+        assert not may_ask(book, replace(known, move=None), "c1")
+
+
+def test_a_cell_that_does_not_have_the_instance_any_more_waits_for_no_answer() -> None:
+    """What placement holds is the other cell's: a release, or the way back, has come too late."""
+    revert = Revert(consumer=UUID, migration=Migration(uuid=REQUEST, source={}), source_attempt=1, attempt=4)
+    outcomes: list[tuple[Claim | Release | Revert, str]] = [
+        (CLAIM, ClaimOutcome.INVALID),
+        (Release(consumer=UUID, attempt=4), "consumer_changed"),
+        (revert, "consumer_changed"),
+    ]
+    for question, outcome in outcomes:
+        answer = refused(CellBook(asked_by=ASKED, instance_uuid=UUID, question=question)).answer
+        assert answer is not None and answer.outcome == outcome
+
+
+def test_only_these_leave_a_cell_and_a_drain_stays_within_it() -> None:
+    for kind, allowed in ((MoveKind.MIGRATE, True), (MoveKind.RESIZE, True), (MoveKind.LIVE_MIGRATE, False)):
+        requested = MoveRequest(request_id=REQUEST, instance_uuid=UUID, project_id="p", kind=kind, flavor="m1.small")
+        assert may_leave_cell(requested) is allowed
+        assert not may_leave_cell(replace(requested, user_id="drain"))
 
 
 def test_the_end_of_the_request_ends_its_command() -> None:
