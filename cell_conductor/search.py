@@ -24,6 +24,7 @@ from . import metrics
 from .domain.adopt_rules import forgotten_machines, why_not_adoptable, why_not_its_machine
 from .domain.events import SourceAnswered
 from .domain.instance import Instance, State
+from .domain.set_back import SetBack
 from .domain.way_back import SourceQuery, answer_about
 from .store.port import InstanceStore
 from .store.safety import UnexplainedRecord
@@ -114,9 +115,9 @@ class MachineSearch:
         self._unexplained = unexplained
 
     @property
-    def set_back_at(self) -> float:
-        """When the database was last set back (0: never)."""
-        return self._store.set_back_at
+    def set_back(self) -> SetBack:
+        """When the database came to be older than the world."""
+        return self._store.set_back
 
     def is_unexplained(self, uuid: str) -> bool:
         """Whether a host has a machine of this instance that no record explains."""
@@ -230,8 +231,7 @@ class MachineSearch:
         unsure: set[str] = set()
         for uuid, instance in doubted.items():
             machines = searched.of(uuid)
-            doubted_for_s = now - max(instance.since, self.set_back_at)
-            if machines is None and doubted_for_s < limit_s:
+            if machines is None and self.set_back.doubted_for_s(instance, now) < limit_s:
                 unsure.add(uuid)
             elif forgotten := forgotten_machines(instance, machines or ()):
                 unsure.add(uuid)

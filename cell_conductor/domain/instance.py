@@ -66,10 +66,6 @@ class Power(StrEnum):
 
 # The announcements of one instance are numbered from here; the numbers below belong to the scheduler.
 FIRST_SEQUENCE = 10
-# A record that was set back continues this much higher: above every number of its forgotten announcements.
-SET_BACK_GAP = 1_000_000
-# Of an instance that the record has forgotten: so many attempts may have been made of it since.
-FORGOTTEN_ATTEMPTS = 1000
 
 
 # Why a build is refused: it has a machine already that is not proved to be its project's; an operator decides about it.

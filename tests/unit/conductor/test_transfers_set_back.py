@@ -21,9 +21,9 @@ from bus.contracts.moves import (
 from bus.contracts.placement import Release, Revert
 from cell_conductor.domain import events as e
 from cell_conductor.domain.fences import Fence
-from cell_conductor.domain.instance import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, Instance, Power, State
+from cell_conductor.domain.instance import Instance, Power, State
 from cell_conductor.domain.move_doubts import IN_DOUBT, is_searched_for
-from cell_conductor.domain.rules import numbered_on
+from cell_conductor.domain.set_back import FORGOTTEN_ATTEMPTS, SET_BACK_GAP, SetBack, numbered_on
 from cell_conductor.domain.table import question_of
 from cell_conductor.search import LOGGED_MOVES
 from tests.unit.conductor.move_scenario import Scenario, active, claimed, unbegun
@@ -41,8 +41,8 @@ from tests.unit.conductor.test_leaving import (
 from tests.unit.conductor.world import Conductor, Services
 
 SET_BACK_AT = 1_000.0
-AFTER = replace(THERE, set_back_at=SET_BACK_AT)
-AFTER_HERE = replace(PATIENCE, set_back_at=SET_BACK_AT)
+AFTER = replace(THERE, set_back=SetBack(SET_BACK_AT))
+AFTER_HERE = replace(PATIENCE, set_back=SetBack(SET_BACK_AT))
 
 
 def arrived(*, is_query: bool = False) -> Scenario:
@@ -185,10 +185,10 @@ def test_a_fence_of_its_destination_gives_nothing_up_by_a_record_in_doubt() -> N
 def test_an_arrival_from_before_the_schema_was_made_anew_is_searched_for() -> None:
     """Its machine runs there, with the mark of the former schema."""
     _, departure = departed()
-    sure = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.at - 1.0))
+    sure = Scenario(Instance(uuid=UUID), replace(THERE, set_back=SetBack(made_at=departure.at - 1.0)))
     sure.apply(arrives(departure))
     assert sure.instance.state is State.FINISHING
-    anew = Scenario(Instance(uuid=UUID), replace(THERE, made_at=departure.at + 1.0))
+    anew = Scenario(Instance(uuid=UUID), replace(THERE, set_back=SetBack(made_at=departure.at + 1.0)))
     anew.apply(arrives(departure))
     assert anew.spawns == [] and anew.instance.doubted
 

@@ -110,6 +110,7 @@ class Conductor:
 
     def __init__(self, services: Services, up: Collection[str] | None, unexplained: Collection[str] = ()) -> None:
         self.table = MemoryInstanceTable(clock := SystemClock())
+        self.table.made_at = 0.0  # long before every request
         self.relay, bus = Relay(), services
         self.store = MemoryInstances(self.table.session())
         self.search = MachineSearch(
