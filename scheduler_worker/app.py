@@ -28,6 +28,7 @@ from placement_worker.replica.book import Book
 from placement_worker.replica.follower import Follower
 from placement_worker.replica.search import warm_up_search
 from scheduler_worker.announcements import AnnouncementHandler, AnnouncementWriter
+from scheduler_worker.cell_asks import CellAsksHandler
 from scheduler_worker.changes import ChangeHandler, ControlListener, RefusedCommands
 from scheduler_worker.claims import BusClaims
 from scheduler_worker.config import SchedulerConfig
@@ -379,10 +380,16 @@ def _link(parts: SchedulerParts, bus: Bus, registry: ObjectRegistry, measured: a
                 bus.name,
                 clock=env.clock,
                 on_fences=registry.record_fences,
-                claims=BusClaims(parts.api, timeout_s=config.claim_timeout_s),
             ),
             max_batch=config.batch,
             concurrency=1,  # two would block on each other's row locks
+            prefetch=config.prefetch,
+        ),
+        bus.consumer(
+            "scheduler.asks",
+            CellAsksHandler(parts.store, bus.name, claims=BusClaims(parts.api, timeout_s=config.claim_timeout_s)),
+            max_batch=config.batch,
+            concurrency=1,
             prefetch=config.prefetch,
         ),
         bus.consumer(
